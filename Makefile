@@ -1,0 +1,56 @@
+# What this project can do from a fresh checkout; only Python 3.11+ is needed (PYTHON=... to choose one).
+#   make demo    train the example on this machine     make check   linter, formatter, types
+#   make test    the whole test suite                  make bench   time one training step
+#   make venv    only make and fill .venv              make clean   remove .venv and caches
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+# Empty files that say what is installed; they go stale when the dependencies change.
+RUN_STAMP := $(VENV)/.installed-run
+DEV_STAMP := $(VENV)/.installed-dev
+
+.PHONY: help venv demo test check format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
+	$(PYTHON) -m venv $(VENV)
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	@touch $@
+
+$(DEV_STAMP): $(RUN_STAMP)
+	$(PIP) -e '.[test,dev]'
+	@touch $@
+
+venv: $(RUN_STAMP)
+
+demo: $(RUN_STAMP)
+	$(BIN)/shardwise train examples/demo.yaml
+
+test: $(DEV_STAMP)
+	@$(BIN)/python -m pytest
+
+check: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(RUN_STAMP)
+	$(BIN)/python benchmarks/step_time.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

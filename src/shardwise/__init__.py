@@ -1,0 +1,53 @@
+"""Shardwise shards the training state of PyTorch models over data-parallel ranks.
+
+Reading order, which is also the import order (a file imports only from what stands above it)::
+
+    errors, quantities        what is raised; how bytes are written
+    device                    what differs between devices
+    config                    what the user asks for; the table of stages
+    trace                     spans and ledgers
+    mesh                      shard and replicate axes
+    layout/                   integers: units, segments
+    comm/                     collectives on flat tensors
+    shard/                    one unit: ShardTensor, storage, materialize, unit, reduce
+    engine/                   when: order, prefetch, runtime, hooks, shard()
+    train/                    the recipe behind `shardwise train`
+    cli/                      parse, call, print
+
+Names are imported on first use, so that the command line answers without loading torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.config import Precision
+    from shardwise.engine.accumulate import accumulate
+    from shardwise.engine.api import shard, stats
+    from shardwise.engine.describe import describe
+    from shardwise.engine.gathered import gathered
+    from shardwise.shard.tensor import ShardTensor
+
+_HOMES = {
+    "Precision": "shardwise.config",
+    "ShardTensor": "shardwise.shard.tensor",
+    "accumulate": "shardwise.engine.accumulate",
+    "describe": "shardwise.engine.describe",
+    "gathered": "shardwise.engine.gathered",
+    "shard": "shardwise.engine.api",
+    "stats": "shardwise.engine.api",
+}
+
+__version__ = "0.1.0"
+__all__ = ["Precision", "ShardTensor", "accumulate", "describe", "gathered", "shard", "stats"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,155 @@
+"""`shardwise train`: flags from the keys of TrainConfig, then one rank or the launch of more."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
+
+__all__ = ["read_place", "run_command"]
+
+_BAD_CONFIG, _FAILED = 2, 1
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `shardwise train` with its arguments; return the exit code."""
+    place = read_place(os.environ)
+    # A rank listens before it imports torch: see Note [Ending on a signal].
+    stop = StopRequest.installed() if place is not None else None
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    outcome: list[int] = []
+
+    def train(config_file: Path | None = None, **flags: Any) -> None:
+        given = {key: value for key, value in flags.items() if value is not None}
+        outcome.append(_train(config_file, given, place, stop, ["train", *arguments]))
+
+    train.__doc__ = _train.__doc__
+    train.__signature__ = _signature()  # type: ignore[attr-defined]
+    train.__annotations__ = {p.name: p.annotation for p in _signature().parameters.values()}
+    app.command()(train)
+    command = typer.main.get_command(app)
+    code = command(list(arguments), prog_name="shardwise train", standalone_mode=False)
+    return outcome[0] if outcome else int(code or 0)
+
+
+def read_place(environment: Mapping[str, str]) -> RankPlace | None:
+    """Return the rank that torchrun (or our own launcher) made of this process, or None."""
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    return RankPlace(
+        rank,
+        world_size,
+        int(environment.get("LOCAL_RANK", rank)),
+        int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+    )
+
+
+def _train(
+    config_file: Path | None,
+    flags: Mapping[str, Any],
+    place: RankPlace | None,
+    stop: StopRequest | None,
+    arguments: Sequence[str],
+) -> int:
+    """Train the built-in decoder on text.
+
+    Every key can stand in the YAML file or be given as a flag; flags win. Under torchrun this is
+    one rank; otherwise `ranks` local ranks are launched. Ctrl-C ends all ranks after their step.
+    """
+    is_first = place is None or place.rank == 0
+    try:
+        config = load_config(config_file, flags)
+        num_ranks = place.world_size if place is not None else config.ranks or 1
+        return _start(config, num_ranks, place, stop, arguments)
+    except KeyboardInterrupt:
+        sys.stdout.write("stopped before the first step, as asked\n")
+        return INTERRUPTED
+    except ConfigError as error:
+        if is_first:
+            sys.stderr.write(f"shardwise train: {error}\n")
+        return _BAD_CONFIG
+    except ShardwiseError as error:
+        where = f"rank {place.rank}: " if place is not None else ""
+        sys.stderr.write(f"shardwise train: {where}{error}\n")
+        return _FAILED
+
+
+def _start(
+    config: TrainConfig,
+    num_ranks: int,
+    place: RankPlace | None,
+    stop: StopRequest | None,
+    arguments: Sequence[str],
+) -> int:
+    if place is None:
+        from shardwise.train.checks import check_output, check_run
+
+        check_run(config, num_ranks)
+        check_output(config)
+        if num_ranks > 1:
+            return launch_local_ranks(arguments, num_ranks)
+        place, stop = RankPlace(0, 1, 0, 1), StopRequest.installed()
+    return _run_rank(config, place, stop or StopRequest.installed())
+
+
+def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
+    from shardwise.train.checks import check_run
+    from shardwise.train.loop import train
+    from shardwise.train.summary import format_result
+
+    result = train(check_run(config, place.world_size), place, stop)
+    if place.rank == 0:
+        if result.stopped:
+            sys.stdout.write(f"stopped after step {result.steps}, as asked\n")
+        else:
+            sys.stdout.write(format_result(result) + "\n")
+        sys.stdout.flush()
+    return INTERRUPTED if result.stopped else 0
+
+
+def _signature() -> inspect.Signature:
+    """Return one optional flag per key of TrainConfig, after the optional config file."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    file = Annotated[Path | None, typer.Argument(help="YAML file of keys", show_default=False)]
+    parameters = [inspect.Parameter("config_file", keyword, default=None, annotation=file)]
+    for key, field in TrainConfig.model_fields.items():
+        extra = field.json_schema_extra
+        panel = str(extra["panel"]) if isinstance(extra, dict) else None
+        kind, metavar = _flag_type(field.annotation)
+        default = "unset" if field.default is None else field.default
+        option = typer.Option(
+            help=f"{field.description} (default: {_shown(default)})",
+            metavar=metavar,
+            show_default=False,
+            rich_help_panel=panel,
+        )
+        annotation = Annotated[kind | None, option]
+        parameters.append(inspect.Parameter(key, keyword, default=None, annotation=annotation))
+    return inspect.Signature(parameters)
+
+
+def _flag_type(annotation: Any) -> tuple[Any, str | None]:
+    """Return the type that typer parses, and the choices of a Literal as metavar."""
+    options = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is not Literal and options:
+        return _flag_type(options[0])
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        return type(choices[0]), "|".join(str(choice) for choice in choices)
+    return annotation, None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,5 @@
+"""Collectives on flat tensors; the only caller of torch.distributed's collectives.
+
+Reading order: ``pending`` (values), ``point_to_point`` and ``coalesced`` (two transports with one
+interface), ``collectives`` (which one, and the few that both share).
+"""

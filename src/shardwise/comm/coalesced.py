@@ -1,0 +1,95 @@
+"""All-gather and reduce-scatter by one coalesced group of the backend's collectives; for NCCL.
+
+Every segment is an even collective by itself, so the backend reads and writes the very memory
+that the layers use; all segments of a unit go out as one group.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
+from shardwise.mesh import Axis
+from shardwise.trace import Traffic
+
+
+def start_all_gather(
+    items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+) -> Pending:
+    """Gather every segment into place.
+
+    **Cost** (ranks - 1) x the slot, padding included; no buffers.
+    """
+    outputs, inputs = [], []
+    for item in items:
+        slot = item.segment.slot_numel
+        if slot:
+            outputs.append(item.full[: slot * axis.size])
+            inputs.append(item.source[:slot])
+    sent = sum(i.nbytes for i in inputs) * (axis.size - 1)
+    traffic.add(f"{axis.name}.{site.kind}", site.unit, sent)
+    if axis.size == 1:
+        for item, output, source in zip(items, outputs, inputs, strict=False):
+            if not item.in_place:
+                output.copy_(source)
+        return Pending(site, axis, ())
+    with blame(site, axis):
+        works = [axis.group.allgather_into_tensor_coalesced(outputs, inputs)] if inputs else []
+    return Pending(site, axis, works, keep=items)
+
+
+def start_reduce_scatter(
+    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: int
+) -> Pending:
+    """Reduce every segment into this rank's ``out``; gradients that fit are sent as they lie.
+
+    **Cost** sends slot x (ranks - 1) in ``out``'s dtype; packs (and casts) what is not even, not
+    contiguous or of another dtype into one buffer, in one pass.
+    """
+    outputs = [item.out for item in items if item.segment.slot_numel]
+    inputs = _inputs([item for item in items if item.segment.slot_numel], axis.size)
+    sent = sum(o.nbytes for o in outputs) * (axis.size - 1)
+    traffic.add(f"{axis.name}.{site.kind}", site.unit, sent)
+    if axis.size == 1:
+        works = []
+        pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o is not i]
+        if pairs:
+            torch._foreach_copy_([o for o, _ in pairs], [i for _, i in pairs])
+    else:
+        with blame(site, axis):
+            works = [axis.group.reduce_scatter_tensor_coalesced(outputs, inputs)] if inputs else []
+
+    def finish() -> None:
+        if divisor != 1 and outputs:
+            torch._foreach_div_(outputs, float(divisor))
+
+    return Pending(site, axis, works, finish, (items, inputs))
+
+
+def _inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:
+    """Return one even tensor per item: the gradient itself where it fits, else a packed copy."""
+    inputs: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for item in items:
+        full_numel = item.segment.slot_numel * num_ranks
+        (_, first), *others = item.parts or ((0, None),)
+        if (
+            first is not None
+            and not others
+            and first.numel() == full_numel
+            and first.dtype == item.out.dtype
+        ):
+            inputs.append(first)
+            continue
+        packed = item.out if num_ranks == 1 else item.out.new_empty(full_numel)
+        covered = sum(part.numel() for _, part in item.parts)
+        if covered < full_numel:
+            packed.zero_()
+        for offset, part in item.parts:
+            places.append(packed[offset : offset + part.numel()])
+            sources.append(part)
+        inputs.append(packed)
+    if places:
+        torch._foreach_copy_(places, sources)
+    return inputs

@@ -1,0 +1,122 @@
+"""The collectives of the engine: which transport, and the few that both transports share."""
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import coalesced, point_to_point
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
+from shardwise.layout.segments import Segment
+from shardwise.mesh import Axes, Axis
+from shardwise.trace import Traffic
+
+
+class Comm:
+    """The collectives over the axes of one sharded model, with counts of what they sent."""
+
+    def __init__(self, axes: Axes, device: torch.device) -> None:
+        self.axes = axes
+        self.traffic = Traffic()
+        self._transports: dict[str, ModuleType] = {
+            axis.name: _transport(axis, device) for axis in axes.all
+        }
+
+    def start_all_gather(self, items: Sequence[GatherItem], axis: Axis, site: Site) -> Pending:
+        """Start gathering segments along ``axis``; the transport's docstring has the cost."""
+        pending: Pending = self._transports[axis.name].start_all_gather(
+            items, axis, site, self.traffic
+        )
+        return pending
+
+    def start_reduce_scatter(
+        self, items: Sequence[ReduceItem], axis: Axis, site: Site, divisor: int
+    ) -> Pending:
+        """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``."""
+        pending: Pending = self._transports[axis.name].start_reduce_scatter(
+            items, axis, site, self.traffic, divisor
+        )
+        return pending
+
+    def all_reduce(self, buffer: torch.Tensor, axis: Axis, site: Site, divisor: int) -> None:
+        """Replace a flat buffer by its sum over ``axis``, divided by ``divisor``.
+
+        **Cost** sends 2 x numel x (ranks - 1) / ranks; one slot of temporary memory per peer.
+        """
+        slot = -(-buffer.numel() // axis.size)
+        segment = Segment(buffer.numel(), slot, 0, 0)
+        padded = buffer
+        if slot * axis.size != buffer.numel() and self._is_even(axis):
+            padded = buffer.new_zeros(slot * axis.size)
+            padded[: buffer.numel()].copy_(buffer)
+        out = buffer.new_empty(slot)
+        part = (0, padded if self._is_even(axis) else buffer)
+        self.start_reduce_scatter([ReduceItem(segment, (part,), out)], axis, site, divisor).wait()
+        lo, hi = segment.bounds(axis.rank)
+        padded[lo:hi].copy_(out[: hi - lo])
+        own = padded[axis.rank * slot : (axis.rank + 1) * slot]
+        self.start_all_gather([GatherItem(segment, own, padded, True)], axis, site).wait()
+        if padded is not buffer:
+            buffer.copy_(padded[: buffer.numel()])
+
+    def _is_even(self, axis: Axis) -> bool:
+        return self._transports[axis.name] is coalesced
+
+    def start_any(self, flags: torch.Tensor, site: Site) -> list[Pending]:
+        """Start an elementwise maximum of uint8 ``flags`` over all axes, in place.
+
+        The second axis is started only when the first was waited for, by the caller's order.
+        """
+        pendings = []
+        for axis in self.axes.all:
+            if axis.size > 1:
+                self.traffic.add(f"{axis.name}.flags", site.unit, flags.nbytes * (axis.size - 1))
+                with blame(site, axis):
+                    if pendings:
+                        pendings[-1].wait()
+                    work = dist.all_reduce(flags, dist.ReduceOp.MAX, axis.group, async_op=True)
+                pendings.append(Pending(site, axis, (work,), keep=flags))
+        return pendings[-1:]
+
+    def sum_in_rank_order(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+        """Return the elementwise sum of a small tensor over ``axis``, the same bits everywhere."""
+        return self._gathered(values, axis, site).sum(dim=0)
+
+    def max(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+        """Return the elementwise maximum of a small tensor over ``axis``."""
+        return self._gathered(values, axis, site).amax(dim=0)
+
+    def _gathered(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+        if axis.size == 1:
+            return values[None]
+        self.traffic.add(f"{axis.name}.scalars", site.unit, values.nbytes * (axis.size - 1))
+        rows = [torch.empty_like(values) for _ in range(axis.size)]
+        with blame(site, axis):
+            dist.all_gather(rows, values.contiguous(), axis.group)
+        return torch.stack(rows)
+
+    def broadcast(self, tensor: torch.Tensor, site: Site, source: int = 0) -> None:
+        """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica."""
+        for axis in reversed(self.axes.all):
+            if axis.size > 1:
+                with blame(site, axis):
+                    first = source if axis is self.axes.shard else 0
+                    dist.broadcast(tensor, group=axis.group, group_src=first)
+
+
+def _transport(axis: Axis, device: torch.device) -> ModuleType:
+    """Choose the transport by the backend that serves ``device``."""
+    backend = axis.group._get_backend(torch.device(device.type)).name().lower()
+    return point_to_point if backend == "gloo" else coalesced
+
+
+def all_reduce_scalars(
+    values: Sequence[float], group: dist.ProcessGroup | None = None
+) -> list[float]:
+    """Return the sums of a few numbers over the ranks of ``group``, in float64."""
+    group = group or dist.group.WORLD
+    device = "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
+    total = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()

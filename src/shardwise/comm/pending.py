@@ -1,0 +1,101 @@
+"""The values that both transports speak in: what to gather, what to reduce, work under way."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError
+from shardwise.layout.segments import Segment
+from shardwise.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a collective stands: its kind, its unit, and the unit's index (for message tags)."""
+
+    kind: str
+    unit: str
+    index: int
+
+
+@dataclass(frozen=True)
+class GatherItem:
+    """All-gather of one segment into ``full`` (the segment's slots, flat).
+
+    ``source`` is this rank's slot, flat; it may be its own place inside ``full``.
+    """
+
+    segment: Segment
+    source: torch.Tensor
+    full: torch.Tensor
+    in_place: bool
+
+
+@dataclass(frozen=True)
+class ReduceItem:
+    """Reduce-scatter of one segment: ``out`` (this rank's slot) becomes the mean over ranks.
+
+    ``parts`` are (offset in the segment, flat tensor); what no part covers is left undefined.
+    """
+
+    segment: Segment
+    parts: tuple[tuple[int, torch.Tensor], ...]
+    out: torch.Tensor
+
+
+class Pending:
+    """Work under way, with what it keeps alive; ``wait`` once."""
+
+    __slots__ = ("_axis", "_finish", "_keep", "_site", "_works")
+
+    def __init__(
+        self,
+        site: Site,
+        axis: Axis,
+        works: Sequence[Any],
+        finish: Callable[[], None] | None = None,
+        keep: object = None,
+    ) -> None:
+        self._site = site
+        self._axis = axis
+        self._works = works
+        self._finish = finish
+        self._keep = keep
+
+    def wait(self) -> None:
+        """Block (CPU) or order the current stream (CUDA) until the result may be read.
+
+        **Raises** CollectiveError with the unit, the axis and this rank when communication fails.
+        """
+        with blame(self._site, self._axis):
+            for work in self._works:
+                work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self._keep = (), None, None
+
+
+class blame:  # noqa: N801 - reads as a statement
+    """Turn a failure of torch.distributed into a CollectiveError that says where it happened."""
+
+    __slots__ = ("_axis", "_site")
+
+    def __init__(self, site: Site, axis: Axis) -> None:
+        self._site = site
+        self._axis = axis
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
+            return
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: {self._site.kind} of unit '{self._site.unit or '(root)'}' "
+            f"over axis '{self._axis.name}' ({self._axis.size} ranks) failed: {reason}. As a rule "
+            "another rank died or raised first: its log has the cause"
+        ) from error

@@ -1,0 +1,236 @@
+"""All-gather and reduce-scatter by sends and receives straight into place; for gloo.
+
+Note [Why not gloo's own collectives]
+On gloo, reduce-scatter is an all-reduce and a copy (pytorch#149869), and all-gather stages through
+buffers of its own: at 64 MB both take 4 to 6 times as long as the same bytes sent point to point
+into their destination. ``benchmarks/collectives.py`` measures it. Above 16 MB a message is sent in
+pieces, since gloo's buffers for larger ones are allocated anew each time. Small tensors for one
+peer travel as one message. Sums run in rank order, so the result does not depend on timing, on
+the stage, or on the rank that computes it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
+from shardwise.mesh import Axis
+from shardwise.trace import Traffic
+
+PIECE_BYTES = 16 << 20
+SMALL_BYTES = 32 << 10
+_TAGS_PER_SITE = 1 << 12
+_TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather": 3}
+
+
+@dataclass
+class _Exchange:
+    """Messages between this rank and its peers along one axis, all in flight at once."""
+
+    site: Site
+    axis: Axis
+    works: list[Any] = field(default_factory=list)
+    sent_bytes: int = 0
+    tags: dict[tuple[int, bool], int] = field(default_factory=dict)
+
+    def _next_tag(self, peer: int, sending: bool) -> int:
+        count = self.tags.get((peer, sending), 0)
+        self.tags[peer, sending] = count + 1
+        kind = _TAG_OF_KIND[self.site.kind]
+        return (self.site.index * len(_TAG_OF_KIND) + kind) * _TAGS_PER_SITE + count
+
+    def send(self, peer: int, tensor: torch.Tensor) -> None:
+        for piece in _pieces(tensor):
+            self.sent_bytes += piece.nbytes
+            tag = self._next_tag(peer, True)
+            self.works.append(self.axis.group.send([piece], peer, tag))
+
+    def receive(self, peer: int, tensor: torch.Tensor) -> None:
+        for piece in _pieces(tensor):
+            tag = self._next_tag(peer, False)
+            self.works.append(self.axis.group.recv([piece], peer, tag))
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.nbytes <= PIECE_BYTES:
+        return (tensor,) if tensor.numel() else ()
+    return tensor.split(PIECE_BYTES // tensor.element_size())
+
+
+def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.view(torch.uint8) for t in tensors]
+
+
+def start_all_gather(
+    items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+) -> Pending:
+    """Send this rank's slots to every peer, receive theirs into place.
+
+    **Cost** (ranks - 1) x the slot, padding not sent; no buffer but for small segments.
+    """
+    exchange = _Exchange(site, axis)
+    me = axis.rank
+    small: list[GatherItem] = []
+    large: list[GatherItem] = []
+    for item in items:
+        slot_bytes = item.segment.slot_numel * item.full.element_size()
+        (small if slot_bytes <= SMALL_BYTES else large).append(item)
+        lo, hi = item.segment.bounds(me)
+        if not item.in_place and hi > lo:
+            item.full[lo:hi].copy_(item.source[: hi - lo])
+    if len(small) == 1:
+        large.append(small.pop())
+    mine = _as_bytes([i.source[: _length(i, me)] for i in small])
+    packed = torch.cat(mine) if mine else None
+    stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    with blame(site, axis):
+        for step in range(1, axis.size):
+            to, frm = (me + step) % axis.size, (me - step) % axis.size
+            for item in large:
+                lo, hi = item.segment.bounds(frm)
+                exchange.receive(frm, item.full[lo:hi])
+                exchange.send(to, item.source[: _length(item, me)])
+            if packed is not None:
+                into = _as_bytes([i.full[slice(*i.segment.bounds(frm))] for i in small])
+                staging = packed.new_empty(sum(t.numel() for t in into))
+                exchange.receive(frm, staging)
+                exchange.send(to, packed)
+                stagings.append((into, staging))
+    traffic.add(f"{axis.name}.{site.kind}", site.unit, exchange.sent_bytes)
+
+    def unpack() -> None:
+        for into, staging in stagings:
+            for place, piece in zip(into, staging.split([t.numel() for t in into]), strict=True):
+                place.copy_(piece)
+
+    return Pending(site, axis, exchange.works, unpack if stagings else None, (items, packed))
+
+
+def _length(item: GatherItem, rank: int) -> int:
+    lo, hi = item.segment.bounds(rank)
+    return hi - lo
+
+
+@dataclass
+class _Sum:
+    """One range of this rank's slot: its own addend, the peers', and where the sum goes."""
+
+    out: torch.Tensor
+    own: torch.Tensor
+    peers: dict[int, torch.Tensor]
+
+    def run(self, rank: int, num_ranks: int) -> None:
+        """Add in rank order, starting from rank 0; addends are cast to ``out``'s dtype."""
+        addends = [self.own if r == rank else self.peers[r] for r in range(num_ranks)]
+        if num_ranks == 1:
+            self.out.copy_(self.own)
+        elif self.own.dtype == self.out.dtype:
+            torch.add(addends[0], addends[1], out=self.out)
+        else:
+            self.out.copy_(addends[0]).add_(addends[1])
+        for addend in addends[2:]:
+            self.out.add_(addend)
+
+
+def start_reduce_scatter(
+    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: int
+) -> Pending:
+    """Send every peer its slots of this rank's parts, sum what arrives, divide.
+
+    The addends travel in the parts' dtype and are summed in ``out``'s: bf16 gradients take two
+    bytes on the wire and are still summed in fp32.
+
+    **Cost** sends numel x (ranks - 1) / ranks; receives into (ranks - 1) x the slot, of which one
+    lies in ``out`` where the dtypes agree. The sums run in ``wait``.
+    """
+    exchange = _Exchange(site, axis)
+    sums: list[_Sum] = []
+    unpacks: list[Callable[[], None]] = []
+    with blame(site, axis):
+        for step in range(1, axis.size):
+            to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            _send_slots(exchange, items, to)
+            unpacks += _receive_slots(exchange, items, frm, sums)
+    if axis.size == 1:
+        for item in items:
+            for part in _slices(item, 0):
+                sums.append(_Sum(part[1], part[0], {}))
+    traffic.add(f"{axis.name}.{site.kind}", site.unit, exchange.sent_bytes)
+
+    def finish() -> None:
+        for unpack in unpacks:
+            unpack()
+        for each in sums:
+            each.run(axis.rank, axis.size)
+        if divisor != 1:
+            for item in items:
+                item.out.div_(divisor)
+
+    return Pending(site, axis, exchange.works, finish, items)
+
+
+
+def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return (slice of a part, its place in ``out``) for what ``rank`` owns of the item.
+
+    The place is meaningful only where ``rank`` is the caller's own.
+    """
+    begin, end = item.segment.bounds(rank)
+    found = []
+    for offset, part in item.parts:
+        lo, hi = max(offset, begin), min(offset + part.numel(), end)
+        if hi > lo:
+            found.append((part[lo - offset : hi - offset], item.out[lo - begin : hi - begin]))
+    return found
+
+
+def _send_slots(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> None:
+    slices = [piece for item in items for piece, _ in _slices(item, peer)]
+    small = [t for t in slices if t.nbytes <= SMALL_BYTES]
+    for piece in slices:
+        if piece.nbytes > SMALL_BYTES:
+            exchange.send(peer, piece)
+    if small:
+        exchange.send(peer, small[0] if len(small) == 1 else torch.cat(_as_bytes(small)))
+
+
+def _receive_slots(
+    exchange: _Exchange,
+    items: Sequence[ReduceItem],
+    peer: int,
+    sums: list[_Sum],
+) -> list[Callable[[], None]]:
+    """Post the receives from ``peer``; fill ``sums`` with places for its addends."""
+    me = exchange.axis.rank
+    first = not sums
+    into_out = peer == (1 if me == 0 else 0)
+    index = 0
+    small: list[torch.Tensor] = []
+    small_sums: list[int] = []
+    for item in items:
+        for own, out in _slices(item, me):
+            if first:
+                sums.append(_Sum(out, own, {}))
+            if own.nbytes <= SMALL_BYTES:
+                small.append(own)
+                small_sums.append(index)
+            else:
+                place = out if into_out and own.dtype == out.dtype else torch.empty_like(own)
+                exchange.receive(peer, place)
+                sums[index].peers[peer] = place
+            index += 1
+    if not small:
+        return []
+    staging = torch.empty(sum(t.nbytes for t in small), dtype=torch.uint8, device=small[0].device)
+    exchange.receive(peer, staging)
+
+    def unpack() -> None:
+        pieces = staging.split([t.nbytes for t in small])
+        for which, own, piece in zip(small_sums, small, pieces, strict=True):
+            if piece.storage_offset() % own.element_size():
+                piece = piece.clone()
+            sums[which].peers[peer] = piece.view(own.dtype)
+
+    return [unpack]

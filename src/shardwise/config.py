@@ -1,0 +1,123 @@
+"""What the user asks of ``shard()``, as frozen values; the table of stages is here.
+
+A stage is a row of data: it says how long full parameters and gradients live, and nothing else
+in the package branches on the stage's number.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from shardwise.errors import ConfigError
+
+LayoutName = Literal["rows", "flat"]
+ReduceEvery = Literal["step", "micro_batch"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the stage table: lifetimes of full parameters and of gradients.
+
+    Source: ZeRO (Rajbhandari et al. 2020), section 5: stage 1 partitions the optimizer state,
+    stage 2 also the gradients, stage 3 also the parameters.
+    """
+
+    number: int
+    shards_state: bool
+    frees_after_forward: bool
+    frees_after_backward: bool
+    reduce_every: ReduceEvery
+
+
+STAGES = (
+    Stage(0, False, False, False, "step"),
+    Stage(1, True, False, False, "step"),
+    Stage(2, True, False, False, "micro_batch"),
+    Stage(3, True, True, True, "micro_batch"),
+)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype each kind of tensor has; ``None`` keeps the parameter's own dtype.
+
+    ``param`` is the dtype of the full parameters that the layers compute with, ``master`` that of
+    the trainable shards which the optimizer updates (frozen parameters keep their own), ``reduce``
+    that in which gradients are summed over ranks and micro-batches. With ``cast_inputs``,
+    floating-point inputs of a unit's forward are cast to ``param``.
+    """
+
+    param: torch.dtype | None = None
+    master: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    cast_inputs: bool = True
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision(torch.bfloat16, torch.float32, torch.float32),
+    "fp16": Precision(torch.float16, torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """The settings of one ``shard()`` call, checked and resolved.
+
+    ``prefetch_bytes`` bounds the full parameters gathered ahead of their use (``None``: the
+    largest unit; 0: none, which makes every gather blocking). ``bucket_bytes`` is how many bytes
+    of gradients are collected before a reduction starts. ``reduces_in_flight`` bounds reductions
+    that run behind the backward pass.
+    """
+
+    stage: Stage
+    layout: LayoutName
+    precision: Precision
+    reduce_every: ReduceEvery
+    prefetch_bytes: int | None = None
+    bucket_bytes: int = 1 << 20
+    reduces_in_flight: int = 2
+
+
+def resolve_config(
+    stage: int,
+    layout: str,
+    precision: str | Precision,
+    reduce_every: str | None,
+    prefetch_bytes: int | None,
+) -> ShardConfig:
+    """Check the settings and resolve their defaults.
+
+    **Raises** ConfigError, naming the setting, what came and what would do.
+    """
+    if stage not in range(len(STAGES)) or isinstance(stage, bool):
+        raise ConfigError(f"stage={stage!r}: expected 0, 1, 2 or 3 (ZeRO stages; 0 is replicated)")
+    if layout not in ("rows", "flat"):
+        raise ConfigError(f"layout={layout!r}: expected 'rows' (cut along dim 0) or 'flat'")
+    if isinstance(precision, str):
+        if precision not in PRECISIONS:
+            names = ", ".join(map(repr, PRECISIONS))
+            raise ConfigError(
+                f"precision={precision!r}: expected one of {names}, or a shardwise.Precision"
+            )
+        precision = PRECISIONS[precision]
+    for field in ("param", "master", "reduce"):
+        dtype = getattr(precision, field)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"precision.{field}={dtype}: expected a floating-point dtype")
+    if reduce_every not in (None, "step", "micro_batch"):
+        raise ConfigError(
+            f"reduce_every={reduce_every!r}: expected 'step' (one reduction, more memory), "
+            "'micro_batch' (less memory, more traffic), or None for the stage's own"
+        )
+    if prefetch_bytes is not None and prefetch_bytes < 0:
+        raise ConfigError(f"prefetch_bytes={prefetch_bytes}: expected 0 (blocking) or more")
+    row = STAGES[stage]
+    return ShardConfig(
+        stage=row,
+        layout=layout,  # type: ignore[arg-type]
+        precision=replace(precision),
+        reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
+        prefetch_bytes=prefetch_bytes,
+    )

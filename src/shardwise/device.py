@@ -1,0 +1,39 @@
+"""What differs between devices; the only file that says ``torch.cuda``."""
+
+import resource
+
+import torch
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return the device of a local rank: its CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def current_device(device_type: str) -> torch.device:
+    """Return the device of this process for a mesh of ``device_type``."""
+    if device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device_type)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak so far: the allocator's on CUDA, resident memory of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start the allocator's peak anew (CUDA); a process's resident peak cannot be reset here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def fork_rng_devices(device: torch.device) -> list[torch.device]:
+    """Return the devices whose generators ``torch.random.fork_rng`` has to save."""
+    return [device] if device.type == "cuda" else []

@@ -1,0 +1,124 @@
+"""``shard()``: from a module to a sharded module, in place."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.collectives import Comm
+from shardwise.config import Precision, resolve_config
+from shardwise.device import current_device
+from shardwise.engine.hooks import register_hooks
+from shardwise.engine.runtime import Engine
+from shardwise.errors import ConfigError
+from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
+from shardwise.mesh import resolve_axes
+from shardwise.shard.materialize import Init, Materializer
+from shardwise.trace import FullBytes, Stats
+
+_ATTRIBUTE = "_shardwise_engine"
+
+
+def shard(
+    model: nn.Module,
+    *,
+    stage: int = 3,
+    precision: str | Precision = "fp32",
+    layout: str = "rows",
+    units: Sequence[UnitChoice] | None = None,
+    mesh: DeviceMesh | None = None,
+    shard_axis: str | None = None,
+    replicate_axis: str | None = None,
+    reduce_every: str | None = None,
+    prefetch_bytes: int | None = None,
+    init: Init | None = None,
+) -> nn.Module:
+    """Shard a model's training state over data-parallel ranks, in place; return the model.
+
+    Every rank calls it with the same model. Build the optimizer afterwards, from
+    ``model.parameters()``, which are `ShardTensor` from here on. ``units`` are module classes,
+    class names or modules (default: found); ``mesh`` has one axis (shard) or two (replicate,
+    shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
+    by its modules' ``reset_parameters()``, or by ``init(module)``.
+
+    **Cost** one broadcast of the model from the first rank; at most one unit in full beside the
+    model as it came.
+
+    **Raises** ConfigError, before anything is changed, naming the setting and the remedy.
+    """
+    config = resolve_config(stage, layout, precision, reduce_every, prefetch_bytes)
+    _check_model(model)
+    specs = partition_into_units(model, units)
+    device = find_device(specs)
+    device_type = device.type if device is not None else _default_device_type(mesh)
+    axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
+    device = device or current_device(device_type)
+    comm = Comm(axes, device)
+    ledger = FullBytes()
+    engine = Engine(config, comm, ledger)
+    materializer = Materializer(config, comm, device, ledger, engine, init)
+    materializer.check(specs)
+    remaining: list[UnitSpec] = list(specs)[::-1]
+    built = []
+    while remaining:
+        built.append(materializer.build(remaining.pop(), len(built)))
+    materializer.settle_buffers(model)
+    engine.settle(built)
+    for unit in built:
+        register_hooks(engine, unit)
+    setattr(model, _ATTRIBUTE, engine)
+    return model
+
+
+def _default_device_type(mesh: DeviceMesh | None) -> str:
+    if mesh is not None:
+        return str(mesh.device_type)
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _ATTRIBUTE in vars(module):
+            where = f"its submodule '{name}'" if name else "the model"
+            raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"model: parameter '{name}' is a DTensor already; shard() takes plain parameters"
+            )
+    if isinstance(model, nn.ModuleList | nn.ModuleDict):
+        raise ConfigError(f"model: a {type(model).__name__} has no forward; shard the model itself")
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """Return the engine of a sharded model. **Raises** ConfigError for any other."""
+    engine = vars(model).get(_ATTRIBUTE)
+    if engine is None:
+        raise ConfigError(
+            f"model: this {type(model).__name__} is not sharded; pass the module that was given to "
+            "shardwise.shard()"
+        )
+    found: Engine = engine
+    return found
+
+
+def stats(model: nn.Module) -> Stats:
+    """Return what this rank holds and has sent, in bytes, right now."""
+    engine = engine_of(model)
+    storages = [s for u in engine.units for s in u.storages]
+    slots = [s for u in engine.units for s in u.slots]
+    grads = {id(g): g for s in slots if (g := s.grad) is not None}
+    partials = [t for s in slots for t in (s.partial, s.leaf.grad) if t is not None]
+    traffic = engine.comm.traffic
+    return Stats(
+        param_shard_bytes=sum(s.shard_bytes for s in storages),
+        param_full_bytes=sum(s.kept_bytes for s in storages),
+        param_full_peak_bytes=engine.ledger.peak,
+        grad_shard_bytes=sum(g.to_local().nbytes for g in grads.values()),  # type: ignore[attr-defined]
+        grad_partial_bytes=sum(t.nbytes for t in partials),
+        sent_bytes=dict(traffic.sent_bytes),
+        num_collectives=dict(traffic.num_collectives),
+    )

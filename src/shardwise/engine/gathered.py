@@ -1,0 +1,107 @@
+"""Contexts in which parameters are full, ordinary tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.pending import Site
+from shardwise.engine.api import engine_of
+from shardwise.engine.runtime import Engine
+from shardwise.errors import ConfigError, StateError
+from shardwise.shard.tensor import ShardTensor
+from shardwise.shard.unit import Slot
+
+_SITE = Site("gather", "(gathered)", 0)
+
+
+@contextmanager
+def gathered(
+    *targets: nn.Module | torch.Tensor, writeback: bool = False, source: int | None = None
+) -> Iterator[Any]:
+    """Give a model's parameters, or the named ones, in full, in their master dtype.
+
+    ``gathered(model)`` puts full ordinary parameters into the model: inside, its forward, its
+    ``state_dict()`` and ``generate()`` run as if it had never been sharded. ``gathered(p, q)``
+    yields a list of full tensors. With ``writeback`` the changes go back into the shards: every
+    rank must have made the same, or ``source`` names the rank (along the shard axis) whose values
+    all take. Gradients and optimizer state need no context: ``p.grad.full_tensor()`` reads,
+    ``p.grad.copy_(full)`` writes, and ``optimizer.state[p]["exp_avg"]`` likewise.
+
+    **Cost** one all-gather per parameter; the full parameters in memory until the end.
+
+    **Raises** StateError on all ranks when a tensor was changed without ``writeback``.
+    """
+    engine, slots = _slots_of(targets)
+    with torch.no_grad():
+        fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]  # type: ignore[attr-defined]
+    versions = [full._version for full in fulls]
+    whole_model = isinstance(targets[0], nn.Module)
+    if whole_model:
+        _put(slots, fulls)
+        engine.suspended = True
+    try:
+        yield targets[0] if whole_model else fulls
+    finally:
+        if whole_model:
+            engine.suspended = False
+            _put(slots, [s.param for s in slots])
+    changed = [full._version != v for full, v in zip(fulls, versions, strict=True)]
+    if writeback:
+        _write_back(engine, slots, fulls, source)
+    else:
+        _refuse_changes(engine, slots, changed)
+
+
+def _slots_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, list[Slot]]:
+    if not targets:
+        raise ConfigError("gathered(): name a sharded model, or some of its parameters")
+    if isinstance(targets[0], nn.Module):
+        if len(targets) > 1:
+            raise ConfigError("gathered(): name one model, or parameters, not both")
+        engine = engine_of(targets[0])
+        return engine, [s for u in engine.units for s in u.slots]
+    slots = []
+    for number, target in enumerate(targets):
+        owner = target._owner if isinstance(target, ShardTensor) else None
+        if not isinstance(owner, Slot):
+            raise ConfigError(
+                f"gathered(): argument {number} is a {type(target).__name__}, not a parameter of a "
+                "sharded model (for gradients and state use .full_tensor())"
+            )
+        slots.append(owner)
+    scheduler = slots[0].unit.scheduler
+    assert isinstance(scheduler, Engine)
+    return scheduler, slots
+
+
+def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
+    for slot, param in zip(slots, params, strict=True):
+        for use in slot.uses:
+            use.module._parameters[use.attribute] = param
+
+
+@torch.no_grad()
+def _write_back(
+    engine: Engine, slots: list[Slot], fulls: list[nn.Parameter], source: int | None
+) -> None:
+    size = engine.comm.axes.shard.size
+    if source is not None and source not in range(size):
+        raise ConfigError(f"source={source}: the shard axis has the ranks 0 to {size - 1}")
+    for slot, full in zip(slots, fulls, strict=True):
+        if source is not None:
+            engine.comm.broadcast(full.data, _SITE, source)
+        slot.param.copy_(full)
+
+
+def _refuse_changes(engine: Engine, slots: list[Slot], changed: list[bool]) -> None:
+    flags = torch.tensor(changed, dtype=torch.uint8, device=slots[0].leaf.device)
+    anywhere = engine.comm.max(flags, engine.comm.axes.shard, _SITE).tolist()
+    names = [s.name for s, flag in zip(slots, anywhere, strict=True) if flag]
+    if names:
+        raise StateError(
+            f"gathered(): {', '.join(names[:5])} changed inside the context on some rank, which "
+            "would be lost; pass writeback=True (and source= when one rank made the change)"
+        )

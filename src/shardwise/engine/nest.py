@@ -1,0 +1,43 @@
+"""Find and replace tensors in whatever modules take and return."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_MAX_DEPTH = 8
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif value is None or isinstance(value, str | bytes | int | float | bool) or depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
+        if not isinstance(value, torch.nn.Module | type) and not callable(value):
+            yield from tensors_in(tuple(vars(value).values()), depth + 1)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value`` with ``change`` applied to the tensors in tuples, lists and dicts.
+
+    The very same object comes back where nothing changed.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        mapped = [map_tensors(v, change) for v in value]
+        same = all(a is b for a, b in zip(value, mapped, strict=True))
+        return value if same else type(value)(mapped)
+    if type(value) is dict:
+        items = {k: map_tensors(v, change) for k, v in value.items()}
+        return value if all(items[k] is v for k, v in value.items()) else items
+    return value

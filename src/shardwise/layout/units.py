@@ -1,0 +1,157 @@
+"""Which modules form a unit, and which unit owns each parameter.
+
+Rules, first that applies: the classes or instances that the user names; the model's own hints
+(``_no_split_modules`` of Hugging Face models); like children of a ``ModuleList``. What no unit
+owns belongs to the root unit. A tied weight belongs to the lowest unit that holds all its users.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+
+UnitChoice = type[nn.Module] | str | nn.Module
+
+
+@dataclass(frozen=True)
+class ParamUse:
+    """One place where a parameter is registered: ``module._parameters[attribute]``."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter that a unit owns, with every place that uses it; the first names it."""
+
+    param: nn.Parameter
+    uses: tuple[ParamUse, ...]
+
+    @property
+    def name(self) -> str:
+        """The parameter's fully qualified name."""
+        return self.uses[0].name
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """A unit: its module, that module's name ('' is the root), and the parameters it owns."""
+
+    name: str
+    module: nn.Module
+    params: tuple[ParamSpec, ...]
+
+
+def partition_into_units(
+    model: nn.Module, units: Sequence[UnitChoice] | None
+) -> tuple[UnitSpec, ...]:
+    """Divide the model's parameters among units; the root unit comes first, then module order.
+
+    **Raises** ConfigError when a named class or instance matches no module, listing what there is.
+    """
+    chosen = _chosen_modules(model, units)
+    names = {id(m): n for n, m in model.named_modules()}
+    owners = [model, *(m for _, m in model.named_modules() if id(m) in chosen and m is not model)]
+    ancestors = {id(m): _unit_path(names[id(m)], model, chosen) for m in model.modules()}
+    uses: dict[int, list[ParamUse]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            uses.setdefault(id(param), []).append(ParamUse(module, attribute, name))
+            params[id(param)] = param
+    owned: dict[int, list[ParamSpec]] = {id(m): [] for m in owners}
+    for key, places in uses.items():
+        paths = [ancestors[id(use.module)] for use in places]
+        owner = _lowest_common(paths)
+        owned[id(owner)].append(ParamSpec(params[key], tuple(places)))
+    return tuple(
+        UnitSpec(names[id(m)], m, tuple(owned[id(m)]))
+        for m in owners
+        if owned[id(m)] or m is model
+    )
+
+
+def _unit_path(name: str, model: nn.Module, chosen: set[int]) -> tuple[nn.Module, ...]:
+    """Return the unit modules on the way from the root to module ``name``, root first."""
+    path = [model]
+    module = model
+    for part in name.split(".") if name else ():
+        module = module._modules[part]  # type: ignore[assignment]
+        if id(module) in chosen and module is not model:
+            path.append(module)
+    return tuple(path)
+
+
+def _lowest_common(paths: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
+    common = paths[0][0]
+    for level in zip(*paths, strict=False):
+        if any(module is not level[0] for module in level):
+            break
+        common = level[0]
+    return common
+
+
+def _chosen_modules(model: nn.Module, units: Sequence[UnitChoice] | None) -> set[int]:
+    if units is not None:
+        return _named_modules(model, units)
+    hints = getattr(model, "_no_split_modules", None)
+    if hints:
+        found = {id(m) for m in model.modules() if type(m).__name__ in set(hints)}
+        if found:
+            return found
+    return {id(m) for m in _like_children(model)}
+
+
+def _named_modules(model: nn.Module, units: Sequence[UnitChoice]) -> set[int]:
+    found: set[int] = set()
+    for choice in units:
+        matches = {id(m) for m in model.modules() if _matches(m, choice)}
+        if not matches:
+            classes = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
+            what = choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
+            raise ConfigError(f"units: {what} matches no module; the model has {classes}")
+        found |= matches
+    return found
+
+
+def _matches(module: nn.Module, choice: UnitChoice) -> bool:
+    if isinstance(choice, str):
+        return type(module).__name__ == choice
+    if isinstance(choice, type):
+        return isinstance(module, choice)
+    return module is choice
+
+
+def _like_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of the outermost ModuleLists whose children are alike and hold state."""
+    children = [c for c in module.children() if any(True for _ in c.parameters())]
+    alike = len(children) > 1 and len({type(c) for c in children}) == 1
+    if isinstance(module, nn.ModuleList) and alike:
+        yield from children
+        return
+    for child in module.children():
+        yield from _like_children(child)
+
+
+def find_device(units: Sequence[UnitSpec]) -> torch.device | None:
+    """Return the one device that the parameters are on; ``None`` when all are on meta.
+
+    **Raises** ConfigError when there are several, naming one parameter on each.
+    """
+    first: dict[torch.device, str] = {}
+    for unit in units:
+        for spec in unit.params:
+            first.setdefault(spec.param.device, spec.name)
+    real = {d: n for d, n in first.items() if d.type != "meta"}
+    if len(real) > 1:
+        places = "; ".join(f"{name} on {device}" for device, name in real.items())
+        raise ConfigError(f"model: parameters on different devices ({places}); move it to one")
+    return next(iter(real), None)

@@ -1,0 +1,90 @@
+"""The shard axis and the replicate axis, taken from a DeviceMesh."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh, as this rank sees it; ``rank`` and ``size`` are along the axis."""
+
+    name: str
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Where state is sharded, and over what the shards are replicated (HSDP)."""
+
+    mesh: DeviceMesh
+    shard: Axis
+    replicate: Axis | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel ranks: the divisor of the gradients' mean."""
+        return self.shard.size * (self.replicate.size if self.replicate else 1)
+
+    @property
+    def all(self) -> tuple[Axis, ...]:
+        """Both axes, the shard axis first."""
+        return (self.shard,) if self.replicate is None else (self.shard, self.replicate)
+
+
+def resolve_axes(
+    mesh: DeviceMesh | None, shard_axis: str | None, replicate_axis: str | None, device_type: str
+) -> Axes:
+    """Find the axes: a one-axis mesh shards; a two-axis mesh is (replicate, shard), or by name.
+
+    **Raises** ConfigError where there is no process group, an axis name is not in the mesh, or the
+    mesh has more axes than were named.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "mesh: there is no process group. Start with torchrun (or `shardwise train --ranks N`) "
+            "and call torch.distributed.init_process_group() before shard(); one process is fine"
+        )
+    if mesh is None:
+        for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
+            if name is not None:
+                raise ConfigError(f"{setting}={name!r}: name axes only together with mesh=")
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    names = tuple(mesh.mesh_dim_names or ())
+    for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
+        if name is not None and name not in names:
+            raise ConfigError(f"{setting}={name!r}: the mesh has the axes {names or '(unnamed)'}")
+    if shard_axis is not None:
+        if shard_axis == replicate_axis:
+            raise ConfigError(f"shard_axis and replicate_axis are both {shard_axis!r}")
+        chosen = (shard_axis,) if replicate_axis is None else (replicate_axis, shard_axis)
+        mesh = mesh if chosen == names else mesh[chosen]
+    elif replicate_axis is not None:
+        raise ConfigError(f"replicate_axis={replicate_axis!r}: name shard_axis too")
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"mesh: {mesh.ndim} axes {names}; name the one or two that carry data parallelism with "
+            "shard_axis= and replicate_axis="
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"mesh: rank {dist.get_rank()} is not part of it")
+    if mesh.ndim == 1:
+        return Axes(mesh, _axis(mesh, 0, "shard"), None)
+    return Axes(mesh, _axis(mesh, 1, "shard"), _axis(mesh, 0, "replicate"))
+
+
+def _axis(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:
+    group = mesh.get_group(mesh_dim)
+    return Axis(
+        name=role,
+        group=group,
+        rank=mesh.get_local_rank(mesh_dim),
+        size=mesh.size(mesh_dim),
+        backend=str(dist.get_backend(group)),
+    )

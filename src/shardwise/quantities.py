@@ -1,0 +1,25 @@
+"""Bytes and durations, written for people: the one formatter of the project."""
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a byte count with a binary unit and three significant digits, e.g. ``1.50 GiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def format_count(count: int) -> str:
+    """Write a count with a decimal suffix, e.g. ``33.7 M``."""
+    size = float(count)
+    for suffix in ("", " k", " M", " G"):
+        if abs(size) < 1000 or suffix == " G":
+            break
+        size /= 1000
+    return f"{size:.0f}" if suffix == "" else f"{size:.3g}{suffix}"

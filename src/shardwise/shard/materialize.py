@@ -1,0 +1,164 @@
+"""Fill a unit's shards: from live parameters or from the meta device, one unit at a time.
+
+Note [Values do not depend on the number of ranks]
+Live parameters are taken from rank 0 (as DistributedDataParallel does), so ranks that were seeded
+differently still agree. A module on meta is initialised whole on every rank, from a generator
+seeded by rank 0's seed and the module's name; each rank keeps its slices and frees the rest before
+the next module, so the full model is never resident.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import Site
+from shardwise.config import ShardConfig
+from shardwise.device import fork_rng_devices
+from shardwise.errors import ConfigError
+from shardwise.layout.segments import build_layout
+from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.shard.storage import Storage
+from shardwise.shard.tensor import make_cut
+from shardwise.shard.unit import Scheduler, Slot, Unit
+from shardwise.trace import FullBytes
+
+Init = Callable[[nn.Module], object]
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+class Materializer:
+    """Turns unit specifications into units with filled shards."""
+
+    def __init__(
+        self,
+        config: ShardConfig,
+        comm: Comm,
+        device: torch.device,
+        ledger: FullBytes,
+        scheduler: Scheduler,
+        init: Init | None,
+    ) -> None:
+        self._config = config
+        self._comm = comm
+        self._device = device
+        self._ledger = ledger
+        self._scheduler = scheduler
+        self._init = init
+        self._seed = self._seed_of_rank_0()
+
+    def _seed_of_rank_0(self) -> int:
+        seed = torch.tensor([torch.initial_seed() % 2**63], device=self._device)
+        self._comm.broadcast(seed, Site("broadcast", "(seed)", 0))
+        return int(seed.item())
+
+    def check(self, specs: Sequence[UnitSpec]) -> None:
+        """Refuse what cannot be built, before anything is changed."""
+        for spec in specs:
+            for param in spec.params:
+                if param.param.is_meta:
+                    use = param.uses[0]
+                    self._reset_of(use.module, use.name.rpartition(".")[0])
+
+    @torch.no_grad()
+    def build(self, spec: UnitSpec, index: int) -> Unit:
+        """Build one unit and replace its parameters in the modules by ShardTensors.
+
+        **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
+        """
+        unit = Unit(spec.name, index, spec.module, self._comm, self._scheduler)
+        groups: dict[Dtypes, list[ParamSpec]] = {}
+        for param in spec.params:
+            groups.setdefault(self._dtypes(param.param), []).append(param)
+        values = self._initialised(spec)
+        for dtypes, params in groups.items():
+            shapes = [tuple(p.param.shape) for p in params]
+            axis = self._comm.axes.shard
+            layout = build_layout(self._config.layout, shapes, axis.size)
+            storage = Storage(
+                layout, axis.rank, self._config.stage, dtypes, self._device, self._ledger
+            )
+            unit.storages.append(storage)
+            for number, param in enumerate(params):
+                value = values.pop(param.name, None)
+                if value is None:
+                    value = param.param.detach().contiguous()
+                    self._comm.broadcast(value, Site("broadcast", param.name, index))
+                storage.fill(number, value)
+                cut_layout = layout if self._config.stage.shards_state else None
+                cut = make_cut(shapes[number], cut_layout, number, self._comm)
+                grad = param.param.requires_grad
+                unit.add(Slot(unit, param.uses, storage, number, cut, param.param, grad))
+            storage.free()
+        return unit
+
+    def _dtypes(self, param: nn.Parameter) -> Dtypes:
+        """Return the parameter's (master, compute) dtypes."""
+        if not param.dtype.is_floating_point:
+            return param.dtype, param.dtype
+        precision = self._config.precision
+        master = (precision.master or param.dtype) if param.requires_grad else param.dtype
+        return master, precision.param or param.dtype
+
+    def _initialised(self, spec: UnitSpec) -> dict[str, torch.Tensor]:
+        """Return the initial values of the unit's parameters that are on meta, by name."""
+        values: dict[str, torch.Tensor] = {}
+        by_module: dict[int, list[ParamSpec]] = {}
+        for param in spec.params:
+            if param.param.is_meta:
+                by_module.setdefault(id(param.uses[0].module), []).append(param)
+        for params in by_module.values():
+            use = params[0].uses[0]
+            module_name = use.name.rpartition(".")[0]
+            with self._live(use.module), self._seeded(module_name):
+                self._reset_of(use.module, module_name)(use.module)
+                for param in params:
+                    values[param.name] = use.module._parameters[param.uses[0].attribute].detach()  # type: ignore[union-attr]
+        return values
+
+    @contextmanager
+    def _live(self, module: nn.Module) -> Iterator[None]:
+        """Put memory under the module's own meta parameters for a while, under buffers for good."""
+        before = dict(module._parameters)
+        for name, param in before.items():
+            if param is not None and param.is_meta:
+                real = torch.empty_like(param, device=self._device)
+                module._parameters[name] = nn.Parameter(real, requires_grad=param.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=self._device)
+        try:
+            yield
+        finally:
+            module._parameters.update(before)
+
+    @contextmanager
+    def _seeded(self, name: str) -> Iterator[None]:
+        digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
+        with torch.random.fork_rng(fork_rng_devices(self._device)):
+            torch.manual_seed(int.from_bytes(digest))
+            yield
+
+    def _reset_of(self, module: nn.Module, name: str) -> Init:
+        reset = self._init or getattr(type(module), "reset_parameters", None)
+        if reset is None:
+            raise ConfigError(
+                f"model: '{name}' ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(); give shard(init=...), a function that initialises one module"
+            )
+        found: Init = reset
+        return found
+
+    def settle_buffers(self, model: nn.Module) -> None:
+        """Initialise modules that have meta buffers only, and take live buffers from rank 0."""
+        for name, module in model.named_modules():
+            buffers = {k: b for k, b in module._buffers.items() if b is not None}
+            if any(b.is_meta for b in buffers.values()):
+                with self._live(module), self._seeded(name):
+                    self._reset_of(module, name)(module)
+                continue
+            for key, buffer in buffers.items():
+                self._comm.broadcast(buffer, Site("broadcast", f"{name}.{key}", 0))

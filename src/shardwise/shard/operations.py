@@ -1,0 +1,64 @@
+"""Which operations are right on slices, by name; everything else needs the whole tensor.
+
+An elementwise operation maps element i of its inputs to element i of its output, so it may run on
+this rank's elements alone. Names are those of the Python functions and of the ATen packets, which
+agree; a trailing underscore is the in-place form.
+"""
+
+_UNARY = """
+abs absolute neg negative sign sgn sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos
+tan tanh sinh cosh asin acos atan erf erfc erfinv sigmoid logit relu reciprocal floor ceil round
+trunc frac isnan isinf isfinite isposinf isneginf nan_to_num positive logical_not bitwise_not
+signbit
+"""
+_BINARY = """
+add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power
+maximum minimum fmax fmin eq ne lt le gt ge not_equal less less_equal greater greater_equal
+logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor atan2 copysign hypot xlogy
+rsub lerp addcmul addcdiv clamp clip clamp_min clamp_max where masked_fill copy nextafter ldexp
+__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+__rtruediv__ __itruediv__ __idiv__ __div__ __rdiv__ __pow__ __rpow__ __ipow__ __neg__ __abs__
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __mod__
+__floordiv__
+"""
+_FILL = "zero fill"
+_COPIES = """
+clone detach alias contiguous to _to_copy float double half bfloat16 type_as cpu cuda
+zeros_like ones_like empty_like full_like requires_grad_ view_as lift_fresh
+"""
+
+ELEMENTWISE = frozenset(
+    name
+    for word in (_UNARY + _BINARY + _FILL).split()
+    for name in (word, word if word.startswith("__") else word + "_")
+) | frozenset(_COPIES.split())
+
+# In-place draws: the whole tensor is drawn on every rank and each keeps its slice, so the values
+# do not depend on the number of ranks (given the same seed on all of them).
+RANDOM = frozenset(
+    "normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+)
+
+# Reductions of a whole tensor to one number, with the reduction over ranks that completes each.
+REDUCTIONS = {
+    "sum": "sum",
+    "mean": "mean",
+    "max": "max",
+    "amax": "max",
+    "min": "min",
+    "amin": "min",
+    "all": "min",
+    "any": "max",
+    "count_nonzero": "sum",
+}
+
+NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
+
+_FOREACH_REDUCTIONS = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max"})
+
+
+def is_elementwise(name: str) -> bool:
+    """Tell whether the function of this name maps element i to element i."""
+    if name.startswith("_foreach_"):
+        return name not in _FOREACH_REDUCTIONS
+    return name in ELEMENTWISE or name.startswith("_fused_")

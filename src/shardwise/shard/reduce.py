@@ -1,0 +1,157 @@
+"""From full gradients to slices of their mean: one reduction for one bucket of units."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site
+from shardwise.shard.states import GradState
+from shardwise.shard.storage import Storage
+from shardwise.shard.tensor import ShardTensor
+from shardwise.shard.unit import Slot, Unit
+from shardwise.trace import span
+
+
+@dataclass
+class _Part:
+    """The reduction of one storage: which slots take part, and the buffer of the result."""
+
+    unit: Unit
+    storage: Storage
+    slots: list[Slot]
+    out: torch.Tensor
+
+
+class Reduction:
+    """Gradients of one or several units on their way to ``p.grad``."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, reduce_dtype: torch.dtype | None) -> None:
+        self.units = list(units)
+        self.used_here: set[Slot] = set()
+        self._comm = comm
+        self._reduce_dtype = reduce_dtype
+        self._parts: list[_Part] = []
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        """Hand the gradients to the transport, from where autograd wrote them.
+
+        **State** PARTIAL -> REDUCING. A parameter without a gradient here contributes zeros, as
+        other ranks may have one; whether any has is settled by the flags (see runtime).
+        """
+        items: list[ReduceItem] = []
+        with span("reduce", self.units[0].name), torch.no_grad():
+            for unit in self.units:
+                if unit.grad_state is not GradState.PARTIAL:
+                    unit.enter_grad_state(GradState.PARTIAL)
+                unit.enter_grad_state(GradState.REDUCING)
+                for storage in unit.storages:
+                    items += self._start_storage(unit, storage)
+                unit.has_local_sum = False
+            site = Site("reduce_scatter", self.units[0].name, self.units[0].index)
+            axes = self._comm.axes
+            divisor = 1 if axes.replicate else axes.num_ranks
+            self._pending = self._comm.start_reduce_scatter(items, axes.shard, site, divisor)
+
+    def _start_storage(self, unit: Unit, storage: Storage) -> list[ReduceItem]:
+        slots = [s for s in unit.slots if s.storage is storage and s.leaf.requires_grad]
+        if not slots:
+            return []
+        layout = storage.layout
+        dtype = self._reduce_dtype or storage.master.dtype
+        wire_dtype = dtype if unit.has_local_sum else storage.full.dtype
+        replicated = not storage.stage.shards_state
+        numel = layout.full_numel if replicated else layout.shard_numel
+        out = torch.empty(numel, dtype=dtype, device=storage.master.device)
+        self._parts.append(_Part(unit, storage, slots, out))
+        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for slot in slots:
+            grad = slot.take_partial(wire_dtype)
+            placed = layout.params[slot.index]
+            if grad is None:
+                grad = torch.zeros(placed.numel, dtype=wire_dtype, device=out.device)
+            else:
+                self.used_here.add(slot)
+            parts.setdefault(placed.segment, []).append((placed.offset, grad))
+        items = []
+        for number, segment in enumerate(layout.segments):
+            if number in parts and segment.numel:
+                begin = segment.shard_offset
+                if replicated:
+                    begin = segment.full_offset + storage.rank * segment.slot_numel
+                place = out[begin : begin + segment.slot_numel]
+                items.append(ReduceItem(segment, tuple(parts[number]), place))
+        return items
+
+    @torch.no_grad()
+    def finish(self) -> dict[Slot, torch.Tensor]:
+        """Wait; return this rank's slice of the mean for every parameter that took part.
+
+        Over a replicate axis the slices are summed second; at stage 0 the mean is gathered, so
+        that every rank has all of it.
+        """
+        axes = self._comm.axes
+        unit = self.units[0]
+        with span("wait_reduce", unit.name):
+            if self._pending is not None:
+                self._pending.wait()
+                self._pending = None
+            for part in self._parts:
+                if axes.replicate is not None:
+                    self._sum_over_replicas(part)
+                if not part.storage.stage.shards_state:
+                    self._gather_mean(part)
+        found: dict[Slot, torch.Tensor] = {}
+        for part in self._parts:
+            for slot in part.slots:
+                found[slot] = self._slice(part, slot)
+        return found
+
+    def _sum_over_replicas(self, part: _Part) -> None:
+        axis = self._comm.axes.replicate
+        assert axis is not None
+        site = Site("all_reduce", part.unit.name, part.unit.index)
+        if part.storage.stage.shards_state:
+            self._comm.all_reduce(part.out, axis, site, self._comm.axes.num_ranks)
+            return
+        for segment in part.storage.layout.segments:
+            begin = segment.full_offset + part.storage.rank * segment.slot_numel
+            own = part.out[begin : begin + segment.slot_numel]
+            self._comm.all_reduce(own, axis, site, self._comm.axes.num_ranks)
+
+    def _gather_mean(self, part: _Part) -> None:
+        axis = self._comm.axes.shard
+        if axis.size == 1:
+            return
+        items = []
+        layout = part.storage.layout
+        for number in sorted({layout.params[slot.index].segment for slot in part.slots}):
+            segment = layout.segments[number]
+            end = segment.full_offset + segment.slot_numel * axis.size
+            whole = part.out[segment.full_offset : end]
+            own = whole[axis.rank * segment.slot_numel : (axis.rank + 1) * segment.slot_numel]
+            items.append(GatherItem(segment, own, whole, True))
+        site = Site("all_gather", part.unit.name, part.unit.index)
+        self._comm.start_all_gather(items, axis, site).wait()
+
+    def _slice(self, part: _Part, slot: Slot) -> torch.Tensor:
+        layout = part.storage.layout
+        if not part.storage.stage.shards_state:
+            begin, numel = layout.full_offset(slot.index), layout.params[slot.index].numel
+        else:
+            piece = layout.piece(slot.index, part.storage.rank)
+            begin, numel = piece.shard_offset, piece.numel
+        local = part.out[begin : begin + numel].view(slot.cut.local_shape)
+        return local.to(part.storage.master.dtype)
+
+
+@torch.no_grad()
+def add_to_grad(slot: Slot, mean: torch.Tensor) -> None:
+    """Give ``p.grad`` the reduced mean, or add it to what is there, as autograd would."""
+    if slot.grad is None:
+        slot.grad = ShardTensor.wrap(mean, slot.cut)
+    else:
+        grad = slot.grad
+        (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)

@@ -1,0 +1,74 @@
+"""The two state tables of a unit; a transition that is not in its table raises."""
+
+from enum import Enum
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from shardwise.errors import IllegalTransition
+
+
+class ParamState(Enum):
+    """Who owns the memory of a unit's full parameters.
+
+    SHARDED: nobody may read them (freed, or kept but stale). GATHERING: the transport writes them.
+    FULL: the layers and autograd read them.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+class GradState(Enum):
+    """Where a unit's gradients are.
+
+    EMPTY: there are none. PARTIAL: full gradients of this rank's micro-batches, not yet reduced.
+    REDUCING: the transport reads them. REDUCED: this rank's slices of the mean are in ``p.grad``.
+    """
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+PARAM_TRANSITIONS = frozenset(
+    {
+        (ParamState.SHARDED, ParamState.GATHERING),
+        (ParamState.GATHERING, ParamState.FULL),
+        (ParamState.FULL, ParamState.SHARDED),
+    }
+)
+
+GRAD_TRANSITIONS = frozenset(
+    {
+        (GradState.EMPTY, GradState.PARTIAL),
+        (GradState.REDUCED, GradState.PARTIAL),
+        (GradState.PARTIAL, GradState.PARTIAL),
+        (GradState.PARTIAL, GradState.EMPTY),
+        (GradState.PARTIAL, GradState.REDUCING),
+        (GradState.REDUCING, GradState.REDUCED),
+        (GradState.REDUCING, GradState.PARTIAL),  # a gradient that came after its unit closed
+        (GradState.REDUCED, GradState.EMPTY),
+    }
+)
+
+
+S = TypeVar("S", ParamState, GradState)
+
+
+def check_transition(
+    table: frozenset[tuple[S, S]], unit: str, before: S, after: S
+) -> S:
+    """Return ``after`` when the table allows it.
+
+    **Raises** IllegalTransition with unit, rank, from, to and what would be allowed.
+    """
+    if (before, after) not in table:
+        allowed = ", ".join(sorted(to.value for frm, to in table if frm is before)) or "nothing"
+        raise IllegalTransition(
+            f"rank {dist.get_rank() if dist.is_initialized() else 0}, unit '{unit or '(root)'}': "
+            f"{before.value} -> {after.value} is not allowed (allowed: {allowed})"
+        )
+    return after

@@ -1,0 +1,176 @@
+"""The memory of one unit's parameters of one dtype: shards that persist, full copies that do not.
+
+Note [Where the shard lies]
+Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
+rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
+the gather copies, or casts, this rank's slot into the full buffer first. There is no separate
+low-precision shard.
+
+Note [Freed storage comes back to life]
+Freeing a full copy resizes its storage to zero bytes; the tensors that autograd saved keep
+pointing at that storage, and are whole again when backward gathers into it. The gather must not
+look like an in-place edit to autograd, so the layers' parameters are made through ``.data``, which
+gives them version counters of their own (FSDP2 does the same, by resetting the counters).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardwise.comm.pending import GatherItem
+from shardwise.config import Stage
+from shardwise.layout.segments import Layout
+from shardwise.trace import FullBytes
+
+
+class Storage:
+    """Master slices and full copies of the parameters that one layout describes.
+
+    ``master`` is the buffer whose elements the optimizer updates: [S] for a shard of its own, [P]
+    where the slices lie inside the full copy or (stage 0) every rank owns everything.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        stage: Stage,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        ledger: FullBytes,
+    ) -> None:
+        master_dtype, compute_dtype = dtypes
+        self.layout = layout
+        self.rank = rank
+        self.stage = stage
+        self._ledger = ledger
+        keeps = not stage.frees_after_backward or layout.num_ranks == 1
+        self.aliased = keeps and master_dtype == compute_dtype
+        self.frees = not self.aliased and stage.frees_after_backward
+        make = torch.zeros if self.aliased else torch.empty
+        self.full = make(layout.full_numel, dtype=compute_dtype, device=device)
+        if self.aliased:
+            self.master = self.full
+        else:
+            numel = layout.shard_numel if stage.shards_state else layout.full_numel
+            self.master = torch.zeros(numel, dtype=master_dtype, device=device)
+        self._full_data = self.full.data
+        self._nbytes = self.full.nbytes
+        self._allocated = True
+        self._gathered_version: int | None = None
+        if not self.aliased:
+            ledger.allocate(self._nbytes)
+
+    @property
+    def needs_gather(self) -> bool:
+        """Tell whether ranks must exchange anything to make the full copy whole."""
+        return self.stage.shards_state and self.layout.num_ranks > 1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Tell whether the full copy is allocated and holds the shards' present values."""
+        if self.aliased and not self.needs_gather:
+            return True
+        return self._allocated and self._gathered_version == self.master._version
+
+    @property
+    def version(self) -> int:
+        """Return a number that changes whenever a slice is modified."""
+        return self.master._version
+
+    def local(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
+        """Return what this rank owns of parameter ``index``, sharing memory with ``master``."""
+        piece = self.layout.piece(index, self.rank)
+        if not self.stage.shards_state:
+            begin, numel = self.layout.full_offset(index), self.layout.params[index].numel
+        elif self.aliased:
+            begin, numel = self.layout.full_offset(index) + piece.lo, piece.numel
+        else:
+            begin, numel = piece.shard_offset, piece.numel
+        return self.master[begin : begin + numel].view(local_shape)
+
+    def leaf(self, index: int, requires_grad: bool) -> nn.Parameter:
+        """Return the full parameter that the layers read; see Note [Freed storage ...]."""
+        placed = self.layout.params[index]
+        begin = self.layout.full_offset(index)
+        with torch.no_grad():
+            view = self.full.data.as_strided(
+                placed.shape, torch.empty(placed.shape, device="meta").stride(), begin
+            )
+        return nn.Parameter(view, requires_grad=requires_grad)
+
+    def allocate(self) -> None:
+        """Give the full copy its memory."""
+        if not self._allocated:
+            self.full.untyped_storage().resize_(self._nbytes)
+            self._ledger.allocate(self._nbytes)
+            self._allocated = True
+
+    def free(self) -> None:
+        """Take the full copy's memory away, where the stage frees it."""
+        if self.frees and self._allocated:
+            self.full.untyped_storage().resize_(0)
+            self._ledger.free(self._nbytes)
+            self._allocated = False
+            self._gathered_version = None
+
+    @torch.no_grad()
+    def prepare_gather(self) -> list[GatherItem]:
+        """Allocate the full copy and cast this rank's slots into it; list what to gather."""
+        self.allocate()
+        self._gathered_version = self.master._version
+        if not self.stage.shards_state:
+            if not self.aliased:
+                self._full_data.copy_(self.master)
+            return []
+        casts = not self.aliased and self.master.dtype != self.full.dtype
+        items, owns, shards = [], [], []
+        for segment in self.layout.segments:
+            slot, full = segment.slot_numel, segment.full_offset
+            own = self._full_data[full + self.rank * slot : full + (self.rank + 1) * slot]
+            whole = self._full_data[full : full + slot * self.layout.num_ranks]
+            if self.aliased or casts:
+                items.append(GatherItem(segment, own, whole, True))
+            else:
+                shard = self.master[segment.shard_offset : segment.shard_offset + slot]
+                items.append(GatherItem(segment, shard.data, whole, False))
+            if casts:
+                owns.append(own)
+                shards.append(self.master[segment.shard_offset : segment.shard_offset + slot])
+        if owns:
+            torch._foreach_copy_(owns, shards)
+        return items
+
+    @torch.no_grad()
+    def fill(self, index: int, full: torch.Tensor) -> None:
+        """Set parameter ``index`` from its full value: keep this rank's slice."""
+        placed = self.layout.params[index]
+        flat = full.detach().reshape(-1)
+        begin = self.layout.full_offset(index)
+        if self.aliased or not self.stage.shards_state:
+            self.master[begin : begin + placed.numel].copy_(flat)
+            return
+        piece = self.layout.piece(index, self.rank)
+        self.master[piece.shard_offset : piece.shard_offset + piece.numel].copy_(
+            flat[piece.lo : piece.hi]
+        )
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's slices, padding included; counted once where they lie in ``full``."""
+        if not self.stage.shards_state:
+            return self.master.nbytes
+        return self.layout.shard_numel * self.master.element_size()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of full copies alive now, beyond the slices."""
+        if self.aliased:
+            return self.full.nbytes - self.shard_bytes
+        return self._nbytes if self._allocated else 0
+
+
+def total_kept_bytes(storages: Sequence[Storage]) -> int:
+    """Sum ``kept_bytes``."""
+    return sum(s.kept_bytes for s in storages)

@@ -1,0 +1,356 @@
+"""One unit at run time: the only mutable object per unit, with its two states.
+
+A `Slot` is one parameter of the unit: its ShardTensor, its full parameter (the autograd leaf), and
+its gradient on the way from one to the other.
+"""
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import Pending, Site
+from shardwise.errors import StateError
+from shardwise.layout.units import ParamUse
+from shardwise.shard.states import (
+    GRAD_TRANSITIONS,
+    PARAM_TRANSITIONS,
+    GradState,
+    ParamState,
+    check_transition,
+)
+from shardwise.shard.storage import Storage
+from shardwise.shard.tensor import Cut, ShardTensor
+from shardwise.trace import span
+
+
+class Scheduler(Protocol):
+    """What a slot asks of the engine: things that concern more than its own unit."""
+
+    def finish_reductions(self) -> None:
+        """Complete every reduction under way."""
+
+    def use_outside(self, unit: "Unit") -> None:
+        """Unshard a unit whose parameter is used outside its module, until backward ends."""
+
+    def is_running(self) -> bool:
+        """Tell whether a forward pass is under way."""
+
+    def on_grad(self, unit: "Unit") -> None:
+        """Take note that one full parameter of the unit has its gradient."""
+
+
+class Use:
+    """One forward call of a unit that autograd recorded; dies with its graph."""
+
+    __slots__ = ("__weakref__", "begun", "done", "has_input_hook", "versions")
+
+    def __init__(self, versions: tuple[int, ...]) -> None:
+        self.begun = False
+        self.done = False
+        self.has_input_hook = False
+        self.versions = versions
+
+
+class Slot:
+    """One parameter of a unit, in its sharded and its full form."""
+
+    def __init__(
+        self,
+        unit: "Unit",
+        uses: tuple[ParamUse, ...],
+        storage: Storage,
+        index: int,
+        cut: Cut,
+        original: nn.Parameter,
+        requires_grad: bool,
+    ) -> None:
+        self.name = uses[0].name
+        self.unit = unit
+        self.uses = uses
+        self.storage = storage
+        self.index = index
+        self.cut = cut
+        local = storage.local(index, cut.local_shape)
+        shard = ShardTensor.wrap(local, cut, self)
+        self.param: nn.Parameter = nn.Parameter(shard, requires_grad=requires_grad)
+        self.param.__dict__.update(
+            {k: v for k, v in vars(original).items() if k not in ("_cut", "_owner", "_is_param")}
+        )
+        self.leaf = storage.leaf(index, requires_grad)
+        self.partial: torch.Tensor | None = None
+        self.grad: torch.Tensor | None = None
+        self._watched = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Tell the engine when autograd has written this parameter's gradient."""
+        if self.leaf.requires_grad and not self._watched:
+            unit = weakref.proxy(self.unit)
+            self.leaf.register_post_accumulate_grad_hook(lambda _: unit.on_grad())
+            self._watched = True
+
+    # -- what ShardTensor asks (tensor.Owner)
+    def read_grad(self) -> torch.Tensor | None:
+        """Return the reduced gradient, finishing reductions under way; see `PartialGrad`."""
+        if self.unit.grad_state is GradState.REDUCING:
+            self.unit.scheduler.finish_reductions()
+        if self.has_partial:
+            return PartialGrad.of(self)
+        return self.grad
+
+    def write_grad(self, value: torch.Tensor | None) -> None:
+        """Replace the gradient; None drops it. A full tensor is cut."""
+        if self.unit.grad_state is GradState.REDUCING:
+            self.unit.scheduler.finish_reductions()
+        self.leaf.grad = self.partial = None
+        if value is None:
+            self.grad = None
+            self.unit.forget_grads_if_none()
+            return
+        if not isinstance(value, ShardTensor):
+            value = ShardTensor.wrap(self.cut.slice_of(value).clone(), self.cut)
+        if not value._cut.matches(self.cut) or value.dtype != self.param.dtype:
+            raise StateError(
+                f"gradient of '{self.name}': expected {self.cut.shape} {self.param.dtype}, got "
+                f"{tuple(value.shape)} {value.dtype}"
+            )
+        self.grad = value
+        self.unit.grad_state = GradState.REDUCED
+
+    def whole(self) -> torch.Tensor:
+        """Return the full parameter for a use outside its module."""
+        self.unit.scheduler.use_outside(self.unit)
+        return self.leaf
+
+    def in_use(self) -> bool:
+        """Tell whether a forward pass of the model is under way."""
+        return self.unit.scheduler.is_running()
+
+    def set_requires_grad(self, requires_grad: bool) -> None:
+        """Freeze or thaw the full parameter along with its shard."""
+        self.leaf.requires_grad_(requires_grad)
+        self._watch()
+
+    # -- gradients on their way
+    @property
+    def has_partial(self) -> bool:
+        """Tell whether this rank has a gradient of this parameter that is not reduced."""
+        return self.partial is not None or self.leaf.grad is not None
+
+    def keep_partial(self, dtype: torch.dtype) -> None:
+        """Add the micro-batch's gradient to the unreduced sum, which has ``dtype``."""
+        grad = self.leaf.grad
+        if grad is None or grad.dtype == dtype:
+            return
+        self.leaf.grad = None
+        if self.partial is None:
+            self.partial = grad.to(dtype)
+        else:
+            self.partial.add_(grad)
+
+    def take_partial(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the unreduced gradient, flat and contiguous, and forget it."""
+        grad, self.leaf.grad = self.leaf.grad, None
+        partial, self.partial = self.partial, None
+        if partial is not None:
+            grad = partial if grad is None else partial.add_(grad)
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        return grad.detach().to(dtype).contiguous().view(-1)
+
+
+class PartialGrad(torch.Tensor):
+    """What ``p.grad`` gives inside an accumulation window: there is a gradient, but no mean yet.
+
+    It can be asked for its metadata and be dropped (``zero_grad``); anything else raises.
+    """
+
+    _slot: Slot
+
+    @classmethod
+    def of(cls, slot: Slot) -> "PartialGrad":
+        """Stand in for the unreduced gradient of ``slot``."""
+        made: PartialGrad = torch.empty(0).expand(0).as_subclass(cls)
+        made._slot = slot
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN
+        """Allow dropping the gradient; refuse to read it."""
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "requires_grad_", "detach_", "__repr__", "__hash__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in ("zero_", "_foreach_zero_"):
+            for grad in args[0] if name == "_foreach_zero_" else args[:1]:
+                if isinstance(grad, PartialGrad):
+                    grad._slot.leaf.grad = grad._slot.partial = None
+                    grad._slot.unit.forget_grads_if_none()
+            return None
+        slots = [a._slot for a in _flatten(args) if isinstance(a, PartialGrad)]
+        raise StateError(
+            f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, "
+            "because the accumulation window is still open. Run the window's last micro-batch under "
+            "`shardwise.accumulate(model, last=True)` before clipping or stepping"
+        )
+
+
+def _flatten(args: tuple[object, ...]) -> list[object]:
+    return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
+
+
+class Unit:
+    """A set of parameters that are gathered and freed together, and what state they are in."""
+
+    def __init__(
+        self, name: str, index: int, module: nn.Module, comm: Comm, scheduler: Scheduler
+    ) -> None:
+        self.name = name
+        self.index = index
+        self.module = module
+        self.comm = comm
+        self.scheduler = scheduler
+        self.slots: list[Slot] = []
+        self.storages: list[Storage] = []
+        self.param_state = ParamState.SHARDED
+        self.grad_state = GradState.EMPTY
+        self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        self.used_outside = False
+        self.in_backward = False
+        self.has_local_sum = False
+        self.num_grads = 0
+        self._bind_depth = 0
+        self._pending: Pending | None = None
+        self._bindings: list[tuple[dict[str, nn.Parameter | None], str, Slot]] = []
+
+    def add(self, slot: Slot) -> None:
+        """Register a parameter, in every module that uses it."""
+        self.slots.append(slot)
+        for use in slot.uses:
+            use.module._parameters[use.attribute] = slot.param
+            self._bindings.append((use.module._parameters, use.attribute, slot))
+
+    def on_grad(self) -> None:
+        """Forward autograd's news to the engine."""
+        self.scheduler.on_grad(self)
+
+    # -- parameters
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unit's full copy."""
+        return sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
+
+    def start_unshard(self) -> None:
+        """Start gathering the full parameters, if they are not fresh already."""
+        if self.param_state is ParamState.FULL and not self.is_fresh:
+            self.reshard()
+        if self.param_state is not ParamState.SHARDED:
+            return
+        self._enter(ParamState.GATHERING)
+        with span("unshard", self.name):
+            items = []
+            for storage in self.storages:
+                if not storage.is_fresh:
+                    items += storage.prepare_gather()
+            if items and self.comm.axes.shard.size > 1:
+                site = Site("all_gather", self.name, self.index)
+                self._pending = self.comm.start_all_gather(items, self.comm.axes.shard, site)
+            elif items:
+                _copy_sources(items)
+
+    def finish_unshard(self) -> None:
+        """Wait until the full parameters may be read."""
+        self.start_unshard()
+        if self.param_state is ParamState.GATHERING:
+            if self._pending is not None:
+                with span("wait_unshard", self.name):
+                    self._pending.wait()
+                self._pending = None
+            self._enter(ParamState.FULL)
+
+    def reshard(self) -> None:
+        """Give the full parameters up; their memory goes where the stage frees it."""
+        if self.param_state is ParamState.GATHERING:
+            self.finish_unshard()
+        if self.param_state is ParamState.FULL:
+            for storage in self.storages:
+                storage.free()
+            self._enter(ParamState.SHARDED)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Tell whether nothing would have to be gathered."""
+        return all(s.is_fresh for s in self.storages)
+
+    def read_versions(self) -> tuple[int, ...]:
+        """Return numbers that change whenever a slice is modified."""
+        return tuple(s.version for s in self.storages)
+
+    def bind(self) -> None:
+        """Put the full parameters into the modules."""
+        self._bind_depth += 1
+        if self._bind_depth > 1:
+            return
+        for params, attribute, slot in self._bindings:
+            if params.get(attribute) is not slot.param or slot.param._owner is not slot:
+                self._bind_depth = 0
+                raise StateError(
+                    f"parameter '{slot.name}' was replaced after shard(), by model.to(), .half(), "
+                    "load_state_dict(assign=True) or an assignment; do that before shard()"
+                )
+            params[attribute] = slot.leaf
+
+    def unbind(self) -> None:
+        """Put the ShardTensors back into the modules."""
+        if self._bind_depth == 0:
+            return
+        self._bind_depth -= 1
+        if self._bind_depth == 0:
+            for params, attribute, slot in self._bindings:
+                params[attribute] = slot.param
+
+    def unbind_all(self) -> None:
+        """Put the ShardTensors back after a forward pass that was cut short."""
+        self._bind_depth = min(self._bind_depth, 1)
+        self.unbind()
+
+    # -- gradients
+    @property
+    def open_uses(self) -> int:
+        """Number of recorded forward calls whose backward has not passed yet."""
+        return sum(not use.done for use in self.uses)
+
+    def enter_grad_state(self, state: GradState) -> None:
+        """Move along the gradient table."""
+        self.grad_state = check_transition(GRAD_TRANSITIONS, self.name, self.grad_state, state)
+
+    def forget_grads_if_none(self) -> None:
+        """Return to EMPTY when no parameter has a gradient any more."""
+        if not any(s.grad is not None or s.has_partial for s in self.slots):
+            self.grad_state = GradState.EMPTY
+            self.has_local_sum = False
+
+    def drop_partials(self) -> None:
+        """Forget unreduced gradients, after a backward pass that was cut short."""
+        for slot in self.slots:
+            slot.leaf.grad = slot.partial = None
+        if self.grad_state is GradState.PARTIAL:
+            any_reduced = any(s.grad is not None for s in self.slots)
+            self.grad_state = GradState.REDUCED if any_reduced else GradState.EMPTY
+        self.has_local_sum = False
+
+    def _enter(self, state: ParamState) -> None:
+        self.param_state = check_transition(PARAM_TRANSITIONS, self.name, self.param_state, state)
+
+
+def _copy_sources(items: list) -> None:  # type: ignore[type-arg]
+    for item in items:
+        if not item.in_place:
+            item.full[: item.source.numel()].copy_(item.source)
+
+

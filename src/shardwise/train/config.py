@@ -1,0 +1,197 @@
+"""What the user asks of `shardwise train`: one frozen set of keys, shared by YAML and flags.
+
+`TrainConfig` is the only definition of a key: its type, limits, default, help text and the panel
+that it is shown in. `load_config` merges a YAML file with flags and answers with a `ConfigError`
+written for people.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardwise.errors import ConfigError
+
+__all__ = ["TrainConfig", "dump_config", "load_config", "resolve_batch"]
+
+
+def _key(default: Any, panel: str, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, json_schema_extra={"panel": panel}, **limits)
+
+
+class TrainConfig(BaseModel):
+    """Hold every key of a training run; a key left at None is decided by `resolve_*`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dim: int = _key(256, "Model", "width of the residual stream", gt=0)
+    layers: int = _key(4, "Model", "number of decoder blocks", gt=0)
+    heads: int = _key(8, "Model", "number of query heads", gt=0)
+    kv_heads: int | None = _key(None, "Model", "number of key/value heads; unset: as heads", gt=0)
+    ffn_multiple: float = _key(8 / 3, "Model", "hidden width of the SwiGLU over dim", gt=0)
+    vocab: int | None = _key(None, "Model", "vocabulary; unset: the tokenizer's size", gt=0)
+    seq: int = _key(256, "Model", "tokens in a window", gt=0)
+    tied_head: bool = _key(False, "Model", "share the embedding with the output head")
+
+    stage: Literal[0, 1, 2, 3] = _key(3, "Sharding", "ZeRO stage")
+    layout: Literal["rows", "flat"] = _key("rows", "Sharding", "how parameters are cut")
+    precision: Literal["fp32", "bf16", "fp16"] = _key("fp32", "Sharding", "compute dtype")
+    reduce_every: Literal["step", "micro_batch"] | None = _key(
+        None, "Sharding", "when gradients are reduced; unset: as the stage says"
+    )
+    activation_checkpointing: bool = _key(
+        False, "Sharding", "recompute each block in the backward pass"
+    )
+
+    micro_batch: int = _key(8, "Batch", "windows per rank in one forward and backward", gt=0)
+    accumulation: int | None = _key(
+        None, "Batch", "micro-batches per step; unset: 1, or what global_batch asks for", gt=0
+    )
+    global_batch: int | None = _key(
+        None, "Batch", "windows per step over all ranks; decides accumulation", gt=0
+    )
+
+    steps: int = _key(200, "Optimizer", "optimizer updates to take", gt=0)
+    lr: float = _key(3e-4, "Optimizer", "peak learning rate", gt=0)
+    min_lr: float = _key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = _key(
+        "cosine", "Optimizer", "shape of the learning rate after the warm-up"
+    )
+    warmup_steps: int = _key(0, "Optimizer", "steps of linear warm-up", ge=0)
+    weight_decay: float = _key(0.1, "Optimizer", "AdamW decay of matrices", ge=0)
+    beta1: float = _key(0.9, "Optimizer", "AdamW first-moment decay", ge=0, lt=1)
+    beta2: float = _key(0.95, "Optimizer", "AdamW second-moment decay", ge=0, lt=1)
+    grad_clip: float = _key(1.0, "Optimizer", "largest gradient norm; 0 does not clip", ge=0)
+    seed: int = _key(0, "Optimizer", "seed of weights, data order and sample", ge=0)
+
+    data: Path | None = _key(
+        None, "Data", "text file, JSONL file or folder; unset: Python's standard library"
+    )
+    tokenizer: Path | None = _key(None, "Data", "tokenizer.json; unset: bytes")
+    eval_every: int = _key(0, "Data", "steps between evaluations; 0: at the end only", ge=0)
+    eval_windows: int = _key(32, "Data", "held-out windows; 0 does not evaluate", ge=0)
+    prompt: str = _key("def ", "Data", "text that the sample continues", min_length=1)
+    sample_tokens: int = _key(160, "Data", "length of the sample at the end", ge=0)
+
+    output: Path = _key(Path("runs/train"), "Run", "folder for metrics, config and tokens")
+    overwrite: bool = _key(False, "Run", "replace the metrics of an earlier run")
+    ranks: int | None = _key(
+        None, "Run", "local ranks to launch; under torchrun its own count is used", gt=0
+    )
+    threads: int | None = _key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
+
+    @model_validator(mode="after")
+    def _check_keys_together(self) -> Self:
+        kv_heads = self.kv_heads or self.heads
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"heads: expected dim / heads to be a whole even number (rotary embeddings turn "
+                f"pairs), got dim {self.dim} / heads {self.heads}"
+            )
+        if self.heads % kv_heads:
+            raise ValueError(f"kv_heads: expected a divisor of heads {self.heads}, got {kv_heads}")
+        if self.warmup_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps: expected at most steps {self.steps}, got {self.warmup_steps}"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: expected at most lr {self.lr}, got {self.min_lr}")
+        return self
+
+
+def load_config(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+    """Read a YAML file and put the flags over it.
+
+    Args:
+        path: YAML file of flat keys, or None for the defaults.
+        flags: keys given on the command line; they win over the file.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, a value is not allowed.
+    """
+    values = _read_yaml(path) if path is not None else {}
+    try:
+        return TrainConfig.model_validate({**values, **flags})
+    except ValidationError as error:
+        lines = [_explain(item, path, flags) for item in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
+    """Decide accumulation and global_batch for a world size; both are set in what returns.
+
+    Raises:
+        ConfigError: global_batch is not micro_batch x accumulation x ranks for a whole number.
+    """
+    per_micro_batch = config.micro_batch * world_size
+    product = f"micro_batch {config.micro_batch} x {world_size} ranks"
+    if config.global_batch is None:
+        accumulation = config.accumulation or 1
+        update = {"accumulation": accumulation, "global_batch": accumulation * per_micro_batch}
+        return config.model_copy(update=update)
+    if config.global_batch % per_micro_batch:
+        raise ConfigError(
+            f"global_batch: expected a multiple of {per_micro_batch} ({product}), got "
+            f"{config.global_batch}; change global_batch, micro_batch or the number of ranks"
+        )
+    accumulation = config.global_batch // per_micro_batch
+    if config.accumulation not in (None, accumulation):
+        raise ConfigError(
+            f"accumulation: global_batch {config.global_batch} over {product} needs "
+            f"{accumulation}, got {config.accumulation}; leave accumulation or global_batch out"
+        )
+    return config.model_copy(update={"accumulation": accumulation})
+
+
+def dump_config(config: TrainConfig) -> str:
+    """Write a config as YAML that `load_config` reads back to the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: expected YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path}: expected `key: value` lines, got a {type(values).__name__} at the top"
+        )
+    return {str(key): value for key, value in values.items()}
+
+
+def _explain(item: Any, path: Path | None, flags: Mapping[str, Any]) -> str:
+    """Turn one pydantic error into: where, which key, what was expected, what came."""
+    key = str(item["loc"][0]) if item["loc"] else ""
+    where = f"flag --{key.replace('_', '-')}" if key in flags else f"{path or 'config'}"
+    if item["type"] == "extra_forbidden":
+        near = _nearest(key, list(TrainConfig.model_fields))
+        hint = f"; did you mean {near!r}?" if near else "; see `shardwise train --help`"
+        return f"{where}: unknown key {key!r}{hint}"
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if not key:
+        return f"{where}: {message}"
+    choices = [str(choice) for choice in _choices(key)]
+    near = _nearest(str(item["input"]), choices) if choices else None
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{where}: {key}: {message}, got {item['input']!r}{hint}"
+
+
+def _choices(key: str) -> list[Any]:
+    annotation = TrainConfig.model_fields[key].annotation
+    parts = [annotation, *get_args(annotation)]
+    return [choice for part in parts for choice in get_args(part) if isinstance(choice, str)]
+
+
+def _nearest(word: str, words: list[str]) -> str | None:
+    matches = difflib.get_close_matches(word.replace("-", "_"), words, n=1, cutoff=0.6)
+    return matches[0] if matches else None

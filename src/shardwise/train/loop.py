@@ -1,0 +1,208 @@
+"""The training loop: plain PyTorch around a sharded model.
+
+What is not plain: `shardwise.accumulate` names the last micro-batch, and once a step the ranks add
+up their losses together with the wish to stop, so that all end after the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardwise
+from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.device import peak_memory_bytes
+from shardwise.errors import ShardwiseError
+from shardwise.quantities import format_bytes
+from shardwise.train.checks import metrics_path
+from shardwise.train.config import TrainConfig, dump_config
+from shardwise.train.decoder import generate
+from shardwise.train.launch import RankPlace, StopRequest
+from shardwise.train.metrics import MetricsFile, ProgressBar
+from shardwise.train.schedule import learning_rate
+from shardwise.train.setup import Run, join_ranks, prepare_run
+from shardwise.train.summary import RunResult, StateBytes, count_state
+from shardwise.train.windows import rank_indices, read_windows
+
+__all__ = ["NonFiniteLossError", "evaluate", "train", "train_step"]
+
+
+class NonFiniteLossError(ShardwiseError, ArithmeticError):
+    """The loss became infinite or not a number; further steps would be lost."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step was; loss is the mean over all ranks and micro-batches."""
+
+    loss: float
+    lr: float
+    grad_norm: float
+    stop: bool
+    state: StateBytes
+
+
+def train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> RunResult:
+    """Run the whole training as one rank; every rank calls this with the same config.
+
+    Args:
+        config: as `check_run` returned it.
+        place: which rank this process is.
+        stop: once requested on any rank, all ranks end after their current step.
+
+    Raises:
+        ConfigError: the run cannot start.
+        NonFiniteLossError: the loss is not a number.
+    """
+    started_s = time.perf_counter()
+    first = place.rank == 0
+    with join_ranks(place, config.threads) as device:
+        run = prepare_run(config, place, device)
+        if first:
+            (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        with (
+            MetricsFile(metrics_path(config) if first else None) as metrics,
+            ProgressBar(config.steps, shown=first) as bar,
+        ):
+            result = _train_all_steps(run, stop, metrics, bar)
+        if not result.stopped:
+            result.sample = _sample(run)
+        result.peak_bytes_of_ranks = _of_all_ranks(place, peak_memory_bytes(device))
+        result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
+    result.wall_s = time.perf_counter() - started_s
+    return result
+
+
+def _train_all_steps(
+    run: Run, stop: StopRequest, metrics: MetricsFile, bar: ProgressBar
+) -> RunResult:
+    config = run.config
+    result = RunResult(unigram_entropy=run.stream.unigram_entropy)
+    tokens_per_step = run.global_batch * config.seq
+    for step in range(1, config.steps + 1):
+        sent_before, started_s = _sent_bytes(run), time.perf_counter()
+        report = train_step(run, step, stop)
+        step_s = time.perf_counter() - started_s
+        metrics.write(
+            step=step,
+            loss=report.loss,
+            lr=report.lr,
+            grad_norm=report.grad_norm,
+            tokens_per_s=tokens_per_step / step_s,
+            step_s=step_s,
+            tokens=step * tokens_per_step,
+            state_bytes=report.state.total_bytes,
+            peak_rss_bytes=peak_memory_bytes(run.device),
+            sent_bytes=_sent_bytes(run) - sent_before,
+        )
+        result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
+        bar.advance(
+            f"loss {report.loss:.3f}  {result.tokens_per_s:,.0f} tokens/s  "
+            f"state {format_bytes(report.state.total_bytes)}  "
+            f"peak {format_bytes(peak_memory_bytes(run.device))}"
+        )
+        if not math.isfinite(report.loss) and config.precision != "fp16":
+            raise NonFiniteLossError(
+                f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
+                "warmup_steps, or set grad_clip"
+            )
+        result.stopped = report.stop
+        is_last = step == config.steps or result.stopped
+        if config.eval_windows and not result.stopped and _is_due(step, config.eval_every, is_last):
+            result.eval_loss = evaluate(run)
+            metrics.write(step=step, eval_loss=result.eval_loss)
+        if result.stopped:
+            break
+    return result
+
+
+def _sent_bytes(run: Run) -> int:
+    return sum(shardwise.stats(run.model).sent_bytes.values())
+
+
+def _is_due(step: int, every: int, is_last: bool) -> bool:
+    return is_last or (every > 0 and step % every == 0)
+
+
+def train_step(run: Run, step: int, stop: StopRequest) -> StepReport:
+    """Take one optimizer step over the global batch.
+
+    Cost: one collective of two numbers beside those of the model.
+    """
+    config, model, optimizer = run.config, run.model, run.optimizer
+    lr = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    loss_sum = torch.zeros((), device=run.device)
+    for number in range(run.accumulation):
+        ids, targets = run.train_batch(step, number)
+        with shardwise.accumulate(model, last=number == run.accumulation - 1):
+            loss = model(ids, targets)
+            run.scaler.scale(loss / run.accumulation).backward()
+        loss_sum += loss.detach()
+    run.scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    run.scaler.step(optimizer)
+    run.scaler.update()
+    state = count_state(model, optimizer)
+    optimizer.zero_grad()
+    mean = loss_sum.item() / run.accumulation / run.place.world_size
+    loss_mean, num_stopping = all_reduce_scalars([mean, float(stop.requested)])
+    return StepReport(loss_mean, lr, _number(norm), num_stopping > 0, state)
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Return the mean loss over the held-out windows, nats per token.
+
+    Every rank takes the same number of forward passes; places beyond the last window weigh zero.
+    """
+    config, place = run.config, run.place
+    per_pass = config.micro_batch * place.world_size
+    total, count = 0.0, 0
+    for number in range(math.ceil(config.eval_windows / per_pass)):
+        indices = rank_indices(config.micro_batch, number, place.rank, place.world_size)
+        real = sum(index < config.eval_windows for index in indices)
+        windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
+        ids, targets = read_windows(run.stream, windows, config.seq)
+        logits = run.model(ids.to(run.device))[:real].float()
+        losses = F.cross_entropy(
+            logits.transpose(1, 2), targets[:real].to(run.device), reduction="sum"
+        )
+        total, count = total + float(losses), count + real * config.seq
+    total, count = all_reduce_scalars([total, count])
+    return total / count
+
+
+def _sample(run: Run) -> str:
+    """Continue the prompt; every rank draws the same tokens."""
+    config = run.config
+    if not config.sample_tokens:
+        return ""
+    ids = torch.tensor(list(run.tokenizer.encode(config.prompt)), dtype=torch.int64)
+    ids = generate(
+        run.model,
+        ids.to(run.device),
+        config.sample_tokens,
+        config.seq,
+        temperature=0.7,
+        seed=config.seed,
+    )
+    return run.tokenizer.decode(ids.tolist())
+
+
+def _of_all_ranks(place: RankPlace, value: int) -> list[int]:
+    slots = [0.0] * place.world_size
+    slots[place.rank] = float(value)
+    return [int(slot) for slot in all_reduce_scalars(slots)]
+
+
+def _number(value: Tensor) -> float:
+    full: Callable[[], Tensor] | None = getattr(value, "full_tensor", None)
+    return float(full() if full is not None else value)

@@ -1,0 +1,28 @@
+"""Learning rate of a step, in closed form: linear warm-up, then constant, linear or cosine."""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.train.config import TrainConfig
+
+__all__ = ["learning_rate"]
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step.
+
+    The warm-up rises in `warmup_steps` equal parts and reaches `lr` on its last step; the decay
+    reaches `min_lr` on the last step of the run.
+
+    Args:
+        config: the run; its lr, min_lr, schedule, warmup_steps and steps count here.
+        step: 1 for the first step.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    remaining = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * remaining

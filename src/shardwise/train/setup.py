@@ -1,0 +1,152 @@
+"""Everything a run needs before its first step: process group, data, model, optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.device import local_device
+from shardwise.errors import ConfigError
+from shardwise.train.checks import check_output
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.launch import RankPlace
+from shardwise.train.text import (
+    Tokenizer,
+    TokenStream,
+    find_documents,
+    load_tokenizer,
+    open_stream,
+    write_stream,
+)
+from shardwise.train.windows import WindowSampler, rank_indices, read_windows
+
+__all__ = ["Run", "join_ranks", "prepare_run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rank's view of a training run; all of it is ready to step."""
+
+    config: TrainConfig
+    place: RankPlace
+    device: torch.device
+    tokenizer: Tokenizer
+    stream: TokenStream
+    sampler: WindowSampler
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per step."""
+        return self.config.accumulation or 1
+
+    @property
+    def global_batch(self) -> int:
+        """Windows per step over all ranks."""
+        return self.config.micro_batch * self.accumulation * self.place.world_size
+
+    def train_batch(self, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's ids and targets of micro-batch `number`: int64 [micro_batch, seq]."""
+        indices = rank_indices(
+            self.config.micro_batch, number, self.place.rank, self.place.world_size
+        )
+        windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
+        ids, targets = read_windows(self.stream, windows, self.config.seq)
+        return ids.to(self.device), targets.to(self.device)
+
+
+@contextmanager
+def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
+    """Join the process group and leave it at the end; a single rank needs no network.
+
+    Cost: sets the number of CPU threads of this process, cores / local ranks by default.
+    """
+    torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
+    device = local_device(place.local_rank)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    store = dist.HashStore() if place.world_size == 1 else None
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> Run:
+    """Build data, model and optimizer of this rank; the config is the one `check_run` returned.
+
+    Raises:
+        ConfigError: the output holds an earlier run, or the text is too short; on every rank.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    _together(lambda: _prepare_output(config, place, tokenizer))
+    stream = open_stream(config.output)
+    sampler = WindowSampler.over(
+        len(stream.tokens), config.seq, config.eval_windows, config.seed
+    )
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        model: nn.Module = Decoder(config, config.vocab or tokenizer.vocab)
+    model = shardwise.shard(
+        model,
+        stage=config.stage,
+        precision=config.precision,
+        layout=config.layout,
+        reduce_every=config.reduce_every,
+    )
+    optimizer = torch.optim.AdamW(
+        _decay_groups(model, config.weight_decay),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        fused=True,
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    return Run(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler)
+
+
+def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Decay matrices, and leave vectors (norms) as they are."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+
+
+def _prepare_output(config: TrainConfig, place: RankPlace, tokenizer: Tokenizer) -> None:
+    if place.rank == 0:
+        check_output(config)
+    if place.local_rank == 0:
+        write_stream(find_documents(config.data), tokenizer, config.output)
+
+
+def _together(work: Callable[[], None]) -> None:
+    """Run work on every rank; where it fails on one, no rank goes on alone."""
+    failure: ConfigError | None = None
+    try:
+        work()
+    except (ConfigError, OSError) as error:
+        failure = ConfigError(str(error))
+    (num_failed,) = all_reduce_scalars([float(failure is not None)])
+    if failure is not None:
+        raise failure
+    if num_failed:
+        raise ConfigError("another rank could not prepare the run; its message says why")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,137 @@
+"""What a run came to: bytes per rank against plain data parallelism, and the text printed last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.quantities import format_bytes, format_count
+
+__all__ = ["RunResult", "StateBytes", "count_state", "format_result"]
+
+_SPEED_MEMORY = 0.9
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Training state of one rank just after an optimizer step, gradients still alive.
+
+    Attributes:
+        param_bytes: shards, and full copies that outlive the step (stages 0 to 2).
+        grad_bytes: gradients.
+        optimizer_bytes: what the optimizer keeps.
+        replicated_bytes: the same state if every rank held all of it.
+        num_params: parameters of the model.
+    """
+
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    replicated_bytes: int
+    num_params: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all state on this rank."""
+        return self.param_bytes + self.grad_bytes + self.optimizer_bytes
+
+
+def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
+    """Count the training state of this rank; call between `step` and `zero_grad`."""
+    stats = shardwise.stats(model)
+    states = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    params = list(model.parameters())
+    return StateBytes(
+        param_bytes=stats.param_shard_bytes + stats.param_full_bytes,
+        grad_bytes=stats.grad_shard_bytes + stats.grad_partial_bytes,
+        optimizer_bytes=sum(_local_bytes(state) for state in states),
+        replicated_bytes=2 * sum(_full_bytes(p) for p in params)
+        + sum(_full_bytes(state) for state in states),
+        num_params=sum(p.numel() for p in params),
+    )
+
+
+def _full_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = getattr(tensor, "to_local", None)
+    return _full_bytes(local() if local is not None else tensor)
+
+
+@dataclass
+class RunResult:
+    """What a run came to so far; losses in nats per token."""
+
+    unigram_entropy: float
+    steps: int = 0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+    eval_loss: float | None = None
+    tokens_per_s: float = 0.0
+    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0, 0, 0))
+    state_bytes_of_ranks: list[int] = field(default_factory=list)
+    peak_bytes_of_ranks: list[int] = field(default_factory=list)
+    sample: str = ""
+    stopped: bool = False
+    wall_s: float = 0.0
+
+    def add_step(
+        self, step: int, loss: float, step_s: float, num_tokens: int, state: StateBytes
+    ) -> None:
+        """Note one step; the speed shown leans on the last ten or so."""
+        now = num_tokens / step_s
+        kept = _SPEED_MEMORY if self.steps else 0.0
+        self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * now
+        self.steps, self.tokens, self.state = step, self.tokens + num_tokens, state
+        self.losses.append(loss)
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss of the last ten steps."""
+        last = self.losses[-10:]
+        return sum(last) / len(last)
+
+
+def format_result(result: RunResult) -> str:
+    """Write a finished run for people: loss, speed, bytes per rank, sample."""
+    state = result.state
+    per_param = state.replicated_bytes / max(1, state.num_params)
+    largest = max(result.state_bytes_of_ranks, default=0)
+    lines = [
+        f"{result.steps} steps, {result.tokens:,} tokens in {result.wall_s:.0f} s "
+        f"({result.tokens_per_s:,.0f} tokens/s at the end)",
+        f"loss          {result.loss:.3f} nats per token (last steps)"
+        + (f", {result.eval_loss:.3f} held out" if result.eval_loss is not None else ""),
+        f"              {result.unigram_entropy:.3f} is the unigram entropy of the data",
+        f"parameters    {format_count(state.num_params)}",
+        "state         "
+        + ", ".join(
+            f"rank {rank}: {format_bytes(num_bytes)}"
+            for rank, num_bytes in enumerate(result.state_bytes_of_ranks)
+        ),
+        f"              {format_bytes(state.replicated_bytes)} a rank in plain data parallelism "
+        f"({per_param:.1f} bytes per parameter): {largest / max(1, state.replicated_bytes):.0%}",
+        "peak memory   "
+        + ", ".join(
+            f"rank {rank}: {format_bytes(num_bytes)}"
+            for rank, num_bytes in enumerate(result.peak_bytes_of_ranks)
+        ),
+    ]
+    if result.sample:
+        lines += ["sample", *(f"  {_printable(line.expandtabs(4))}" for line in result.sample.split("\n"))]
+    return "\n".join(lines)
+
+
+def _printable(line: str) -> str:
+    """Replace control characters, which a young model likes to write, by a mark."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)

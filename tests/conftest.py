@@ -1,0 +1,33 @@
+"""What holds for every test: one thread, a reason for each skip, no process left behind."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+import ranks
+
+# One thread here as in the ranks, so that a sum in this process and in theirs has the same bits.
+torch.set_num_threads(1)
+
+# Property tests draw the same examples in every run; no deadline, since machines differ.
+settings.register_profile("shardwise", deadline=None, derandomize=True)
+settings.load_profile("shardwise")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_gpu)
+
+
+def pytest_sessionfinish() -> None:
+    ranks.close_all()
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    """Seed every test, so that none depends on which ran before it."""
+    torch.manual_seed(0)

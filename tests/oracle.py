@@ -1,0 +1,115 @@
+"""The oracle: what any number of ranks must compute, as a plain loop in one process.
+
+It takes every rank's turn one after the other with one model, sums the gradients in rank order,
+divides once by the number of ranks, and steps a plain optimizer on plain parameters. Nothing is
+sharded and nothing is sent, so there is little to get wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Grads = dict[str, Tensor | None]
+
+
+class Truth(NamedTuple):
+    """The losses of every rank in every step, and the state after the last step."""
+
+    losses: list[list[float]]  # losses[step][rank]: mean over the rank's micro-batches
+    parameters: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    grads: list[Grads]  # grads[step]: what the optimizer saw, after clipping
+
+
+def plain_loop(
+    model: nn.Module,
+    steps: Sequence[Sequence[Sequence[Any]]],  # steps[step][micro_batch][rank] is one batch
+    loss_fn: Callable[[nn.Module, Any], Tensor],  # loss_fn(model, batch)
+    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    clip: float | None = None,
+    reduce_each_micro_batch: bool = False,
+    num_replicas: int = 1,
+) -> Truth:
+    """Train `model` in place as `len(steps[s][m])` data-parallel ranks would.
+
+    Each rank's loss is divided by the number of micro-batches of its step. Gradients of several
+    micro-batches are summed on each rank and then over ranks (stages 0 and 1), or with
+    `reduce_each_micro_batch` over ranks first (stages 2 and 3).
+    With `num_replicas`, ranks r*S .. r*S + S-1 are the shard group of replica r: gradients are
+    summed inside each group, then over replicas (hybrid sharding).
+
+    A parameter has no gradient in a step only if no rank has one; a rank without counts as zero.
+    Buffers that the forward changes, and dropout, are shared by all ranks here: leave them out.
+    """
+    optimizer = optimizer_factory(list(model.parameters()))
+    losses, grads = [], []
+    for micro_batches in steps:
+        num_ranks = len(micro_batches[0])
+        step_losses = [0.0] * num_ranks
+
+        def local_grads(rank: int, batches: Sequence[Any], scale: int, sums: list[float]) -> Grads:
+            for parameter in model.parameters():
+                parameter.grad = None
+            for batch in batches:
+                loss = loss_fn(model, batch) / scale
+                loss.backward()
+                sums[rank] += loss.item()
+            return {name: p.grad for name, p in model.named_parameters()}
+
+        windows = [[m] for m in micro_batches] if reduce_each_micro_batch else [micro_batches]
+        total: Grads = {}
+        for window in windows:
+            by_rank = [
+                local_grads(rank, [m[rank] for m in window], len(micro_batches), step_losses)
+                for rank in range(num_ranks)
+            ]
+            total = add(total, average(by_rank, num_replicas))
+
+        for name, parameter in model.named_parameters():
+            parameter.grad = total[name]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        grads.append({name: copy(p.grad) for name, p in model.named_parameters()})
+        optimizer.step()
+        losses.append(step_losses)
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Truth(losses, parameters, optimizer, grads)
+
+
+def average(by_rank: Sequence[Grads], num_replicas: int = 1) -> Grads:
+    """Sum gradients in rank order, shard group by shard group, and divide once."""
+    shard_size = len(by_rank) // num_replicas
+    assert shard_size * num_replicas == len(by_rank), "every replica has as many ranks"
+    total: Grads = {}
+    for replica in range(num_replicas):
+        group: Grads = {}
+        for grads in by_rank[replica * shard_size : (replica + 1) * shard_size]:
+            group = add(group, grads)
+        total = add(total, group)
+    return {name: None if grad is None else grad / len(by_rank) for name, grad in total.items()}
+
+
+def add(total: Grads, grads: Grads) -> Grads:
+    """Add what is there; no zeros come in, so that one gradient alone keeps its bits."""
+    result: Grads = {}
+    for name, grad in grads.items():
+        before = total.get(name)
+        result[name] = grad if before is None else before if grad is None else before + grad
+    return result
+
+
+def copy(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.detach().clone()
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare two state dicts name by name, bit by bit, and say by how much they differ."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].shape == tensor.shape, f"{name}: shapes differ"
+        try:
+            torch.testing.assert_close(actual[name], tensor, rtol=0, atol=0, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None

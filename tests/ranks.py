@@ -1,0 +1,374 @@
+"""Ranks for tests: real processes with a gloo process group over loopback.
+
+`run_ranks(fn, world_size, *args)` calls `fn(rank, world_size, *args)` on every rank and returns the
+results in rank order. Ranks are forked from a server process that has imported torch already, and
+one pool of ranks per world size stays open for the whole test session, so a call costs
+milliseconds. A pool in which a call failed is never used again.
+
+`start_ranks` gives a call its own processes, which a test may stop or kill, and a handle that says
+how each of them ended.
+
+`fn` is found by its module and name, so it must stand at the top level of a test module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+GRACE_S = 2.0  # how long the other ranks may take to end once one has failed
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "torch._dynamo",  # the first optimizer step of a process imports it
+    "numpy",
+    "hypothesis",
+    "pytest",
+    "ranks",
+    "shardwise",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one rank's call ended: with a result, an exception, or the end of its process."""
+
+    rank: int
+    ended_at_s: float  # on the clock of time.monotonic(), which all processes share
+    result: Any = None
+    error: str | None = None  # the remote traceback; of a rank that timed out, its stacks
+    error_type: str | None = None  # the class name of the exception
+    exit_code: int | None = None  # set if the process ended by itself or was killed (-signal)
+    timed_out: bool = False  # still running at the end of the wait, and killed then
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exit_code is None
+
+    def describe(self) -> str:
+        if self.timed_out:
+            return f"was still running and had to be killed; its stacks:\n{self.error}"
+        if self.exit_code is not None:
+            return f"ended without a result, exit code {self.exit_code}"
+        return f"raised {self.error_type}:\n{self.error}"
+
+
+class RankError(Exception):
+    """A call failed on one rank or more; `outcomes` has all of them, in rank order."""
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        failed = sorted(
+            (o for o in outcomes if not o.ok), key=lambda o: (o.timed_out, o.ended_at_s)
+        )
+        first, *others = failed
+        lines = [f"rank {first.rank} of {len(outcomes)} {first.describe()}"]
+        lines += [f"after it, rank {o.rank} {o.describe()}" for o in others]
+        super().__init__("\n".join(lines))
+        self.outcomes = outcomes
+        self.rank = first.rank
+        self.error_type = first.error_type
+
+
+@dataclass(slots=True, eq=False)
+class Ranks:
+    """The processes of one process group, and the call they are busy with."""
+
+    world_size: int
+    fresh: bool  # each process ends with its call, as in a launched job
+    store: dist.TCPStore
+    scratch: tempfile.TemporaryDirectory[str]
+    processes: list[multiprocessing.process.BaseProcess] = field(default_factory=list)
+    pipes: list[connection.Connection] = field(default_factory=list)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or -1 for process in self.processes]
+
+    def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> float:
+        """Send one rank a signal; return the time on the clock of `Outcome.ended_at_s`."""
+        os.kill(self.pids[rank], signal_number)
+        return time.monotonic()
+
+    def submit(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        body = pickle.dumps((os.getcwd(), warnings.filters, fn, args, kwargs))
+        call = pickle.dumps((sys.path, body))
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by wait()
+                pipe.send_bytes(call)
+
+    def wait(self, timeout_s: float = 60, grace_s: float | None = None) -> list[Outcome]:
+        """Collect how each rank's call ended, in rank order.
+
+        What still runs after `timeout_s`, or `grace_s` after the first failure, is killed.
+        """
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        while len(outcomes) < self.world_size:
+            pending = [rank for rank in range(self.world_size) if rank not in outcomes]
+            watched = [self.pipes[rank] for rank in pending]
+            watched += [self.processes[rank].sentinel for rank in pending]  # type: ignore[misc]
+            if not connection.wait(watched, max(0.0, deadline - time.monotonic())):
+                outcomes |= self._kill_pending(pending)
+                break
+            for rank in pending:
+                if (outcome := self._poll(rank)) is not None:
+                    outcomes[rank] = outcome
+                    if not outcome.ok and not failed and grace_s is not None:
+                        deadline = min(deadline, time.monotonic() + grace_s)
+                        failed = True
+        if self.fresh:
+            self.close()
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def _poll(self, rank: int) -> Outcome | None:
+        pipe, process = self.pipes[rank], self.processes[rank]
+        alive = process.is_alive()  # asked first: what a dead rank had sent is in the pipe by now
+        if pipe.poll():
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                return Outcome(rank, **pickle.loads(pipe.recv_bytes()))
+            process.join(5)
+            alive = False
+        return None if alive else Outcome(rank, time.monotonic(), exit_code=process.exitcode)
+
+    def _kill_pending(self, pending: list[int]) -> dict[int, Outcome]:
+        for rank in pending:  # each prints its stacks first
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(rank, signal.SIGUSR1)
+        time.sleep(0.3)
+        outcomes = {}
+        for rank in pending:
+            self.processes[rank].kill()
+            self.processes[rank].join(5)
+            stacks = Path(self.scratch.name, f"{rank}.stacks")
+            outcomes[rank] = Outcome(
+                rank,
+                time.monotonic(),
+                error=stacks.read_text() if stacks.exists() else "(none)",
+                exit_code=self.processes[rank].exitcode,
+                timed_out=True,
+            )
+        return outcomes
+
+    def close(self) -> None:
+        """End all processes; they have nothing to say any more."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+        for pipe in self.pipes:
+            pipe.close()
+        self.scratch.cleanup()
+        if self in _open:
+            _open.remove(self)
+
+
+_open: list[Ranks] = []
+_pools: dict[int, Ranks] = {}  # by world size
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60,
+    fresh: bool = False,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args, **kwargs)` on every rank; return the results in rank order.
+
+    Raises: RankError with the remote traceback as soon as a rank has failed and the others have
+    ended or had GRACE_S to do so, and after `timeout_s` with the stacks of what still runs.
+    """
+    pool = None if fresh else _pools.pop(world_size, None)
+    ranks = pool if pool is not None else _open_ranks(world_size, fresh=fresh)
+    ranks.submit(fn, args, kwargs)
+    outcomes = ranks.wait(timeout_s, GRACE_S)
+    if not all(outcome.ok for outcome in outcomes):
+        ranks.close()
+        raise RankError(outcomes)
+    if not fresh:
+        _pools[world_size] = ranks
+    return [outcome.result for outcome in outcomes]
+
+
+def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Ranks:
+    """Start `fn(rank, world_size, *args, **kwargs)` in processes of its own, and return at once.
+
+    The test may `kill` ranks and must `wait` for the outcomes; nothing raises on its behalf.
+    """
+    ranks = _open_ranks(world_size, fresh=True)
+    ranks.submit(fn, args, kwargs)
+    return ranks
+
+
+def close_all() -> None:
+    """End every process this module has started; for the end of the test session."""
+    while _open:
+        _open[0].close()
+    _pools.clear()
+
+
+def _open_ranks(world_size: int, *, fresh: bool) -> Ranks:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _python_path():
+        forkserver.ensure_running()
+    # The store lives here, on a port the system chose: no collisions, and it survives any rank.
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    ranks = Ranks(world_size, fresh, store, tempfile.TemporaryDirectory(prefix="ranks-"))
+    _open.append(ranks)
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(rank, world_size, store.port, theirs, fresh, ranks.scratch.name),
+            daemon=True,
+            name=f"rank {rank} of {world_size}",
+        )
+        process.start()
+        theirs.close()
+        ranks.pipes.append(ours)
+        ranks.processes.append(process)
+    return ranks
+
+
+@contextlib.contextmanager
+def _python_path() -> Iterator[None]:
+    """Let the server process import what we can; Python 3.11 does not hand it our sys.path."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+# What follows runs in the ranks.
+
+
+def _serve(
+    rank: int,
+    world_size: int,
+    port: int,
+    pipe: connection.Connection,
+    fresh: bool,
+    scratch: str,
+) -> None:
+    """Join the process group, then answer calls until the parent closes the pipe."""
+    _die_with_the_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    stacks = open(f"{scratch}/{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # what was imported before the fork need not be looked at by every collection
+    try:
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        timeout = timedelta(minutes=5)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except Exception as error:
+        pipe.send_bytes(_failure(error))
+        return
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        answer, ok = _answer(call, rank, world_size)
+        if fresh and ok:
+            dist.destroy_process_group()
+        pipe.send_bytes(answer)
+        if fresh:  # as a launched process would: its connections close, and its peers notice
+            os._exit(0 if ok else 1)
+        _clean_up()
+
+
+def _answer(call: bytes, rank: int, world_size: int) -> tuple[bytes, bool]:
+    try:
+        sys.path[:], body = pickle.loads(call)
+        directory, filters, fn, args, kwargs = pickle.loads(body)
+        os.chdir(directory)
+        _reset_state()
+        warnings.resetwarnings()
+        warnings.filters[:] = filters  # what is an error in the test is an error in its ranks
+        result = fn(rank, world_size, *args, **kwargs)
+        return pickle.dumps({"ended_at_s": time.monotonic(), "result": result}), True
+    except BaseException as error:
+        return _failure(error), False
+
+
+def _failure(error: BaseException) -> bytes:
+    fields = {
+        "ended_at_s": time.monotonic(),
+        "error": traceback.format_exc(),
+        "error_type": type(error).__name__,
+    }
+    return pickle.dumps(fields)
+
+
+def _reset_state() -> None:
+    """Give each call the same start, whatever ran in this process before."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.use_deterministic_algorithms(False)
+
+
+def _clean_up() -> None:
+    """Close the groups that a call made, and free its cycles (hooks hold modules)."""
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+
+
+def _die_with_the_parent() -> None:
+    """Never outlive the test session, not even when stopped or stuck in C code.
+
+    The server process ends when nobody holds its alive pipe any more; ranks must not hold it, and
+    are killed by the kernel when the server ends.
+    """
+    alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    if alive_fd is not None:
+        os.close(alive_fd)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    parent_pid = os.getppid()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)

@@ -1,0 +1,208 @@
+"""The rank runner itself: what every distributed test relies on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ranks import RankError, run_ranks, start_ranks
+
+
+def rank_times_ten(rank: int, world_size: int, offset: int = 0) -> tuple[int, torch.Tensor]:
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    return rank * 10 + offset, total
+
+
+def raise_on(rank: int, world_size: int, bad_rank: int) -> None:
+    if rank == bad_rank:
+        raise ValueError(f"boom on {rank}")
+    dist.barrier()
+
+
+def kill_yourself_on(rank: int, world_size: int, bad_rank: int) -> int:
+    if rank == bad_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def sleep_on(rank: int, world_size: int, slow_rank: int, seconds: float) -> int:
+    if rank == slow_rank:
+        time.sleep(seconds)
+    return rank
+
+
+def wait_for_the_others(rank: int, world_size: int, pid_dir: str) -> None:
+    Path(pid_dir, str(rank)).write_text(str(os.getpid()))
+    if rank == 0:
+        time.sleep(600)
+    dist.barrier()
+
+
+def warn_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        warnings.warn("look here", UserWarning, stacklevel=1)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not become true"
+        time.sleep(0.01)
+
+
+def pids_in(folder: Path) -> list[str]:
+    """Return what `wait_for_the_others` has written there so far."""
+    return [pid for path in sorted(folder.iterdir()) if (pid := path.read_text())]
+
+
+def is_running(pid: int | str) -> bool:
+    """Look at the process table; a zombie that nobody has waited for does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def pid_of(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def leave_a_mess(rank: int, world_size: int) -> None:
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.rand(3)
+
+
+def random_number(rank: int, world_size: int) -> tuple[float, bool]:
+    return torch.rand(()).item(), torch.is_grad_enabled()
+
+
+def sum_over_a_two_dim_mesh(rank: int, world_size: int) -> tuple[float, int]:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=mesh.get_group("shard"))
+    return total.item(), len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_results_come_back_in_rank_order(world_size: int, fresh: bool) -> None:
+    results = run_ranks(rank_times_ten, world_size, fresh=fresh, offset=1)
+    assert [number for number, _ in results] == [10 * rank + 1 for rank in range(world_size)]
+    assert all(total == sum(range(world_size)) for _, total in results)
+
+
+def test_an_exception_arrives_with_its_rank_and_its_remote_traceback() -> None:
+    with pytest.raises(RankError, match="rank 1 of 3 raised ValueError") as caught:
+        run_ranks(raise_on, 3, 1)
+    assert caught.value.rank == 1
+    assert "boom on 1" in str(caught.value)
+    assert "in raise_on" in str(caught.value)
+
+
+def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 raised UserWarning"):
+        run_ranks(warn_on_one, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run_ranks(warn_on_one, 2)
+
+
+def test_a_failure_does_not_wait_for_ranks_that_hang() -> None:
+    began_s = time.monotonic()
+    with pytest.raises(RankError, match="rank 0 of 2 raised ValueError"):
+        run_ranks(raise_on, 2, 0)
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_killed_rank_is_reported_with_its_signal() -> None:
+    with pytest.raises(RankError, match="rank 2 of 3 ended without a result, exit code -9"):
+        run_ranks(kill_yourself_on, 3, 2)
+
+
+def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 was still running") as caught:
+        run_ranks(sleep_on, 2, 1, 600.0, timeout_s=1.0)
+    assert "in sleep_on" in str(caught.value)
+    assert [outcome.ok for outcome in caught.value.outcomes] == [True, False]
+
+
+def test_a_pool_is_used_again_and_a_call_costs_little() -> None:
+    before = run_ranks(pid_of, 4)
+    began_s = time.monotonic()
+    after = [run_ranks(pid_of, 4) for _ in range(10)]
+    assert all(pids == before for pids in after)
+    assert (time.monotonic() - began_s) / 10 < 0.5
+
+
+def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
+    before = run_ranks(pid_of, 2)
+    with pytest.raises(RankError):
+        run_ranks(raise_on, 2, 0)
+    after = run_ranks(pid_of, 2)
+    assert not set(before) & set(after)
+    assert not any(is_running(pid) for pid in before)
+
+
+def test_every_call_starts_from_the_same_state() -> None:
+    first = run_ranks(random_number, 2)
+    run_ranks(leave_a_mess, 2)
+    assert run_ranks(random_number, 2) == first
+    assert all(grad_enabled for _, grad_enabled in first)
+
+
+def test_groups_that_a_call_made_are_gone_in_the_next() -> None:
+    first = run_ranks(sum_over_a_two_dim_mesh, 4)
+    assert [total for total, _ in first] == [1.0, 1.0, 5.0, 5.0]
+    assert run_ranks(sum_over_a_two_dim_mesh, 4) == first
+
+
+def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> None:
+    ranks = start_ranks(wait_for_the_others, 3, str(tmp_path))
+    wait_until(lambda: len(pids_in(tmp_path)) == 3)
+    killed_at_s = ranks.kill(0)
+    victim, *survivors = ranks.wait(timeout_s=20)
+    assert victim.exit_code == -signal.SIGKILL
+    for outcome in survivors:  # their connections broke, so they did not wait for a timeout
+        assert outcome.error is not None and "barrier" in outcome.error
+        assert 0 <= outcome.ended_at_s - killed_at_s < 15
+
+
+def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path: Path) -> None:
+    ranks = start_ranks(wait_for_the_others, 2, str(tmp_path))
+    wait_until(lambda: len(pids_in(tmp_path)) == 2)
+    pids = ranks.pids
+    ranks.kill(1, signal.SIGSTOP)
+    outcomes = ranks.wait(timeout_s=1)
+    assert [outcome.timed_out for outcome in outcomes] == [True, True]
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; sys.path[:0] = sys.argv[1].split(':')\n"
+        "import ranks, test_ranks\n"
+        "if __name__ == '__main__':\n"
+        "    group = ranks.start_ranks(test_ranks.wait_for_the_others, 2, sys.argv[2])\n"
+        "    time.sleep(600)\n"
+    )
+    (tmp_path / "parent.py").write_text(script)
+    (tmp_path / "pids").mkdir()
+    arguments = [str(tmp_path / "parent.py"), str(Path(__file__).parent), str(tmp_path / "pids")]
+    parent = subprocess.Popen([sys.executable, *arguments])
+    wait_until(lambda: len(pids_in(tmp_path / "pids")) == 2)
+    pids = pids_in(tmp_path / "pids")
+    assert all(is_running(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(is_running(pid) for pid in pids), timeout_s=10)

@@ -1,0 +1,231 @@
+"""The blocking twin takes the same steps as the plain loop, at every stage and world size."""
+
+import copy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_from_scratch as zero
+from oracle import Truth, assert_same_bits, plain_loop
+from ranks import run_ranks
+
+WORLD_SIZES = [1, 2, 3, 4]
+STAGES = [0, 1, 2, 3]
+EXAMPLE = Path(zero.__file__)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+class OddModel(zero.TinyModel):
+    """Sizes that no world size divides, tied weights, and a parameter that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__(width=7, num_blocks=2)
+        self.head.weight = self.embedding.weight
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.never_used = nn.Parameter(torch.zeros(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.temperature
+
+
+def make_model() -> OddModel:
+    torch.manual_seed(0)
+    return OddModel()
+
+
+def make_steps(num_ranks: int, num_steps: int, num_micro_batches: int) -> list[list[list[Tensor]]]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        [
+            [torch.randint(256, (2, 9), generator=random) for _ in range(num_ranks)]
+            for _ in range(num_micro_batches)
+        ]
+        for _ in range(num_steps)
+    ]
+
+
+def own_part(steps: list[list[list[Tensor]]], rank: int) -> list[list[Tensor]]:
+    return [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
+
+
+def train_twin(
+    rank: int,
+    world_size: int,
+    stages: list[int],
+    num_micro_batches: int = 1,
+    optimizer_factory: partial[torch.optim.Optimizer] = adamw,
+    max_norm: float | None = None,
+) -> dict[int, zero.Trained]:
+    steps = own_part(make_steps(world_size, 4, num_micro_batches), rank)
+    results = {}
+    for stage in stages:
+        model = make_model()
+        results[stage] = zero.train(
+            model,
+            list(model.blocks),
+            steps,
+            zero.next_byte_loss,
+            stage,
+            optimizer_factory,
+            max_norm,
+        )
+    return results
+
+
+def train_plain(world_size: int, num_micro_batches: int = 1, **options: object) -> Truth:
+    steps = make_steps(world_size, 4, num_micro_batches)
+    factory = options.pop("optimizer_factory", adamw)
+    return plain_loop(make_model(), steps, zero.next_byte_loss, factory, **options)
+
+
+def assert_took_the_same_steps(by_rank: list[zero.Trained], truth: Truth) -> None:
+    used = {name: p for name, p in truth.parameters.items() if name != "never_used"}
+    for rank, trained in enumerate(by_rank):
+        assert trained.losses == [losses[rank] for losses in truth.losses]
+        assert_same_bits({name: trained.parameters[name] for name in used}, used)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_every_stage_has_the_bits_of_the_plain_loop(world_size: int) -> None:
+    truth = train_plain(world_size)
+    results = run_ranks(train_twin, world_size, STAGES)
+    for stage in STAGES:
+        assert_took_the_same_steps([result[stage] for result in results], truth)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("stages", [[0, 1], [2, 3]])
+def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int, stages: list[int]) -> None:
+    truth = train_plain(world_size, 3, reduce_each_micro_batch=stages == [2, 3])
+    results = run_ranks(train_twin, world_size, stages, num_micro_batches=3)
+    for stage in stages:
+        assert_took_the_same_steps([result[stage] for result in results], truth)
+
+
+@pytest.mark.parametrize(
+    "optimizer_factory",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+        partial(torch.optim.RMSprop, lr=1e-3, centered=True),
+    ],
+    ids=["sgd", "amsgrad", "rmsprop"],
+)
+def test_any_elementwise_optimizer_works_on_shards(
+    optimizer_factory: partial[torch.optim.Optimizer],
+) -> None:
+    truth = train_plain(3, optimizer_factory=optimizer_factory)
+    results = run_ranks(train_twin, 3, STAGES, optimizer_factory=optimizer_factory)
+    for stage in STAGES:
+        assert_took_the_same_steps([result[stage] for result in results], truth)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
+    truth = train_plain(world_size, clip=0.5)
+    results = run_ranks(train_twin, world_size, STAGES, max_norm=0.5)
+    for stage in STAGES:
+        for result in results:
+            for name, parameter in result[stage].parameters.items():
+                torch.testing.assert_close(parameter, truth.parameters[name], rtol=1e-5, atol=1e-6)
+
+
+def train_ddp(rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = make_model()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for (batch,) in own_part(make_steps(world_size, 4, 1), rank):
+        loss = zero.next_byte_loss(wrapped, batch)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
+    truth = train_plain(2)
+    for rank, (losses, parameters) in enumerate(run_ranks(train_ddp, 2)):
+        assert losses == [by_rank[rank] for by_rank in truth.losses]
+        parameters.pop("never_used")
+        assert_same_bits(parameters, {n: truth.parameters[n] for n in parameters})
+
+
+def measure(rank: int, world_size: int, num_micro_batches: int) -> list[tuple[int, int]]:
+    """Return the bytes held and sent at each stage."""
+    held_and_sent = []
+    for stage in STAGES:
+        model = zero.TinyModel()
+        steps = own_part(make_steps(world_size, 3, num_micro_batches), rank)
+        trained = zero.train(
+            model, list(model.blocks), steps, zero.next_byte_loss, stage, torch.optim.Adam
+        )
+        held_and_sent.append((trained.held_bytes, trained.sent_bytes))
+    return held_and_sent
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bytes_held_and_sent_are_those_of_the_formulas(world_size: int) -> None:
+    numel = sum(p.numel() for p in zero.TinyModel().parameters())
+    for result in run_ranks(measure, world_size, 2):
+        for stage, (held_bytes, sent_bytes) in enumerate(result):
+            held = zero.formula_held_bytes(numel, world_size, stage)
+            sent = zero.formula_sent_bytes(numel, world_size, stage, 2)
+            assert held <= held_bytes <= 1.01 * held
+            assert sent <= sent_bytes <= 1.01 * sent
+
+
+def fail_on_a_wrong_read(rank: int, world_size: int) -> list[int]:
+    """Train at stage 3, and return how many bytes each block's parameters keep afterwards."""
+    model = make_model()
+    full = [next(block.parameters()) for block in model.blocks]
+    stage = zero.STAGES[3]
+    units = zero.make_units(model, list(model.blocks), stage)
+    for unit in units:
+        unit.start_micro_batch(last=True)
+    (batch,) = own_part(make_steps(world_size, 1, 1), rank)[0]
+    zero.next_byte_loss(model, batch).backward()
+    return [p.untyped_storage().nbytes() for p in full]
+
+
+def test_stage_3_keeps_no_full_parameter_between_uses() -> None:
+    assert run_ranks(fail_on_a_wrong_read, 2) == [[0, 0], [0, 0]]
+
+
+def test_the_oracle_sums_replicas_after_shard_groups() -> None:
+    steps = make_steps(4, 1, 1)
+    hybrid = plain_loop(make_model(), steps, zero.next_byte_loss, adamw, num_replicas=2)
+    alone = []
+    for rank in range(4):
+        model = make_model()
+        zero.next_byte_loss(model, steps[0][0][rank]).backward()
+        alone.append(copy.deepcopy(model.head.weight.grad))
+    expected = ((alone[0] + alone[1]) + (alone[2] + alone[3])) / 4
+    torch.testing.assert_close(hybrid.grads[0]["embedding.weight"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launch",
+    [
+        [sys.executable, str(EXAMPLE), "--ranks", "2"],
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", str(EXAMPLE)],
+    ],
+    ids=["alone", "torchrun"],
+)
+def test_the_example_prints_the_same_losses_at_every_stage(launch: list[str]) -> None:
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()][1:]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert len({row[1] for row in rows}) == 1, "the first losses differ"
+    assert float(rows[0][2]) < float(rows[0][1]), "nothing was learnt"
