@@ -9,7 +9,7 @@ Reading order, which is also the import order (a file imports only from what sta
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
-    shard/                    one unit: ShardTensor, storage, materialize, unit, reduce
+    unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
     train/                    the recipe behind `shardwise train`
     cli/                      parse, call, print
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from shardwise.engine.api import shard, stats
     from shardwise.engine.describe import describe
     from shardwise.engine.gathered import gathered
-    from shardwise.shard.tensor import ShardTensor
+    from shardwise.unit.tensor import ShardTensor
 
 _HOMES = {
     "Precision": "shardwise.config",
-    "ShardTensor": "shardwise.shard.tensor",
+    "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",
     "describe": "shardwise.engine.describe",
     "gathered": "shardwise.engine.gathered",

@@ -133,7 +133,7 @@ def _signature() -> inspect.Signature:
             show_default=False,
             rich_help_panel=panel,
         )
-        annotation = Annotated[kind | None, option]
+        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         parameters.append(inspect.Parameter(key, keyword, default=None, annotation=annotation))
     return inspect.Signature(parameters)
 

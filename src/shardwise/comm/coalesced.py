@@ -20,16 +20,13 @@ def start_all_gather(
 
     **Cost** (ranks - 1) x the slot, padding included; no buffers.
     """
-    outputs, inputs = [], []
-    for item in items:
-        slot = item.segment.slot_numel
-        if slot:
-            outputs.append(item.full[: slot * axis.size])
-            inputs.append(item.source[:slot])
+    items = [item for item in items if item.segment.slot_numel]
+    outputs = [item.full for item in items]
+    inputs = [item.source for item in items]
     sent = sum(i.nbytes for i in inputs) * (axis.size - 1)
     traffic.add(f"{axis.name}.{site.kind}", site.unit, sent)
     if axis.size == 1:
-        for item, output, source in zip(items, outputs, inputs, strict=False):
+        for item, output, source in zip(items, outputs, inputs, strict=True):
             if not item.in_place:
                 output.copy_(source)
         return Pending(site, axis, ())

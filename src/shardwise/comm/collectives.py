@@ -68,7 +68,7 @@ class Comm:
 
         The second axis is started only when the first was waited for, by the caller's order.
         """
-        pendings = []
+        pendings: list[Pending] = []
         for axis in self.axes.all:
             if axis.size > 1:
                 self.traffic.add(f"{axis.name}.flags", site.unit, flags.nbytes * (axis.size - 1))
@@ -81,13 +81,14 @@ class Comm:
 
     def sum_in_rank_order(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
         """Return the elementwise sum of a small tensor over ``axis``, the same bits everywhere."""
-        return self._gathered(values, axis, site).sum(dim=0)
+        return self.gather_rows(values, axis, site).sum(dim=0)
 
     def max(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
         """Return the elementwise maximum of a small tensor over ``axis``."""
-        return self._gathered(values, axis, site).amax(dim=0)
+        return self.gather_rows(values, axis, site).amax(dim=0)
 
-    def _gathered(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+    def gather_rows(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+        """Return the ranks' tensors of one shape, stacked in rank order."""
         if axis.size == 1:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", site.unit, values.nbytes * (axis.size - 1))

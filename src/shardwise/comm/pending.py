@@ -23,9 +23,9 @@ class Site:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """All-gather of one segment into ``full`` (the segment's slots, flat).
+    """All-gather of one segment into ``full`` (exactly the segment's slots, flat).
 
-    ``source`` is this rank's slot, flat; it may be its own place inside ``full``.
+    ``source`` is exactly this rank's slot, flat; it may be its own place inside ``full``.
     """
 
     segment: Segment

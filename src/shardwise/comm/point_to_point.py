@@ -155,8 +155,7 @@ def start_reduce_scatter(
             unpacks += _receive_slots(exchange, items, frm, sums)
     if axis.size == 1:
         for item in items:
-            for part in _slices(item, 0):
-                sums.append(_Sum(part[1], part[0], {}))
+            sums += [_Sum(out, own, {}) for own, out in _slices(item, 0)]
     traffic.add(f"{axis.name}.{site.kind}", site.unit, exchange.sent_bytes)
 
     def finish() -> None:
@@ -169,7 +168,6 @@ def start_reduce_scatter(
                 item.out.div_(divisor)
 
     return Pending(site, axis, exchange.works, finish, items)
-
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

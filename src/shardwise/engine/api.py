@@ -15,8 +15,9 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import resolve_axes
-from shardwise.shard.materialize import Init, Materializer
 from shardwise.trace import FullBytes, Stats
+from shardwise.unit.materialize import Init, Materializer
+from shardwise.unit.unit import Unit
 
 _ATTRIBUTE = "_shardwise_engine"
 
@@ -61,7 +62,7 @@ def shard(
     materializer = Materializer(config, comm, device, ledger, engine, init)
     materializer.check(specs)
     remaining: list[UnitSpec] = list(specs)[::-1]
-    built = []
+    built: list[Unit] = []
     while remaining:
         built.append(materializer.build(remaining.pop(), len(built)))
     materializer.settle_buffers(model)

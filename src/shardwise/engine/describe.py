@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise.engine.api import engine_of
 from shardwise.quantities import format_bytes, format_count
-from shardwise.shard.unit import Unit
+from shardwise.unit.unit import Unit
 
 _PADDING_TO_MENTION = 0.03
 
@@ -65,12 +65,12 @@ class Description:
             depth = sum(unit.name.startswith(f"{n}.") for n in names)
             branch = "└─ " if number == len(others) - 1 else "├─ "
             lines.append(self._line(unit, "│  " * depth + branch, unit.name))
-        for unit in self.units:
-            if unit.layout == "rows" and unit.padding_share > _PADDING_TO_MENTION:
-                lines.append(
-                    f"'{unit.name or '(root)'}': rows that do not divide by {self.num_shards} cost "
-                    f"{unit.padding_share:.1%} padding; layout=\"flat\" would cost none"
-                )
+        lines += [
+            f"'{unit.name or '(root)'}': rows that do not divide by {self.num_shards} cost "
+            f'{unit.padding_share:.1%} padding; layout="flat" would cost none'
+            for unit in self.units
+            if unit.layout == "rows" and unit.padding_share > _PADDING_TO_MENTION
+        ]
         return "\n".join(lines)
 
     def _line(self, unit: UnitDescription, branch: str, label: str) -> str:
@@ -104,7 +104,9 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         full += storage.layout.numel * size
         padding += (storage.layout.full_numel - storage.layout.numel) * size
         rank_bytes += storage.shard_bytes
-        master, compute = (str(d).removeprefix("torch.") for d in (storage.master.dtype, storage.full.dtype))
+        master, compute = (
+            str(d).removeprefix("torch.") for d in (storage.master.dtype, storage.full.dtype)
+        )
         names.add(master if master == compute else f"{master} (computes in {compute})")
     return UnitDescription(
         name=unit.name,

@@ -11,8 +11,8 @@ from shardwise.comm.pending import Site
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
-from shardwise.shard.tensor import ShardTensor
-from shardwise.shard.unit import Slot
+from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Slot
 
 _SITE = Site("gather", "(gathered)", 0)
 
@@ -36,7 +36,7 @@ def gathered(
     """
     engine, slots = _slots_of(targets)
     with torch.no_grad():
-        fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]  # type: ignore[attr-defined]
+        fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
     versions = [full._version for full in fulls]
     whole_model = isinstance(targets[0], nn.Module)
     if whole_model:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.runtime import Engine
-from shardwise.shard.unit import Unit
+from shardwise.unit.unit import Unit
 
 
 def register_hooks(engine: Engine, unit: Unit) -> None:

@@ -21,9 +21,12 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item, depth + 1)
-    elif dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
-        if not isinstance(value, torch.nn.Module | type) and not callable(value):
-            yield from tensors_in(tuple(vars(value).values()), depth + 1)
+    elif hasattr(value, "__dict__") and not callable(value):
+        yield from tensors_in(tuple(vars(value).values()), depth + 1)
+    elif dataclasses.is_dataclass(value):  # one with __slots__
+        yield from tensors_in(
+            [getattr(value, f.name) for f in dataclasses.fields(value)], depth + 1
+        )
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

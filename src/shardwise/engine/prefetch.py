@@ -14,7 +14,7 @@ def units_to_prefetch(
 
     ``upcoming`` are the units expected next, nearest first. ``ahead`` were gathered ahead and not
     used yet, and count against the budget; resident units hold present values and cost nothing.
-    Gathering stops at the first unit that does not fit, so that no later unit overtakes a nearer one.
+    Gathering stops at the first unit that does not fit: no later unit overtakes a nearer one.
     """
     left = budget_bytes - sum(full_bytes(unit) for unit in ahead)
     chosen: list[int] = []

@@ -29,10 +29,10 @@ from shardwise.engine.nest import map_tensors, tensors_in
 from shardwise.engine.order import Order
 from shardwise.engine.prefetch import units_to_prefetch
 from shardwise.errors import StateError
-from shardwise.shard.reduce import Reduction, add_to_grad
-from shardwise.shard.states import GradState, ParamState
-from shardwise.shard.unit import Slot, Unit, Use
 from shardwise.trace import FullBytes
+from shardwise.unit.reduce import Reduction, add_to_grad
+from shardwise.unit.states import GradState, ParamState
+from shardwise.unit.unit import Slot, Unit, Use
 
 _LOOKAHEAD_UNITS = 16
 
@@ -136,7 +136,9 @@ class Engine:
         at_root = not self._stack
         waits_for_backward = use is not None and (keep or unit is self.units[0])
         if self.config.stage.frees_after_forward and not waits_for_backward:
-            in_use = unit.in_backward or unit.used_outside or any(u is unit for u, _, _ in self._stack)
+            in_use = (
+                unit.in_backward or unit.used_outside or any(u is unit for u, _, _ in self._stack)
+            )
             if not in_use and not _in_backward():
                 unit.reshard()
         if at_root and not _in_backward():
@@ -319,7 +321,7 @@ class Engine:
             return
         reduced, self._reduced = self._reduced, []
         used = set().union(*(r.used_here for r, _ in reduced)) | self._used_elsewhere(reduced)
-        for reduction, means in reduced:
+        for _, means in reduced:
             for slot, mean in means.items():
                 if slot in used:
                     add_to_grad(slot, mean)
@@ -327,7 +329,9 @@ class Engine:
             unit.enter_grad_state(GradState.REDUCED)
             unit.forget_grads_if_none()
 
-    def _used_elsewhere(self, reduced: list[tuple[Reduction, dict[Slot, torch.Tensor]]]) -> set[Slot]:
+    def _used_elsewhere(
+        self, reduced: list[tuple[Reduction, dict[Slot, torch.Tensor]]]
+    ) -> set[Slot]:
         flags, self._flags = self._flags, None
         if flags is None:
             return set()

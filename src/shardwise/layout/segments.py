@@ -14,6 +14,7 @@ a rank's slots lie one after the other in its shard buffer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from shardwise.config import LayoutName
@@ -71,17 +72,17 @@ class Layout:
     params: tuple[Placed, ...]
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of all parameters, without padding."""
         return sum(p.numel for p in self.params)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """S: elements in one rank's shard buffer, padding included."""
         return sum(s.slot_numel for s in self.segments)
 
-    @property
+    @cached_property
     def full_numel(self) -> int:
         """P: elements in the full buffer, padding included; always ``num_ranks * S``."""
         return self.num_ranks * self.shard_numel

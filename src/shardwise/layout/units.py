@@ -73,9 +73,7 @@ def partition_into_units(
         owner = _lowest_common(paths)
         owned[id(owner)].append(ParamSpec(params[key], tuple(places)))
     return tuple(
-        UnitSpec(names[id(m)], m, tuple(owned[id(m)]))
-        for m in owners
-        if owned[id(m)] or m is model
+        UnitSpec(names[id(m)], m, tuple(owned[id(m)])) for m in owners if owned[id(m)] or m is model
     )
 
 

@@ -165,7 +165,7 @@ def evaluate(run: Run) -> float:
     """
     config, place = run.config, run.place
     per_pass = config.micro_batch * place.world_size
-    total, count = 0.0, 0
+    total, count = 0.0, 0.0
     for number in range(math.ceil(config.eval_windows / per_pass)):
         indices = rank_indices(config.micro_batch, number, place.rank, place.world_size)
         real = sum(index < config.eval_windows for index in indices)

@@ -92,9 +92,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     tokenizer = load_tokenizer(config.tokenizer)
     _together(lambda: _prepare_output(config, place, tokenizer))
     stream = open_stream(config.output)
-    sampler = WindowSampler.over(
-        len(stream.tokens), config.seq, config.eval_windows, config.seed
-    )
+    sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model: nn.Module = Decoder(config, config.vocab or tokenizer.vocab)

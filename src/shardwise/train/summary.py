@@ -128,7 +128,10 @@ def format_result(result: RunResult) -> str:
         ),
     ]
     if result.sample:
-        lines += ["sample", *(f"  {_printable(line.expandtabs(4))}" for line in result.sample.split("\n"))]
+        lines += [
+            "sample",
+            *(f"  {_printable(line.expandtabs(4))}" for line in result.sample.split("\n")),
+        ]
     return "\n".join(lines)
 
 

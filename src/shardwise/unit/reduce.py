@@ -7,11 +7,11 @@ import torch
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site
-from shardwise.shard.states import GradState
-from shardwise.shard.storage import Storage
-from shardwise.shard.tensor import ShardTensor
-from shardwise.shard.unit import Slot, Unit
 from shardwise.trace import span
+from shardwise.unit.states import GradState
+from shardwise.unit.storage import Storage
+from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Slot, Unit
 
 
 @dataclass
@@ -137,14 +137,10 @@ class Reduction:
         self._comm.start_all_gather(items, axis, site).wait()
 
     def _slice(self, part: _Part, slot: Slot) -> torch.Tensor:
-        layout = part.storage.layout
-        if not part.storage.stage.shards_state:
-            begin, numel = layout.full_offset(slot.index), layout.params[slot.index].numel
-        else:
-            piece = layout.piece(slot.index, part.storage.rank)
-            begin, numel = piece.shard_offset, piece.numel
-        local = part.out[begin : begin + numel].view(slot.cut.local_shape)
-        return local.to(part.storage.master.dtype)
+        begin, shape = part.storage.place_in_shards(slot.index), slot.cut.local_shape
+        local = part.out[begin : begin + slot.cut.hi - slot.cut.lo].view(shape)
+        dtype = part.storage.master.dtype
+        return local if local.dtype == dtype else local.to(dtype)
 
 
 @torch.no_grad()

@@ -5,6 +5,11 @@ this rank's elements alone. Names are those of the Python functions and of the A
 agree; a trailing underscore is the in-place form.
 """
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _UNARY = """
 abs absolute neg negative sign sgn sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos
 tan tanh sinh cosh asin acos atan erf erfc erfinv sigmoid logit relu reciprocal floor ceil round
@@ -31,13 +36,30 @@ ELEMENTWISE = frozenset(
     name
     for word in (_UNARY + _BINARY + _FILL).split()
     for name in (word, word if word.startswith("__") else word + "_")
-) | frozenset(_COPIES.split())
+) | _names(_COPIES)
 
 # In-place draws: the whole tensor is drawn on every rank and each keeps its slice, so the values
 # do not depend on the number of ranks (given the same seed on all of them).
-RANDOM = frozenset(
-    "normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+RANDOM = _names("normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_")
+
+# What can be answered from the global description alone.
+METADATA = _names(
+    """
+    size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed
+    is_contiguous storage_offset get_device is_inference is_shared data_ptr untyped_storage
+    is_same_size has_names __len__ __hash__ __repr__ __str__ dim_order _is_view retain_grad
+    _typed_storage type is_pinned is_conj is_neg result_type can_cast is_storage
+    """
 )
+
+# Properties that are operations on the elements.
+WHOLE_PROPERTIES = _names("T mT H mH real imag")
+
+# Methods that make a new tensor of any shape.
+FACTORIES = _names("new_zeros new_ones new_empty new_full new_tensor")
+
+# What autograd does not record, so that a parameter's shard may answer in grad mode.
+GRAD_FREE = _names("detach requires_grad_ zeros_like ones_like empty_like full_like")
 
 # Reductions of a whole tensor to one number, with the reduction over ranks that completes each.
 REDUCTIONS = {
@@ -52,9 +74,9 @@ REDUCTIONS = {
     "count_nonzero": "sum",
 }
 
-NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm"})
+NORMS = _names("norm vector_norm linalg_vector_norm")
 
-_FOREACH_REDUCTIONS = frozenset({"_foreach_norm", "_foreach_powsum", "_foreach_max"})
+_FOREACH_REDUCTIONS = _names("_foreach_norm _foreach_powsum _foreach_max")
 
 
 def is_elementwise(name: str) -> bool:

@@ -20,63 +20,34 @@ are cut alike, so `__torch_function__` hands the local tensors straight to the k
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
-from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import Site
 from shardwise.errors import ShardError
-from shardwise.layout.segments import Layout
-from shardwise.shard.norms import NormKind, local_norm
-from shardwise.shard.operations import NORMS, RANDOM, REDUCTIONS, is_elementwise
-
-_GATHER = Site("gather", "(tensor)", 0)
-_METADATA = frozenset(
-    """
-    size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed
-    is_contiguous storage_offset get_device is_inference is_shared data_ptr untyped_storage
-    is_same_size has_names __len__ __hash__ __repr__ __str__ dim_order _is_view retain_grad
-    _typed_storage type is_pinned is_conj is_neg result_type can_cast is_storage
-    """.split()
+from shardwise.unit.cut import GATHER_SITE, Cut
+from shardwise.unit.norms import NormKind, local_norm
+from shardwise.unit.operations import (
+    FACTORIES,
+    GRAD_FREE,
+    METADATA,
+    NORMS,
+    RANDOM,
+    REDUCTIONS,
+    WHOLE_PROPERTIES,
+    is_elementwise,
 )
-_WHOLE_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_FACTORIES = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"})
-_GRAD_FREE = frozenset({"detach", "requires_grad_", "zeros_like", "ones_like", "empty_like", "full_like"})
-
-
-class Ragged(Placement):
-    """The placement of ours: this rank owns elements [lo, hi) of the flattened tensor."""
-
-    def __init__(self, lo: int, hi: int) -> None:
-        super().__init__()
-        self.lo = lo
-        self.hi = hi
-
-    def __eq__(self, other: object) -> bool:
-        """Compare the ranges."""
-        return isinstance(other, Ragged) and (self.lo, self.hi) == (other.lo, other.hi)
-
-    def __hash__(self) -> int:
-        """Hash the range."""
-        return hash(("Ragged", self.lo, self.hi))
-
-    def __repr__(self) -> str:
-        """Show the range."""
-        return f"Ragged({self.lo}, {self.hi})"
 
 
 class Owner(Protocol):
     """What a parameter's ShardTensor asks of the unit that owns it."""
 
     name: str
-    param: nn.Parameter
+    param: Any
 
     def read_grad(self) -> torch.Tensor | None:
         """Return the reduced gradient, finishing reductions that are under way."""
@@ -92,83 +63,6 @@ class Owner(Protocol):
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated."""
-
-    shape: tuple[int, ...]
-    layout: Layout | None
-    index: int
-    comm: Comm
-    lo: int
-    hi: int
-    local_shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-    specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
-
-    def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """Return DTensor's description of the cut."""
-        if dtype not in self.specs:
-            stride = torch.empty(self.shape, device="meta").stride()
-            meta = TensorMeta(torch.Size(self.shape), stride, dtype)
-            self.specs[dtype] = DTensorSpec(self.comm.axes.mesh, self.placements, tensor_meta=meta)
-        return self.specs[dtype]
-
-    def matches(self, other: "Cut") -> bool:
-        """Tell whether two tensors have the same elements on this rank."""
-        return self is other or (
-            (self.shape, self.lo, self.hi) == (other.shape, other.lo, other.hi)
-            and (self.layout is None) == (other.layout is None)
-        )
-
-    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
-        try:
-            expanded = full.expand(self.shape)
-        except RuntimeError as error:
-            raise ShardError(
-                f"a tensor of shape {tuple(full.shape)} was combined with a ShardTensor of shape "
-                f"{self.shape}; give it the global shape, or one that broadcasts to it"
-            ) from error
-        return expanded.reshape(-1)[self.lo : self.hi].view(self.local_shape)
-
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor. **Cost** one collective; ranks x the largest slice of memory."""
-        if self.layout is None or self.layout.num_ranks == 1:
-            return local.detach().clone().view(self.shape)
-        pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
-        padded = local.new_zeros(max(p.numel for p in pieces))
-        padded[: local.numel()].copy_(local.detach().reshape(-1))
-        rows = self.comm._gathered(padded, self.comm.axes.shard, _GATHER)
-        parts = [row[: p.numel] for row, p in zip(rows, pieces, strict=True)]
-        return torch.cat(parts).view(self.shape)
-
-
-def make_cut(shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm) -> Cut:
-    """Describe parameter ``index`` of ``layout`` as this rank sees it."""
-    if layout is None:
-        numel = 1
-        for size in shape:
-            numel *= size
-        placements: list[Placement] = [Replicate()] * len(comm.axes.all)
-        return Cut(shape, None, index, comm, 0, numel, shape, tuple(placements))
-    piece = layout.piece(index, comm.axes.shard.rank)
-    placement: Placement = Ragged(piece.lo, piece.hi)
-    local_shape: tuple[int, ...] = (piece.numel,)
-    if layout.kind == "rows" and shape:
-        row_numel = 1
-        for size in shape[1:]:
-            row_numel *= size
-        slot_rows = -(-shape[0] // layout.num_ranks)
-        begin = min(comm.axes.shard.rank * slot_rows, shape[0])
-        rows = min(slot_rows, shape[0] - begin)
-        placement, local_shape = Shard(0), (rows, *shape[1:])
-    before = [Replicate()] if comm.axes.replicate else []
-    return Cut(
-        shape, layout, index, comm, piece.lo, piece.hi, local_shape, (*before, placement)
-    )
 
 
 class ShardTensor(DTensor):
@@ -187,9 +81,8 @@ class ShardTensor(DTensor):
         cls, local: torch.Tensor, cut: Cut, owner: Owner | None = None, requires_grad: bool = False
     ) -> "ShardTensor":
         """Make a ShardTensor of ``local`` (shape ``cut.local_shape``), without a copy."""
-        made: ShardTensor = DTensor.__new__(
-            cls, local, cut.spec(local.dtype), requires_grad=requires_grad
-        )
+        spec = cut.spec(local.dtype)
+        made: ShardTensor = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[assignment]
         made._cut = cut
         made._owner = owner
         return made
@@ -207,10 +100,12 @@ class ShardTensor(DTensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: a ShardTensor's placement is its unit's."""
-        raise ShardError("redistribute: a ShardTensor stays where its unit puts it; use full_tensor()")
+        raise ShardError(
+            "redistribute: a ShardTensor stays where its unit puts it; use full_tensor()"
+        )
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """This rank's slice of the mean gradient; finishes reductions that are under way."""
         owner = self._owner
         if owner is None or owner.param is not self:
@@ -243,7 +138,7 @@ class ShardTensor(DTensor):
         copied = ShardTensor.wrap(self._local_tensor.detach().clone(), self._cut)
         if isinstance(self, nn.Parameter):
             copied.requires_grad_(self.requires_grad)
-            copied._is_param = True  # type: ignore[attr-defined]
+            copied._is_param = True
         memo[id(self)] = copied
         return copied
 
@@ -267,21 +162,21 @@ class ShardTensor(DTensor):
         name = func.__name__
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
-            if name not in _WHOLE_PROPERTIES:
+            if name not in WHOLE_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
         elif name == "__set__":
             return _set_property(func, args)
-        elif name in _METADATA:
+        elif name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if torch.is_grad_enabled() and name not in _GRAD_FREE and not _is_in_place(name):
-            if any(t.requires_grad and t._owner is not None for t in _shards(args, kwargs)):
-                return func(*_whole(args), **{k: _whole(v) for k, v in kwargs.items()})
+        wants_grad = torch.is_grad_enabled() and name not in GRAD_FREE and not _is_in_place(name)
+        if wants_grad and any(t.requires_grad and t._owner for t in _shards(args, kwargs)):
+            return func(*_whole(args), **{k: _whole(v) for k, v in kwargs.items()})
         return _answer(func, name, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -327,7 +222,9 @@ def _whole(value: Any) -> Any:
 
 def _refusal(name: str, tensors: Sequence[ShardTensor]) -> ShardError:
     owner = tensors[0]._owner
-    what = f"parameter '{owner.name}'" if owner else f"a ShardTensor of shape {tensors[0]._cut.shape}"
+    what = (
+        f"parameter '{owner.name}'" if owner else f"a ShardTensor of shape {tensors[0]._cut.shape}"
+    )
     return ShardError(
         f"{name} on {what}: each rank holds only a slice, so the result would be this rank's, not "
         "the whole tensor's. Use t.full_tensor(), or `with shardwise.gathered(...)` to change it"
@@ -385,7 +282,7 @@ def _answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, An
         return _reduce(func, name, shards[0])
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, args)
-    if name in _FACTORIES:
+    if name in FACTORIES:
         return _new(func, args, kwargs, shards[0])
     if all(t._cut.layout is None for t in shards):
         return func(*_locals(args), **{k: _locals(v) for k, v in kwargs.items()})
@@ -425,7 +322,8 @@ def _run_local(
     if _is_in_place(name) and not isinstance(args[0], ShardTensor):
         raise _refusal(f"{name} into a plain tensor", shards)
     result = func(
-        *(_operand(a, cut, name) for a in args), **{k: _operand(v, cut, name) for k, v in kwargs.items()}
+        *(_operand(a, cut, name) for a in args),
+        **{k: _operand(v, cut, name) for k, v in kwargs.items()},
     )
     if isinstance(args[0], ShardTensor) and result is args[0]._local_tensor:
         return args[0]
@@ -503,11 +401,11 @@ def _reduce(func: Any, name: str, tensor: ShardTensor) -> torch.Tensor:
     axis = cut.comm.axes.shard
     if REDUCTIONS[name] == "sum":
         partial = local.sum() / tensor.numel() if name == "mean" else func(local)
-        return cut.comm.sum_in_rank_order(partial, axis, _GATHER)
+        return cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
     sign = 1 if REDUCTIONS[name] == "max" else -1
     nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
     extreme = func(local).double() * sign if local.numel() else nothing
-    total = cut.comm.max(extreme, axis, _GATHER) * sign
+    total = cut.comm.max(extreme, axis, GATHER_SITE) * sign
     return total.to(torch.bool if name in ("all", "any") else local.dtype)
 
 
@@ -517,7 +415,7 @@ def _unscale(func: Any, args: tuple[Any, ...]) -> None:
     func([_locals(t) for t in tensors], found_inf, inv_scale)
     first = next(t for t in tensors if isinstance(t, ShardTensor))
     for axis in first._cut.comm.axes.all:
-        found_inf.copy_(first._cut.comm.max(found_inf, axis, _GATHER))
+        found_inf.copy_(first._cut.comm.max(found_inf, axis, GATHER_SITE))
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: ShardTensor) -> Any:

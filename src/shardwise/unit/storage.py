@@ -55,7 +55,12 @@ class Storage:
         else:
             numel = layout.shard_numel if stage.shards_state else layout.full_numel
             self.master = torch.zeros(numel, dtype=master_dtype, device=device)
-        self._full_data = self.full.data
+        self._full_data, self._master_data = self.full.data, self.master.data
+        self._plan_gather()
+        self._places = [
+            layout.piece(i, rank).shard_offset if stage.shards_state else layout.full_offset(i)
+            for i in range(len(layout.params))
+        ]
         self._nbytes = self.full.nbytes
         self._allocated = True
         self._gathered_version: int | None = None
@@ -79,15 +84,21 @@ class Storage:
         """Return a number that changes whenever a slice is modified."""
         return self.master._version
 
+    def place_in_shards(self, index: int) -> int:
+        """Return where this rank's slice of parameter ``index`` begins among its slices.
+
+        That is in [S] where state is sharded and in [P] where every rank owns all of it.
+        """
+        return self._places[index]
+
     def local(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Return what this rank owns of parameter ``index``, sharing memory with ``master``."""
         piece = self.layout.piece(index, self.rank)
+        begin, numel = self._places[index], piece.numel
         if not self.stage.shards_state:
-            begin, numel = self.layout.full_offset(index), self.layout.params[index].numel
+            numel = self.layout.params[index].numel
         elif self.aliased:
-            begin, numel = self.layout.full_offset(index) + piece.lo, piece.numel
-        else:
-            begin, numel = piece.shard_offset, piece.numel
+            begin = self.layout.full_offset(index) + piece.lo
         return self.master[begin : begin + numel].view(local_shape)
 
     def leaf(self, index: int, requires_grad: bool) -> nn.Parameter:
@@ -115,32 +126,38 @@ class Storage:
             self._allocated = False
             self._gathered_version = None
 
-    @torch.no_grad()
-    def prepare_gather(self) -> list[GatherItem]:
+    def prepare_gather(self) -> Sequence[GatherItem]:
         """Allocate the full copy and cast this rank's slots into it; list what to gather."""
         self.allocate()
         self._gathered_version = self.master._version
         if not self.stage.shards_state:
             if not self.aliased:
-                self._full_data.copy_(self.master)
-            return []
-        casts = not self.aliased and self.master.dtype != self.full.dtype
-        items, owns, shards = [], [], []
+                self._full_data.copy_(self._master_data)
+            return ()
+        if self._casts:
+            items = self._gather_items
+            torch._foreach_copy_([item.source for item in items], self._slots)
+        return self._gather_items
+
+    def _plan_gather(self) -> None:
+        """Make the views that every gather uses, once; they outlive the memory under them."""
+        self._slots: list[torch.Tensor] = []
+        self._gather_items: list[GatherItem] = []
+        self._casts = not self.aliased and self.master.dtype != self.full.dtype
+        if not self.stage.shards_state:
+            return
         for segment in self.layout.segments:
             slot, full = segment.slot_numel, segment.full_offset
             own = self._full_data[full + self.rank * slot : full + (self.rank + 1) * slot]
             whole = self._full_data[full : full + slot * self.layout.num_ranks]
-            if self.aliased or casts:
-                items.append(GatherItem(segment, own, whole, True))
-            else:
-                shard = self.master[segment.shard_offset : segment.shard_offset + slot]
-                items.append(GatherItem(segment, shard.data, whole, False))
-            if casts:
-                owns.append(own)
-                shards.append(self.master[segment.shard_offset : segment.shard_offset + slot])
-        if owns:
-            torch._foreach_copy_(owns, shards)
-        return items
+            in_place = self.aliased or self._casts
+            shard = own
+            if not self.aliased:
+                shard = self._master_data[segment.shard_offset : segment.shard_offset + slot]
+            self._slots.append(shard)
+            self._gather_items.append(
+                GatherItem(segment, own if in_place else shard, whole, in_place)
+            )
 
     @torch.no_grad()
     def fill(self, index: int, full: torch.Tensor) -> None:
@@ -158,7 +175,7 @@ class Storage:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of this rank's slices, padding included; counted once where they lie in ``full``."""
+        """Bytes of this rank's slices, padding included, wherever they lie."""
         if not self.stage.shards_state:
             return self.master.nbytes
         return self.layout.shard_numel * self.master.element_size()

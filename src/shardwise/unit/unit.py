@@ -5,25 +5,28 @@ its gradient on the way from one to the other.
 """
 
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import Pending, Site
+from shardwise.comm.pending import GatherItem, Pending, Site
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
-from shardwise.shard.states import (
+from shardwise.trace import span
+from shardwise.unit.cut import Cut
+from shardwise.unit.states import (
     GRAD_TRANSITIONS,
     PARAM_TRANSITIONS,
     GradState,
     ParamState,
     check_transition,
 )
-from shardwise.shard.storage import Storage
-from shardwise.shard.tensor import Cut, ShardTensor
-from shardwise.trace import span
+from shardwise.unit.storage import Storage
+from shardwise.unit.tensor import ShardTensor
 
 
 class Scheduler(Protocol):
@@ -75,7 +78,7 @@ class Slot:
         self.cut = cut
         local = storage.local(index, cut.local_shape)
         shard = ShardTensor.wrap(local, cut, self)
-        self.param: nn.Parameter = nn.Parameter(shard, requires_grad=requires_grad)
+        self.param: Any = nn.Parameter(shard, requires_grad=requires_grad)
         self.param.__dict__.update(
             {k: v for k, v in vars(original).items() if k not in ("_cut", "_owner", "_is_param")}
         )
@@ -161,7 +164,9 @@ class Slot:
             return None
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        return grad.detach().to(dtype).contiguous().view(-1)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype)
+        return grad.contiguous().view(-1)
 
 
 class PartialGrad(torch.Tensor):
@@ -180,7 +185,13 @@ class PartialGrad(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: ANN
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Allow dropping the gradient; refuse to read it."""
         name = getattr(func, "__name__", "")
         if name in ("__get__", "requires_grad_", "detach_", "__repr__", "__hash__"):
@@ -195,8 +206,8 @@ class PartialGrad(torch.Tensor):
         slots = [a._slot for a in _flatten(args) if isinstance(a, PartialGrad)]
         raise StateError(
             f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, "
-            "because the accumulation window is still open. Run the window's last micro-batch under "
-            "`shardwise.accumulate(model, last=True)` before clipping or stepping"
+            "because the accumulation window is still open. Run the window's last micro-batch "
+            "under `shardwise.accumulate(model, last=True)` before clipping or stepping"
         )
 
 
@@ -226,7 +237,7 @@ class Unit:
         self.num_grads = 0
         self._bind_depth = 0
         self._pending: Pending | None = None
-        self._bindings: list[tuple[dict[str, nn.Parameter | None], str, Slot]] = []
+        self._bindings: list[tuple[dict[str, Any], str, Slot]] = []
 
     def add(self, slot: Slot) -> None:
         """Register a parameter, in every module that uses it."""
@@ -240,9 +251,9 @@ class Unit:
         self.scheduler.on_grad(self)
 
     # -- parameters
-    @property
+    @cached_property
     def full_bytes(self) -> int:
-        """Bytes of the unit's full copy."""
+        """Bytes of the unit's full copy; asked for once the unit is built."""
         return sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
 
     def start_unshard(self) -> None:
@@ -253,7 +264,7 @@ class Unit:
             return
         self._enter(ParamState.GATHERING)
         with span("unshard", self.name):
-            items = []
+            items: list[GatherItem] = []
             for storage in self.storages:
                 if not storage.is_fresh:
                     items += storage.prepare_gather()
@@ -297,7 +308,8 @@ class Unit:
         if self._bind_depth > 1:
             return
         for params, attribute, slot in self._bindings:
-            if params.get(attribute) is not slot.param or slot.param._owner is not slot:
+            found: Any = params.get(attribute)
+            if found is not slot.param or found._owner is not slot:
                 self._bind_depth = 0
                 raise StateError(
                     f"parameter '{slot.name}' was replaced after shard(), by model.to(), .half(), "
@@ -331,7 +343,7 @@ class Unit:
 
     def forget_grads_if_none(self) -> None:
         """Return to EMPTY when no parameter has a gradient any more."""
-        if not any(s.grad is not None or s.has_partial for s in self.slots):
+        if not any(s.grad is not None or s.has_partial for s in reversed(self.slots)):
             self.grad_state = GradState.EMPTY
             self.has_local_sum = False
 
@@ -348,9 +360,7 @@ class Unit:
         self.param_state = check_transition(PARAM_TRANSITIONS, self.name, self.param_state, state)
 
 
-def _copy_sources(items: list) -> None:  # type: ignore[type-arg]
+def _copy_sources(items: Sequence[GatherItem]) -> None:
     for item in items:
         if not item.in_place:
             item.full[: item.source.numel()].copy_(item.source)
-
-

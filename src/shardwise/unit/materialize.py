@@ -21,10 +21,10 @@ from shardwise.device import fork_rng_devices
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
-from shardwise.shard.storage import Storage
-from shardwise.shard.tensor import make_cut
-from shardwise.shard.unit import Scheduler, Slot, Unit
 from shardwise.trace import FullBytes
+from shardwise.unit.cut import make_cut
+from shardwise.unit.storage import Storage
+from shardwise.unit.unit import Scheduler, Slot, Unit
 
 Init = Callable[[nn.Module], object]
 Dtypes = tuple[torch.dtype, torch.dtype]

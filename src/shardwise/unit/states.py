@@ -58,9 +58,7 @@ GRAD_TRANSITIONS = frozenset(
 S = TypeVar("S", ParamState, GradState)
 
 
-def check_transition(
-    table: frozenset[tuple[S, S]], unit: str, before: S, after: S
-) -> S:
+def check_transition(table: frozenset[tuple[S, S]], unit: str, before: S, after: S) -> S:
     """Return ``after`` when the table allows it.
 
     **Raises** IllegalTransition with unit, rank, from, to and what would be allowed.

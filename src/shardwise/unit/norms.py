@@ -16,7 +16,9 @@ from shardwise.comm.pending import Site
 from shardwise.errors import ShardError
 
 _SITE = Site("gather", "(norm)", 0)
-_METADATA = frozenset({"__get__", "dim", "size", "numel", "ndimension", "stride", "is_floating_point"})
+_METADATA = frozenset(
+    {"__get__", "dim", "size", "numel", "ndimension", "stride", "is_floating_point"}
+)
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,9 @@ class LazyNorm(torch.Tensor):
         if name == "to" and not kwargs and args[1:] == (args[0].device,):
             return args[0]
         if name == "stack" and len(args) == 1 and not kwargs:
-            kinds = {t._kind if isinstance(t, LazyNorm) else None for t in args[0]}
-            if len(kinds) == 1:
-                stacked = torch.stack([t.partial() for t in args[0]])
-                return cls.of(stacked, next(iter(kinds)))
+            lazies = [t for t in args[0] if isinstance(t, LazyNorm)]
+            if len(lazies) == len(args[0]) and len({t._kind for t in lazies}) == 1:
+                return cls.of(torch.stack([t.partial() for t in lazies]), lazies[0]._kind)
         if name in ("vector_norm", "linalg_vector_norm") and _is_total(args, kwargs):
             lazy = args[0]
             return lazy._kind.combine(torch.linalg.vector_norm(lazy.partial(), *args[1:], **kwargs))
@@ -93,7 +94,12 @@ class LazyNorm(torch.Tensor):
 def _is_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
     extra = set(kwargs) - {"ord"}
-    return isinstance(args[0], LazyNorm) and args[0]._kind.order == order and not extra and len(args) < 3
+    return (
+        isinstance(args[0], LazyNorm)
+        and args[0]._kind.order == order
+        and not extra
+        and len(args) < 3
+    )
 
 
 def _resolved(value: Any) -> Any:
@@ -107,7 +113,9 @@ def _resolved(value: Any) -> Any:
 def local_norm(local: torch.Tensor, order: float, kind: NormKind) -> torch.Tensor:
     """Return the lazy norm of a tensor of which ``local`` is this rank's part."""
     if not isinstance(order, int | float):
-        raise ShardError(f"norm of order {order!r}: a sharded tensor has p-norms of its elements only")
+        raise ShardError(
+            f"norm of order {order!r}: a sharded tensor has p-norms of its elements only"
+        )
     if local.numel() == 0:
         start = float("inf") if order == float("-inf") else 0.0
         partial = torch.full((), start, dtype=local.dtype, device=local.device)

@@ -1,0 +1,301 @@
+"""In fp32 every stage, layout and world size takes the bit-identical steps of the plain loop."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_from_scratch as zero
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise.engine.api import shard
+from trainer import (
+    LAYOUTS,
+    STAGES,
+    Trained,
+    adamw,
+    assert_same_run,
+    backward_all,
+    compare,
+    events_of,
+    full_parameters,
+    make_steps,
+    sgd,
+    token_batch,
+    train,
+    train_plain,
+)
+
+
+class OddModel(zero.TinyModel):
+    """Sizes that no world size divides, tied weights, a scalar, and one that is never used."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__(width=width, num_blocks=3)
+        self.head.weight = self.embedding.weight
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.never_used = nn.Parameter(torch.zeros(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.temperature
+
+
+compare_odd = partial(
+    compare, make_model=OddModel, loss_fn=zero.next_byte_loss, make_batch=token_batch
+)
+
+
+def compare_odd_model(rank: int, world_size: int, **options: Any) -> None:
+    compare_odd(rank, world_size, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_stage_and_layout_has_the_bits_of_the_plain_loop(world_size: int) -> None:
+    run_ranks(compare_odd_model, world_size, settings=LAYOUTS, num_steps=4)
+
+
+@pytest.mark.slow
+def test_four_ranks_have_the_bits_of_the_plain_loop() -> None:
+    run_ranks(compare_odd_model, 4, settings=LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    "optimizer_factory",
+    [
+        partial(adamw, foreach=True),
+        sgd,
+        partial(sgd, foreach=True, nesterov=True),
+        partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+        partial(torch.optim.RMSprop, lr=1e-3, centered=True),
+    ],
+    ids=["foreach adamw", "sgd", "foreach nesterov", "amsgrad", "rmsprop"],
+)
+def test_elementwise_optimizers_of_torch_take_the_same_steps_on_shards(
+    optimizer_factory: Any,
+) -> None:
+    settings = [{"stage": 0}, {"stage": 2, "layout": "flat"}, {"stage": 3}]
+    run_ranks(compare_odd_model, 3, settings=settings, optimizer_factory=optimizer_factory)
+
+
+class EvenModel(zero.TinyModel):
+    """Every slice of it is a multiple of 64 elements, at any of the tested world sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(width=128, num_blocks=2)
+
+
+def compare_fused(rank: int, world_size: int) -> None:
+    compare(
+        rank,
+        world_size,
+        EvenModel,
+        LAYOUTS,
+        zero.next_byte_loss,
+        partial(adamw, fused=True),
+        token_batch,
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
+    world_size: int,
+) -> None:
+    run_ranks(compare_fused, world_size)
+
+
+def compare_fused_odd(rank: int, world_size: int) -> None:
+    """The fused kernel's scalar tail rounds differently from its vector body."""
+    steps = make_steps(world_size, 3, make_batch=token_batch)
+    fused = partial(adamw, fused=True)
+    torch.manual_seed(0)
+    truth = train_plain(OddModel(), steps, zero.next_byte_loss, fused)
+    for options in LAYOUTS:
+        torch.manual_seed(0)
+        trained = train(OddModel(), steps, zero.next_byte_loss, fused, **options)
+        for name, parameter in truth.parameters.items():
+            torch.testing.assert_close(trained.parameters[name], parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd() -> None:
+    run_ranks(compare_fused_odd, 3)
+
+
+def compare_with_ddp(rank: int, world_size: int) -> None:
+    steps = make_steps(world_size, 4, make_batch=token_batch)
+    torch.manual_seed(0)
+    model = OddModel()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for ((*batches,),) in steps:
+        loss = zero.next_byte_loss(wrapped, batches[rank])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = full_parameters(model)
+    del expected["never_used"]  # DistributedDataParallel gives it zeros, so its weight decays
+    for options in LAYOUTS:
+        torch.manual_seed(0)
+        trained = train(OddModel(), steps, zero.next_byte_loss, **options)
+        assert trained.losses == losses
+        assert_same_bits({n: trained.parameters[n] for n in expected}, expected)
+
+
+def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
+    run_ranks(compare_with_ddp, 2)
+
+
+def compare_with_the_twin(rank: int, world_size: int, num_micro_batches: int) -> None:
+    steps = make_steps(world_size, 3, num_micro_batches, token_batch)
+    own = [[by_rank[rank] for by_rank in micro_batches] for micro_batches in steps]
+    for options in LAYOUTS:
+        torch.manual_seed(0)
+        model = OddModel()
+        stage = options["stage"]
+        twin = zero.train(model, list(model.blocks), own, zero.next_byte_loss, stage, adamw)
+        torch.manual_seed(0)
+        trained = train(OddModel(), steps, zero.next_byte_loss, **options)
+        assert trained.losses == twin.losses
+        del twin.parameters["never_used"]  # the twin's units always have a gradient
+        assert_same_bits({n: trained.parameters[n] for n in twin.parameters}, twin.parameters)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_the_engine_has_the_bits_of_the_blocking_twin(num_micro_batches: int) -> None:
+    run_ranks(compare_with_the_twin, 3, num_micro_batches)
+
+
+def train_with_prefetch(rank: int, world_size: int, stage: int) -> None:
+    steps = make_steps(world_size, 3, 2, token_batch)
+    runs: list[Trained] = []
+    for prefetch_bytes in (0, None, 1 << 30):
+        torch.manual_seed(0)
+        model = OddModel()
+        runs.append(
+            train(model, steps, zero.next_byte_loss, stage=stage, prefetch_bytes=prefetch_bytes)
+        )
+    for run in runs[1:]:
+        assert_same_run(run, runs[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_blocking_and_prefetched_gathers_give_the_same_bits(world_size: int) -> None:
+    for stage in (1, 3):
+        run_ranks(train_with_prefetch, world_size, stage)
+
+
+def order_of_gathers(rank: int, world_size: int) -> list[list[str]]:
+    """Return the units in the order in which their gathers started, blocking and prefetched."""
+    found = []
+    steps = make_steps(world_size, 2, make_batch=token_batch)
+    for prefetch_bytes in (0, None):
+        torch.manual_seed(0)
+        model = shard(OddModel(), stage=3, prefetch_bytes=prefetch_bytes)
+        backward_all(model, steps[0], zero.next_byte_loss, rank)
+        events = events_of(model)
+        backward_all(model, steps[1], zero.next_byte_loss, rank)
+        found.append([unit for kind, unit, _ in events if kind == "shard.all_gather"])
+    return found
+
+
+def test_prefetching_sends_the_same_gathers_as_blocking() -> None:
+    for blocking, prefetched in run_ranks(order_of_gathers, 2):
+        assert blocking
+        assert sorted(blocking) == sorted(prefetched)
+        assert blocking != prefetched, "nothing was gathered ahead"
+
+
+ACCUMULATION = [
+    {"stage": stage, "layout": layout, **override}
+    for stage in range(4)
+    for layout, override in (
+        ("rows", {}),
+        ("flat", {"reduce_every": "step"}),
+        ("rows", {"reduce_every": "micro_batch"}),
+    )
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int) -> None:
+    run_ranks(compare_odd_model, world_size, settings=ACCUMULATION, num_micro_batches=3)
+
+
+def compare_clipped(rank: int, world_size: int, max_norm: float) -> list[float]:
+    """Return the norms of the first step, the plain one first."""
+    steps = make_steps(world_size, 3, make_batch=token_batch)
+    torch.manual_seed(0)
+    truth = train_plain(OddModel(), steps, zero.next_byte_loss, clip=max_norm)
+    norms = []
+    for options in LAYOUTS:
+        torch.manual_seed(0)
+        model = shard(OddModel(), **options)
+        optimizer = adamw(model.parameters())
+        for number, micro_batches in enumerate(steps):
+            backward_all(model, micro_batches, zero.next_byte_loss, rank)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            if number == 0:
+                norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, parameter in full_parameters(model).items():
+            torch.testing.assert_close(parameter, truth.parameters[name], rtol=1e-5, atol=1e-6)
+    return norms
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_torchs_own_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
+    by_rank = run_ranks(compare_clipped, world_size, 0.5)
+    for norms in by_rank:
+        assert norms == by_rank[0], "ranks disagree about the norm"
+        assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-6)
+
+
+def compare_many_stages(rank: int, world_size: int) -> None:
+    steps = make_steps(world_size, 3, make_batch=token_batch)
+    runs = []
+    for options in STAGES:
+        torch.manual_seed(rank)  # ranks that were seeded differently take rank 0's values
+        runs.append(train(OddModel(), steps, zero.next_byte_loss, **options))
+    for run in runs[1:]:
+        assert_same_run(run, runs[0])
+
+
+def test_stages_agree_when_every_rank_was_seeded_differently() -> None:
+    run_ranks(compare_many_stages, 3)
+
+
+def compare_hybrid(rank: int, world_size: int, num_micro_batches: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    settings = [{**options, "mesh": mesh} for options in LAYOUTS]
+    compare_odd(
+        rank,
+        world_size,
+        settings=settings,
+        num_micro_batches=num_micro_batches,
+        num_replicas=2,
+    )
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_hybrid_sharding_sums_inside_the_shard_group_and_then_over_replicas(
+    num_micro_batches: int,
+) -> None:
+    run_ranks(compare_hybrid, 4, num_micro_batches)
+
+
+def compare_hybrid_extremes(rank: int, world_size: int) -> None:
+    """Meshes with one rank along an axis are the pure cases."""
+    for shape, num_replicas in (((1, 3), 1), ((3, 1), 3)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        settings = [{"stage": stage, "mesh": mesh} for stage in (0, 1, 3)]
+        compare_odd(rank, world_size, settings=settings, num_replicas=num_replicas)
+
+
+def test_a_mesh_axis_of_one_rank_changes_nothing() -> None:
+    run_ranks(compare_hybrid_extremes, 3)

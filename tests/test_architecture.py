@@ -1,0 +1,270 @@
+"""What the source must look like: who imports whom, who says what, and how long a file may be."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import shardwise
+
+ROOT = Path(shardwise.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+LONGER_FILES: dict[str, str] = {}  # path: the reason
+COLLECTIVES = frozenset(
+    """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
+    broadcast_object_list gather gather_object irecv isend monitored_barrier recv reduce
+    reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
+    """.split()
+)
+HOOKS = re.compile(r"register_(module_)?(full_)?(forward|backward)(_pre)?_hook")
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def name_of(path: Path) -> str:
+    """Return the path inside the package, e.g. ``shard/tensor.py``."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def rooms() -> list[str]:
+    """Return the package's rooms in reading order, as its docstring lists them."""
+    table = re.findall(r"^    (\w[\w/, ]*?) {2,}\S", shardwise.__doc__ or "", re.MULTILINE)
+    return [name.strip() for line in table for name in line.replace("/", "").split(",")]
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield what a file imports from the package, type checking left out, as dotted names."""
+    for node in _run_time_nodes(tree_of(path)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: a relative import"
+            if (node.module or "").split(".")[0] == "shardwise":
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "shardwise")
+
+
+def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _run_time_nodes(child)
+
+
+def dotted(node: ast.AST) -> str:
+    """Return ``a.b.c`` for an attribute chain, else nothing."""
+    return ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+
+
+def uses_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of every attribute chain and imported name in a file."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, dotted(node)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def places(paths: list[Path], pattern: str) -> list[str]:
+    wanted = re.compile(pattern)
+    return [
+        f"{name_of(path)}:{line} {name}"
+        for path in paths
+        for line, name in uses_of(path)
+        if wanted.search(name)
+    ]
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node  # type: ignore[misc]
+
+
+def test_the_reading_order_names_every_room_and_no_other() -> None:
+    on_disk = {p.name for p in ROOT.iterdir() if p.is_dir() and any(p.glob("*.py"))}
+    on_disk |= {p.stem for p in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    assert sorted(rooms()) == sorted(on_disk)
+
+
+def test_a_room_imports_only_from_what_stands_above_it() -> None:
+    order = {room: number for number, room in enumerate(rooms())}
+    wrong = []
+    for path in FILES:
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        for module in imported_modules(path):
+            target = (*module.split("."), "")[1]
+            # What is no room is a public name, from the package itself.
+            if order.get(target, -1) > order[room]:
+                wrong.append(f"{name_of(path)} imports {module}")
+    assert not wrong
+
+
+def test_no_room_below_the_recipe_imports_the_public_names() -> None:
+    """They are imported late, so this would be a cycle that shows only on first use."""
+    inner = [p for p in FILES if p.parent != ROOT and p.parts[len(ROOT.parts)] not in ("train", "cli")]
+    names = [f"{name_of(p)} imports {m}" for p in inner for m in imported_modules(p)]
+    assert not [n for n in names if n.split(".")[-1] in shardwise.__all__ and n.count(".") < 3]
+
+
+def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
+    """No two files import each other, directly or in a circle."""
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        name = ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts))
+        graph[name.removesuffix(".__init__")] = set(imported_modules(path))
+    modules = set(graph)
+    edges = {
+        name: {m if m in modules else m.rpartition(".")[0] for m in found} & modules - {"shardwise"}
+        for name, found in graph.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for target in edges[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in modules - {"shardwise"}:
+        visit(name, ())
+
+
+def test_only_the_device_file_says_torch_cuda() -> None:
+    others = [p for p in FILES if name_of(p) != "device.py"]
+    assert not places(others, r"^torch\.cuda\b")
+
+
+def test_only_comm_calls_the_collectives_of_torch_distributed() -> None:
+    others = [p for p in FILES if not name_of(p).startswith("comm/")]
+    names = "|".join(sorted(COLLECTIVES))
+    assert not places(others, rf"^(dist|torch\.distributed)\.({names})$")
+    assert not places(others, r"distributed\._functional_collectives")
+
+
+def test_only_the_hooks_file_registers_module_hooks() -> None:
+    others = [p for p in FILES if name_of(p) != "engine/hooks.py"]
+    assert not places(others, HOOKS.pattern)
+    assert places([ROOT / "engine" / "hooks.py"], HOOKS.pattern)
+
+
+def test_only_the_command_line_reads_the_environment() -> None:
+    others = [p for p in FILES if not name_of(p).startswith("cli/")]
+    assert not places(others, r"^os\.(environ|getenv)\b")
+
+
+def test_no_file_prints_but_the_command_line() -> None:
+    calls = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in FILES
+        if not name_of(path).startswith(("cli/", "train/"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and dotted(node.func) == "print"
+    ]
+    assert not calls
+
+
+def test_no_file_is_too_long_to_be_read_in_one_go() -> None:
+    lengths = {name_of(p): len(p.read_text().splitlines()) for p in FILES}
+    too_long = {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES}
+    assert set(too_long) == set(LONGER_FILES), too_long
+
+
+def test_no_function_is_too_long_to_be_read_at_a_glance() -> None:
+    lengths = [
+        (f"{name_of(path)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1)
+        for path, node in functions()
+    ]
+    assert not [(where, lines) for where, lines in lengths if lines > MAX_FUNCTION_LINES]
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert not [name_of(p) for p in FILES if not ast.get_docstring(tree_of(p))]
+
+
+def test_every_public_function_and_class_has_a_docstring() -> None:
+    missing = []
+    for path in FILES:
+        public: list[ast.stmt] = list(tree_of(path).body)
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                public += node.body
+        for node in public:
+            if (
+                isinstance(node, ast.FunctionDef | ast.ClassDef)
+                and not node.name.startswith("_")
+                and not ast.get_docstring(node)
+                and "overload" not in map(dotted, node.decorator_list)
+                and not any(".setter" in dotted(d) or ".deleter" in dotted(d) for d in node.decorator_list)
+            ):
+                missing.append(f"{name_of(path)}:{node.lineno} {node.name}")
+    assert not missing
+
+
+def test_public_functions_are_described_by_an_imperative_line() -> None:
+    for name in shardwise.__all__:
+        thing = getattr(shardwise, name)
+        first = (inspect.getdoc(thing) or "").splitlines()[0]
+        assert first.endswith("."), f"{name}: {first}"
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert shardwise.__all__ == sorted(shardwise.__all__)
+    for name in shardwise.__all__:
+        thing = getattr(shardwise, name)
+        assert getattr(importlib.import_module(thing.__module__), name) is thing
+    assert set(shardwise.__all__) <= set(dir(shardwise))
+    with pytest.raises(AttributeError, match="no attribute 'shards'"):
+        _ = shardwise.shards  # type: ignore[attr-defined]
+
+
+def test_every_cited_note_exists() -> None:
+    texts = {name_of(p): p.read_text() for p in FILES}
+    titles = {
+        match
+        for text in texts.values()
+        for match in re.findall(r"^Note \[([^\]]+)\]$", text, re.MULTILINE)
+    }
+    for name, text in texts.items():
+        for cited in re.findall(r"[Ss]ee Note \[([^\]]+)\]", text):
+            wanted = cited.removesuffix(" ...")
+            assert any(title.startswith(wanted) for title in titles), f"{name}: Note [{cited}]"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT.parent)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    assert run_python("import shardwise; print('torch' in sys.modules)") == "False"
+    assert run_python("import shardwise.errors; print('torch' in sys.modules)") == "False"
+
+
+def test_importing_the_command_line_does_not_import_torch() -> None:
+    assert run_python("import shardwise.cli.main; print('torch' in sys.modules)") == "False"

@@ -1,0 +1,281 @@
+"""Integers: every element has one place in the full buffer, and one rank that owns it."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.layout.segments import Layout, build_layout, flat_layout, rows_layout
+from shardwise.layout.units import UnitSpec, find_device, partition_into_units
+
+Shapes = list[tuple[int, ...]]
+
+shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
+num_ranks = st.integers(1, 17)
+kinds = st.sampled_from(["rows", "flat"])
+
+
+def shard_ranges(layout: Layout, rank: int) -> list[tuple[int, int]]:
+    """Return where each parameter's piece lies in a rank's shard buffer; empty ones left out."""
+    pieces = [layout.piece(i, rank) for i in range(len(layout.params))]
+    return [(p.shard_offset, p.shard_offset + p.numel) for p in pieces if p.numel]
+
+
+def overlap(ranges: list[tuple[int, int]]) -> bool:
+    ordered = sorted(ranges)
+    return any(end > begin for (_, end), (begin, _) in zip(ordered, ordered[1:], strict=False))
+
+
+@given(kinds, shapes, num_ranks)
+def test_the_pieces_of_the_ranks_hold_every_element_exactly_once(
+    kind: str, shapes: Shapes, num_ranks: int
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    for index, shape in enumerate(shapes):
+        owned: list[int] = []
+        for rank in range(num_ranks):
+            piece = layout.piece(index, rank)
+            assert piece.numel == piece.hi - piece.lo >= 0
+            owned += range(piece.lo, piece.hi)
+        assert owned == list(range(prod(shape)))  # in rank order too
+
+
+@given(shapes, num_ranks)
+def test_rows_are_cut_where_torch_chunk_cuts(shapes: Shapes, num_ranks: int) -> None:
+    layout = rows_layout(shapes, num_ranks)
+    for index, shape in enumerate(shapes):
+        whole = torch.arange(prod(shape)).reshape(shape or (1,))
+        chunks = list(torch.chunk(whole, num_ranks, dim=0))
+        chunks += [whole[:0]] * (num_ranks - len(chunks))
+        for rank, chunk in enumerate(chunks):
+            piece = layout.piece(index, rank)
+            assert list(range(piece.lo, piece.hi)) == chunk.flatten().tolist()
+
+
+@given(shapes, num_ranks)
+def test_flat_ranks_own_equal_ranges_but_for_less_than_one_element_each(
+    shapes: Shapes, num_ranks: int
+) -> None:
+    layout = flat_layout(shapes, num_ranks)
+    owned = [
+        sum(layout.piece(i, rank).numel for i in range(len(shapes))) for rank in range(num_ranks)
+    ]
+    assert sum(owned) == layout.numel
+    assert all(n <= layout.shard_numel for n in owned)
+    assert 0 <= layout.full_numel - layout.numel < num_ranks
+    assert max(owned) - min(owned) < max(num_ranks, 1) or num_ranks == 1
+
+
+@given(kinds, shapes, num_ranks)
+def test_a_full_buffer_is_as_long_as_all_shards_together(
+    kind: str, shapes: Shapes, num_ranks: int
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    assert layout.numel == sum(map(prod, shapes))
+    assert layout.full_numel == num_ranks * layout.shard_numel
+    assert sum(s.slot_numel for s in layout.segments) == layout.shard_numel
+
+
+@given(kinds, shapes, num_ranks)
+def test_full_parameters_lie_inside_the_full_buffer_and_do_not_overlap(
+    kind: str, shapes: Shapes, num_ranks: int
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    begins = [layout.full_offset(i) for i in range(len(shapes))]
+    ranges = [(b, b + prod(s)) for b, s in zip(begins, shapes, strict=True) if prod(s)]
+    assert all(0 <= begin and end <= layout.full_numel for begin, end in ranges)
+    assert not overlap(ranges)
+
+
+@given(kinds, shapes, num_ranks)
+def test_pieces_lie_inside_the_shard_buffer_and_do_not_overlap(
+    kind: str, shapes: Shapes, num_ranks: int
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    for rank in range(num_ranks):
+        ranges = shard_ranges(layout, rank)
+        assert all(0 <= begin and end <= layout.shard_numel for begin, end in ranges)
+        assert not overlap(ranges)
+        for index in range(len(shapes)):  # an empty slice must be takeable as well
+            piece = layout.piece(index, rank)
+            assert 0 <= piece.shard_offset <= layout.shard_numel
+
+
+@given(kinds, shapes, num_ranks)
+def test_gathering_every_slot_in_rank_order_puts_every_element_in_its_place(
+    kind: str, shapes: Shapes, num_ranks: int
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    values = [torch.arange(prod(s)) + 1000 * i for i, s in enumerate(shapes)]
+    shards = torch.full((num_ranks, layout.shard_numel), -1)
+    for rank in range(num_ranks):
+        for index, value in enumerate(values):
+            piece = layout.piece(index, rank)
+            shards[rank, piece.shard_offset : piece.shard_offset + piece.numel] = value[
+                piece.lo : piece.hi
+            ]
+    full = torch.full((layout.full_numel,), -1)
+    for segment in layout.segments:
+        slots = shards[:, segment.shard_offset : segment.shard_offset + segment.slot_numel]
+        full[segment.full_offset : segment.full_offset + slots.numel()] = slots.reshape(-1)
+    for index, value in enumerate(values):
+        begin = layout.full_offset(index)
+        assert torch.equal(full[begin : begin + value.numel()], value)
+
+
+@given(kinds, shapes, num_ranks)
+def test_the_bounds_of_a_segment_leave_padding_out(
+    kind: str, shapes: Shapes, num_ranks: int
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    for segment in layout.segments:
+        bounds = [segment.bounds(rank) for rank in range(num_ranks)]
+        assert bounds[0][0] == 0 and bounds[-1][1] == segment.numel
+        assert all(hi == lo for (_, hi), (lo, _) in zip(bounds, bounds[1:], strict=False))
+        assert all(hi - lo <= segment.slot_numel for lo, hi in bounds)
+
+
+# Units.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+
+class OtherBlock(Block):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(2, 4, bias=False)
+
+
+def owned(units: tuple[UnitSpec, ...]) -> dict[str, list[str]]:
+    return {unit.name: [spec.name for spec in unit.params] for unit in units}
+
+
+BLOCKS = {f"blocks.{i}": [f"blocks.{i}.linear.{p}" for p in ("weight", "bias")] for i in range(3)}
+ROOT = {"": ["embed.weight", "head.weight"]}
+
+
+def test_like_children_of_a_module_list_are_found_as_units() -> None:
+    assert owned(partition_into_units(Net(), None)) == ROOT | BLOCKS
+
+
+def test_children_of_different_classes_are_not_taken_for_units() -> None:
+    net = Net()
+    net.blocks[1] = OtherBlock()
+    assert list(owned(partition_into_units(net, None))) == [""]
+
+
+def test_only_the_outermost_module_list_gives_units() -> None:
+    inner = [nn.ModuleList([Block(), Block()]) for _ in range(2)]
+    net = nn.ModuleDict({"outer": nn.ModuleList(inner)})
+    assert list(owned(partition_into_units(net, None))) == ["", "outer.0", "outer.1"]
+
+
+def test_units_chosen_by_class_class_name_or_instance_are_the_same() -> None:
+    net = Net()
+    for choice in ([Block], ["Block"], list(net.blocks), [Block, "Block", net.blocks[0]]):
+        assert owned(partition_into_units(net, choice)) == ROOT | BLOCKS
+
+
+def test_a_class_takes_its_subclasses_and_a_class_name_does_not() -> None:
+    net = Net()
+    net.blocks[1] = OtherBlock()
+    assert list(owned(partition_into_units(net, [Block]))) == ["", *BLOCKS]
+    assert list(owned(partition_into_units(net, ["Block"]))) == ["", "blocks.0", "blocks.2"]
+
+
+def test_one_instance_alone_may_be_a_unit() -> None:
+    net = Net()
+    units = owned(partition_into_units(net, [net.head]))
+    assert units["head"] == ["head.weight"] and list(units) == ["", "head"]
+
+
+def test_an_empty_choice_leaves_everything_to_the_root() -> None:
+    units = owned(partition_into_units(Net(), []))
+    assert list(units) == [""] and len(units[""]) == 8
+
+
+def test_the_hints_of_hugging_face_models_are_followed() -> None:
+    net = Net()
+    net._no_split_modules = ["Embedding", "Block"]  # type: ignore[assignment]
+    units = owned(partition_into_units(net, None))
+    assert units == {"": ["head.weight"], "embed": ["embed.weight"]} | BLOCKS
+
+
+def test_hints_that_match_nothing_do_not_hide_the_module_list() -> None:
+    net = Net()
+    net._no_split_modules = ["Absent"]  # type: ignore[assignment]
+    assert owned(partition_into_units(net, None)) == ROOT | BLOCKS
+
+
+def test_a_class_that_matches_nothing_is_refused_with_the_classes_there_are() -> None:
+    for choice, what in (("Decoder", "Decoder"), (nn.Conv2d, "Conv2d")):
+        with pytest.raises(ConfigError, match=f"{what} matches no module") as caught:
+            partition_into_units(Net(), [Block, choice])
+        for name in ("Block", "Embedding", "Linear", "ModuleList", "Net"):
+            assert name in str(caught.value)
+
+
+def test_a_weight_tied_across_units_belongs_to_the_root_and_inside_one_to_that_unit() -> None:
+    net = Net()
+    net.blocks[0].extra = net.embed.weight  # type: ignore[union-attr]
+    net.blocks[1].linear.tied = net.blocks[1].linear.weight  # type: ignore[union-attr]
+    net.blocks[2].linear.weight = net.blocks[1].linear.weight  # type: ignore[union-attr]
+    units = partition_into_units(net, None)
+    by_name = {spec.name: (u.name, [use.name for use in spec.uses]) for u in units for spec in u.params}
+    assert by_name["embed.weight"] == ("", ["embed.weight", "blocks.0.extra"])
+    assert by_name["blocks.1.linear.weight"] == (
+        "",
+        ["blocks.1.linear.weight", "blocks.1.linear.tied", "blocks.2.linear.weight"],
+    )
+
+
+def test_a_weight_tied_between_nested_units_belongs_to_the_lowest_unit_over_both() -> None:
+    class Nest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.middle = nn.Sequential(Block(), Block())
+            self.middle[1].linear.weight = self.middle[0].linear.weight  # type: ignore[union-attr]
+
+    units = owned(partition_into_units(Nest(), [nn.Sequential, Block]))
+    assert units["middle"] == ["middle.0.linear.weight"]
+    assert units["middle.0"] == ["middle.0.linear.bias"]
+
+
+def test_a_module_used_twice_is_one_unit_with_two_names() -> None:
+    net = Net()
+    net.again = net.blocks[0]
+    units = partition_into_units(net, None)
+    first = next(u for u in units if u.module is net.blocks[0])
+    assert [use.name for use in first.params[0].uses] == ["blocks.0.linear.weight"]
+    assert sum(u.module is net.blocks[0] for u in units) == 1
+
+
+def test_every_parameter_has_exactly_one_unit() -> None:
+    net = Net()
+    net.blocks[0].extra = net.embed.weight  # type: ignore[union-attr]
+    for choice in (None, [Block], [Block, nn.Linear], [Net]):
+        units = partition_into_units(net, choice)
+        ids = [id(spec.param) for unit in units for spec in unit.params]
+        assert sorted(ids) == sorted(id(p) for p in net.parameters())
+
+
+def test_the_device_is_that_of_the_parameters_and_meta_does_not_count() -> None:
+    net = Net()
+    assert find_device(partition_into_units(net, None)) == torch.device("cpu")
+    net.head.to("meta")
+    assert find_device(partition_into_units(net, None)) == torch.device("cpu")
+    assert find_device(partition_into_units(net.to("meta"), None)) is None

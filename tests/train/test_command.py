@@ -1,0 +1,156 @@
+"""`shardwise train` as a process: help, errors, two ranks end to end, signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.cli.train import read_place
+from shardwise.train.launch import RankPlace
+
+SOURCES = Path(__file__).parents[2] / "src"
+TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
+
+
+def command(*arguments: object) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY + f"output: {tmp_path / 'run'}\n")
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, shardwise.cli.main; "
+        "print(*{'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules))"
+    )
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, ""), run.stderr
+
+
+def test_help_names_every_key() -> None:
+    from shardwise.train.config import TrainConfig
+
+    code, out, _ = finish(command("train", "--help"))
+    assert code == 0
+    for key in TrainConfig.model_fields:
+        assert f"--{key.replace('_', '-')}"[:14] in out
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("stge: 1\n", "did you mean 'stage'"), ("global_batch: 7\n", "multiple of 16")],
+)
+def test_a_bad_config_ends_with_code_2_before_anything_starts(
+    tmp_path: Path, text: str, part: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text + f"ranks: 2\noutput: {tmp_path / 'run'}\n")
+    code, out, err = finish(command("train", path))
+    assert code == 2
+    assert part in err
+    assert out == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bad_flag_ends_with_code_2() -> None:
+    assert finish(command("train", "--dim", "wide"))[0] == 2
+
+
+def test_a_place_is_read_from_what_torchrun_sets() -> None:
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read_place(environment) == RankPlace(3, 4, 1, 2)
+    assert read_place({}) is None
+
+
+@pytest.mark.slow
+def test_two_ranks_train_end_to_end(tiny: Path) -> None:
+    code, out, err = finish(command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3))
+    assert code == 0, err
+    assert err == ""
+    run = tiny.parent / "run"
+    lines = metrics(run)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6]
+    assert all(line["state_bytes"] > 0 and line["sent_bytes"] > 0 for line in steps)
+    assert steps[-1]["tokens"] == 6 * 2 * 2 * 32
+    assert yaml.safe_load((run / "config.yaml").read_text())["global_batch"] == 4
+    assert "unigram entropy" in out and "plain data parallelism" in out
+
+    code, _, err = finish(command("train", tiny, "--ranks", 2))
+    assert (code, "holds the metrics of an earlier run" in err) == (2, True)
+
+
+@pytest.mark.slow
+def test_the_first_loss_is_the_same_on_1_2_and_3_ranks(tiny: Path) -> None:
+    losses = []
+    for ranks in (1, 2, 3):
+        shape = ["--ranks", ranks, "--micro-batch", 1, "--global-batch", 6, "--steps", 2]
+        code, _, err = finish(command("train", tiny, *shape, "--overwrite", "--eval-windows", 0))
+        assert code == 0, err
+        losses.append([line["loss"] for line in metrics(tiny.parent / "run")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_after_their_step(tiny: Path, number: signal.Signals) -> None:
+    process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
+    path = tiny.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, number)
+    code, out, err = finish(process)
+    assert (code, err) == (130, "")
+    lines = metrics(path.parent)
+    assert out.strip() == f"stopped after step {lines[-1]['step']}, as asked"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_named(tiny: Path) -> None:
+    process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
+    path = tiny.parent / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert "was killed by SIGKILL" in err

@@ -1,0 +1,139 @@
+"""The decoder against loops over heads and complex numbers."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Attention, Decoder, apply_rotary, generate, rotary_tables
+
+SMALL = TrainConfig(dim=32, layers=2, heads=4, kv_heads=2, seq=16)
+
+
+def naive_attention(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Attend head by head with an explicit mask."""
+    length, size = x.shape[1], layer.head_dim
+    outputs = []
+    for head in range(layer.heads):
+        shared = head // (layer.heads // layer.kv_heads)
+        rows, kv_rows = (slice(h * size, (h + 1) * size) for h in (head, shared))
+        query = apply_rotary(x @ layer.query.weight[rows].T, cos, sin)
+        key = apply_rotary(x @ layer.key.weight[kv_rows].T, cos, sin)
+        value = x @ layer.value.weight[kv_rows].T
+        scores = query @ key.transpose(1, 2) / math.sqrt(size)
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        outputs.append(scores.masked_fill(future, -math.inf).softmax(-1) @ value)
+    return torch.cat(outputs, dim=-1) @ layer.out.weight.T
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_equals_a_loop_over_heads(kv_heads: int) -> None:
+    torch.manual_seed(0)
+    layer = Attention(32, heads=4, kv_heads=kv_heads, out_std=0.02)
+    for weight in layer.parameters():
+        nn.init.normal_(weight, std=0.3)
+    x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(9, 8, torch.device("cpu"))
+    torch.testing.assert_close(layer(x, cos, sin), naive_attention(layer, x, cos, sin))
+
+
+def test_rotary_turns_complex_numbers() -> None:
+    x = torch.randn(3, 7, 8)
+    cos, sin = rotary_tables(7, 8, torch.device("cpu"))
+    angles = torch.outer(torch.arange(7.0), 10_000.0 ** -(torch.arange(0, 8, 2) / 8))
+    turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+    expected = torch.cat([turned.real, turned.imag], dim=-1)
+    torch.testing.assert_close(apply_rotary(x, cos, sin), expected)
+
+
+def test_rotary_scores_depend_on_distance_only() -> None:
+    cos, sin = rotary_tables(12, 8, torch.device("cpu"))
+    query, key = (torch.randn(8).expand(12, 8) for _ in range(2))
+    scores = apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).T
+    torch.testing.assert_close(scores[5, 2], scores[9, 6])
+
+
+def test_rotary_keeps_the_dtype() -> None:
+    cos, sin = rotary_tables(3, 4, torch.device("cpu"))
+    assert apply_rotary(torch.randn(3, 4, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
+
+
+def test_a_token_sees_no_later_token() -> None:
+    model = Decoder(SMALL, vocab=11)
+    ids = torch.randint(11, (1, 10))
+    changed = ids.clone()
+    changed[0, 6:] = (changed[0, 6:] + 1) % 11
+    torch.testing.assert_close(model(ids)[0, :6], model(changed)[0, :6])
+
+
+def test_the_loss_is_the_cross_entropy_of_the_logits_in_fp32() -> None:
+    model = Decoder(SMALL, vocab=11).bfloat16()
+    ids, targets = torch.randint(11, (2, 2, 10))
+    loss = model(ids, targets)
+    assert loss.dtype == torch.float32
+    expected = F.cross_entropy(model(ids).float().flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_new_model_is_as_unsure_as_a_uniform_one() -> None:
+    torch.manual_seed(0)
+    ids, targets = torch.randint(50, (2, 4, 16))
+    assert Decoder(SMALL, vocab=50)(ids, targets).item() == pytest.approx(math.log(50), abs=0.1)
+
+
+def test_a_tied_head_is_the_embedding_and_gets_both_gradients() -> None:
+    model = Decoder(SMALL.model_copy(update={"tied_head": True}), vocab=11)
+    assert model.head.weight is model.embedding.weight
+    untied = Decoder(SMALL, vocab=11)
+    untied.load_state_dict(model.state_dict())
+    ids, targets = torch.randint(11, (2, 2, 10))
+    model(ids, targets).backward()
+    untied(ids, targets).backward()
+    expected = untied.embedding.weight.grad + untied.head.weight.grad
+    torch.testing.assert_close(model.embedding.weight.grad, expected)
+    names = {name for name, _ in model.named_parameters()}
+    assert {name for name, _ in untied.named_parameters()} - names == {"head.weight"}
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    plain = Decoder(SMALL, vocab=11)
+    recomputing = Decoder(SMALL.model_copy(update={"activation_checkpointing": True}), vocab=11)
+    recomputing.load_state_dict(plain.state_dict())
+    ids, targets = torch.randint(11, (2, 2, 10))
+    for model in (plain, recomputing):
+        model(ids, targets).backward()
+    for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_it_can_be_built_on_the_meta_device_and_filled_module_by_module() -> None:
+    with torch.device("meta"):
+        model = Decoder(SMALL, vocab=11)
+    assert not list(model.buffers())
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if list(module.parameters(recurse=False)):
+            module.reset_parameters()
+    assert torch.isfinite(model(torch.randint(11, (1, 16)))).all()
+
+
+def test_greedy_generation_takes_the_likeliest_token_each_time() -> None:
+    torch.manual_seed(0)
+    model = Decoder(SMALL, vocab=11)
+    ids = generate(model, torch.tensor([1, 2, 3]), num_tokens=20, seq=16)
+    assert ids[:3].tolist() == [1, 2, 3]
+    assert len(ids) == 23
+    for end in range(3, 23):
+        logits = model(ids[max(0, end - 16) : end].unsqueeze(0))[0, -1]
+        assert ids[end] == logits.argmax()
+
+
+def test_drawn_generation_is_a_function_of_its_seed() -> None:
+    model = Decoder(SMALL, vocab=11)
+    prompt = torch.tensor([1])
+    first, again, other = (
+        generate(model, prompt, 30, 16, temperature=1.0, seed=seed).tolist() for seed in (0, 0, 1)
+    )
+    assert first == again != other

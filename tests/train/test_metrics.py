@@ -1,0 +1,58 @@
+"""The metrics file, and what is printed at the end."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.checks import check_output, metrics_path
+from shardwise.train.config import TrainConfig
+from shardwise.train.metrics import MetricsFile, ProgressBar
+from shardwise.train.summary import RunResult, StateBytes, format_result
+
+
+def test_each_line_is_json_and_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    with MetricsFile(path) as metrics:
+        metrics.write(step=1, loss=2.5)
+        assert json.loads(path.read_text()) == {"step": 1, "loss": 2.5}
+        metrics.write(step=2, loss=2.0, grad_norm=math.inf)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1] == {"step": 2, "loss": 2.0, "grad_norm": None}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with MetricsFile(None) as metrics:
+        metrics.write(step=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
+    config = TrainConfig(output=tmp_path)
+    check_output(config)
+    metrics_path(config).write_text("")
+    check_output(config)
+    metrics_path(config).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl holds.*overwrite: true"):
+        check_output(config)
+    check_output(config.model_copy(update={"overwrite": True}))
+
+
+def test_the_progress_bar_is_silent_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar(2, shown=True) as bar:
+        bar.advance("loss 1")
+    assert capsys.readouterr().out.strip() == ""
+
+
+def test_the_summary_compares_with_plain_data_parallelism() -> None:
+    result = RunResult(unigram_entropy=3.25, eval_loss=1.5, sample="def f\x1b[2J", wall_s=9.0)
+    state = StateBytes(300, 300, 600, replicated_bytes=3200, num_params=200)
+    for step in (1, 2):
+        result.add_step(step, 4.0 - step, 0.5, 100, state)
+    result.state_bytes_of_ranks, result.peak_bytes_of_ranks = [1200, 1100], [2048, 2048]
+    text = format_result(result)
+    for part in ("2.500 nats", "1.500 held out", "3.250", "16.0 bytes per parameter", "38%"):
+        assert part in text
+    assert "\x1b" not in text

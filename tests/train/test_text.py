@@ -1,0 +1,117 @@
+"""Text to tokens: what is found, what is skipped, and the entropy of what is there."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.text import (
+    ByteTokenizer,
+    find_documents,
+    load_tokenizer,
+    open_stream,
+    read_texts,
+    unigram_entropy,
+    write_stream,
+)
+
+
+def test_the_entropy_of_equal_counts_is_the_log_of_their_number() -> None:
+    assert unigram_entropy(np.array([3, 3, 0, 3, 3])) == pytest.approx(math.log(4))
+
+
+def test_the_entropy_of_one_token_is_zero() -> None:
+    assert unigram_entropy(np.array([0, 7])) == 0
+
+
+def test_bytes_survive_the_round_trip() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(list(tokenizer.encode("naïve\n"))) == "naïve\n"
+
+
+def test_a_stream_is_the_documents_with_a_zero_after_each(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "b.txt").write_text("BB")
+    (tmp_path / "text" / "a.txt").write_text("A")
+    (tmp_path / "text" / "picture.bin").write_bytes(b"\0\1\2")
+    (tmp_path / "text" / "latin.txt").write_bytes(b"\xe9t\xe9")
+    (tmp_path / "text" / ".hidden").write_text("no")
+    write_stream(find_documents(tmp_path / "text"), ByteTokenizer(), tmp_path / "run")
+    stream = open_stream(tmp_path / "run")
+    assert bytes(stream.tokens) == b"A\0BB\0"
+    assert stream.unigram_entropy == pytest.approx(unigram_entropy(np.array([2, 1, 2])))
+
+
+def test_a_stream_is_written_again_only_when_the_text_changed(tmp_path: Path) -> None:
+    text, run = tmp_path / "a.txt", tmp_path / "run"
+    text.write_text("one")
+    write_stream([text], ByteTokenizer(), run)
+    before = (run / "tokens.bin").stat().st_mtime_ns
+    write_stream([text], ByteTokenizer(), run)
+    assert (run / "tokens.bin").stat().st_mtime_ns == before
+    text.write_text("three")
+    os.utime(text, ns=(1, 1))
+    write_stream([text], ByteTokenizer(), run)
+    assert bytes(open_stream(run).tokens) == b"three\0"
+    assert sorted(path.name for path in run.iterdir()) == ["tokens.bin", "tokens.json"]
+
+
+def test_jsonl_gives_its_text_fields(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two"}) + "\n")
+    assert list(read_texts(path)) == ["one", "two"]
+
+
+@pytest.mark.parametrize("line", ['{"body": "x"}', "nonsense", '{"text": 3}', "[1]"])
+def test_a_bad_line_of_jsonl_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl line 2: expected an object"):
+        list(read_texts(path))
+
+
+def test_the_standard_library_is_found_without_packages_and_tests() -> None:
+    documents = find_documents(None)
+    assert any(path.name == "argparse.py" for path in documents)
+    assert not any("site-packages" in path.parts or "test" in path.parts for path in documents)
+
+
+def test_no_text_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a text file or a folder of text"):
+        find_documents(tmp_path / "nowhere")
+
+
+def test_only_binary_files_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\0")
+    with pytest.raises(ConfigError, match="no UTF-8 text in 1 files"):
+        write_stream([tmp_path / "a.bin"], ByteTokenizer(), tmp_path / "run")
+
+
+def test_a_missing_tokenizer_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'shardwise\[tokenizers\]'"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_file_is_used(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[U]": 0, "hello": 1}, "[U]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.vocab == 2
+    assert list(tokenizer.encode("hello there")) == [1, 0]
+    assert tokenizer.decode([1]) == "hello"
+
+
+def test_a_bad_tokenizer_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(tmp_path / "tokenizer.json")

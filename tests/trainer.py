@@ -1,0 +1,221 @@
+"""The oracle's loop on ranks: a sharded model trained as users train, compared with the plain one.
+
+`compare` runs inside the ranks. It trains the same model by the oracle and by `shardwise.shard`
+with each of several settings, and checks losses, parameters, gradients (and which are None) and
+optimizer state, bit by bit.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from oracle import Grads, assert_same_bits, plain_loop
+from shardwise.engine.accumulate import accumulate
+from shardwise.engine.api import engine_of, shard
+
+Steps = Sequence[Sequence[Sequence[Any]]]  # steps[step][micro_batch][rank] is one batch
+Loss = Callable[[nn.Module, Any], Tensor]
+State = dict[str, dict[str, Any]]
+
+adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+STAGES = [{"stage": stage} for stage in range(4)]
+LAYOUTS = [
+    {"stage": stage, "layout": layout} for stage, layout in product(range(4), ("rows", "flat"))
+]
+ENDS = [{"stage": 1}, {"stage": 3}, {"stage": 3, "layout": "flat"}]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one run leaves: this rank's losses, and everything else in full."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    grads: list[Grads]
+    state: State
+
+
+def full(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy of the whole tensor, whatever it is cut into."""
+    if tensor is None:
+        return None
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def full_grads(model: nn.Module) -> Grads:
+    return {name: full(p.grad) for name, p in model.named_parameters()}
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """Return the optimizer's state in full, by the parameters' names."""
+    return {
+        name: {
+            key: full(value) if isinstance(value, Tensor) else value
+            for key, value in optimizer.state[p].items()
+        }
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+
+
+def backward_all(
+    model: nn.Module, micro_batches: Sequence[Sequence[Any]], loss_fn: Loss, rank: int
+) -> float:
+    """Run one step's micro-batches forward and backward; return this rank's mean loss."""
+    total = 0.0
+    for number, by_rank in enumerate(micro_batches):
+        with accumulate(model, last=number == len(micro_batches) - 1):
+            loss = loss_fn(model, by_rank[rank]) / len(micro_batches)
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def train(
+    model: nn.Module,
+    steps: Steps,
+    loss_fn: Loss,
+    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    **options: Any,
+) -> Trained:
+    """Shard the model and train it, with torch's own optimizer."""
+    shard(model, **options)
+    optimizer = optimizer_factory(list(model.parameters()))
+    losses, grads = [], []
+    for micro_batches in steps:
+        losses.append(backward_all(model, micro_batches, loss_fn, dist.get_rank()))
+        grads.append(full_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, full_parameters(model), grads, full_state(model, optimizer))
+
+
+def train_plain(
+    model: nn.Module,
+    steps: Steps,
+    loss_fn: Loss,
+    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    **options: Any,
+) -> Trained:
+    """Train the model by the oracle; the losses are those of this rank."""
+    truth = plain_loop(model, steps, loss_fn, optimizer_factory, **options)
+    losses = [by_rank[dist.get_rank()] for by_rank in truth.losses]
+    return Trained(losses, truth.parameters, truth.grads, full_state(model, truth.optimizer))
+
+
+def assert_same_grads(actual: Grads, expected: Grads) -> None:
+    missing = {name for name, grad in actual.items() if grad is None}
+    assert missing == {name for name, grad in expected.items() if grad is None}
+    assert_same_bits(
+        {name: grad for name, grad in actual.items() if grad is not None},
+        {name: grad for name, grad in expected.items() if grad is not None},
+    )
+
+
+def assert_same_state(actual: State, expected: State) -> None:
+    assert actual.keys() == expected.keys()
+    for name, entries in expected.items():
+        tensors = {k: v for k, v in entries.items() if isinstance(v, Tensor)}
+        assert_same_bits(
+            {f"{name}/{k}": v for k, v in actual[name].items() if k in tensors},
+            {f"{name}/{k}": v for k, v in tensors.items()},
+        )
+
+
+def assert_same_run(actual: Trained, expected: Trained) -> None:
+    for number, (ours, theirs) in enumerate(zip(actual.grads, expected.grads, strict=True)):
+        try:
+            assert_same_grads(ours, theirs)
+        except AssertionError as error:
+            raise AssertionError(f"gradients of step {number}: {error}") from None
+    assert actual.losses == expected.losses
+    assert_same_bits(actual.parameters, expected.parameters)
+    assert_same_state(actual.state, expected.state)
+
+
+def float_batch(random: torch.Generator) -> Tensor:
+    return torch.randn(3, 8, generator=random)
+
+
+def token_batch(random: torch.Generator) -> Tensor:
+    return torch.randint(256, (2, 9), generator=random)
+
+
+def make_steps(
+    num_ranks: int,
+    num_steps: int = 3,
+    num_micro_batches: int = 1,
+    make_batch: Callable[[torch.Generator], Any] = float_batch,
+) -> Steps:
+    """Draw batches, the same on every rank."""
+    random = torch.Generator().manual_seed(1)
+    return [
+        [[make_batch(random) for _ in range(num_ranks)] for _ in range(num_micro_batches)]
+        for _ in range(num_steps)
+    ]
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def reduces_each_micro_batch(options: dict[str, Any]) -> bool:
+    default = "micro_batch" if options.get("stage", 3) >= 2 else "step"
+    return options.get("reduce_every", default) == "micro_batch"
+
+
+def compare(
+    rank: int,
+    world_size: int,
+    make_model: Callable[[], nn.Module],
+    settings: Iterable[dict[str, Any]] = STAGES,
+    loss_fn: Loss = mean_square,
+    optimizer_factory: Callable[..., torch.optim.Optimizer] = adamw,
+    make_batch: Callable[[torch.Generator], Any] = float_batch,
+    num_steps: int = 3,
+    num_micro_batches: int = 1,
+    num_replicas: int = 1,
+) -> None:
+    """Check that every setting takes the oracle's steps; raise one error with all that do not."""
+    steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
+    truths: dict[bool, Trained] = {}
+    failures = []
+    for options in settings:
+        each = reduces_each_micro_batch(options) and num_micro_batches > 1
+        if each not in truths:
+            torch.manual_seed(0)
+            truths[each] = train_plain(
+                make_model(),
+                steps,
+                loss_fn,
+                optimizer_factory,
+                reduce_each_micro_batch=each,
+                num_replicas=num_replicas,
+            )
+        torch.manual_seed(0)
+        trained = train(make_model(), steps, loss_fn, optimizer_factory, **options)
+        try:
+            assert_same_run(trained, truths[each])
+        except AssertionError as error:
+            failures.append(f"{options}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def events_of(model: nn.Module) -> list[tuple[str, str, int]]:
+    """Start recording the model's collectives; the list that comes back grows as they are sent."""
+    events: list[tuple[str, str, int]] = []
+    engine_of(model).comm.traffic.events = events
+    return events
