@@ -1,7 +1,7 @@
 """Time the engine's all-gather and reduce-scatter over gloo beside torch's own collectives.
 
     python benchmarks/collectives.py
-    python benchmarks/collectives.py --ranks 2 --mib 16,64 --dtype bf16 --json runs/collectives.jsonl
+    python benchmarks/collectives.py --ranks 2 --mib 16,64 --dtype bf16
 
 Target: not slower than torch at any size, and at least twice as fast at 64 MiB (this is the reason
 for src/shardwise/comm/point_to_point.py; see its first note).

@@ -26,6 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# Its default arguments keep the process group that exists when it is imported. The first optimizer
+# step imports it; too late, the group's threads would outlive destroy_process_group, and may abort.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 

@@ -321,7 +321,7 @@ def _answer(call: bytes, rank: int, world_size: int) -> tuple[bytes, bool]:
         os.chdir(directory)
         _reset_state()
         warnings.resetwarnings()
-        warnings.filters[:] = filters  # what is an error in the test is an error in its ranks
+        warnings.filters[:] = filters  # type: ignore[index]  # what is an error in the test is an error in its ranks
         result = fn(rank, world_size, *args, **kwargs)
         return pickle.dumps({"ended_at_s": time.monotonic(), "result": result}), True
     except BaseException as error:

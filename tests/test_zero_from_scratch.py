@@ -213,6 +213,13 @@ def test_the_oracle_sums_replicas_after_shard_groups() -> None:
     torch.testing.assert_close(hybrid.grads[0]["embedding.weight"], expected, rtol=0, atol=0)
 
 
+def gloo_threads_after_the_group_is_destroyed(rank: int, world_size: int) -> int:
+    train_twin(rank, world_size, [0])
+    dist.destroy_process_group()
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",

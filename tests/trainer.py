@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oracle import Grads, assert_same_bits, plain_loop
-from shardwise.engine.accumulate import accumulate
-from shardwise.engine.api import engine_of, shard
+from shardwise import accumulate, shard
+from shardwise.engine.api import engine_of
 
 Steps = Sequence[Sequence[Sequence[Any]]]  # steps[step][micro_batch][rank] is one batch
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_from_scratch as zero
 from oracle import assert_same_bits
 from ranks import run_ranks
-from shardwise.engine.api import shard
+from shardwise import shard
 from trainer import (
     LAYOUTS,
     STAGES,
@@ -189,8 +189,8 @@ def test_blocking_and_prefetched_gathers_give_the_same_bits(world_size: int) -> 
         run_ranks(train_with_prefetch, world_size, stage)
 
 
-def order_of_gathers(rank: int, world_size: int) -> list[list[str]]:
-    """Return the units in the order in which their gathers started, blocking and prefetched."""
+def order_of_gathers(rank: int, world_size: int) -> list[list[tuple[str, str]]]:
+    """Return gathers and calls of the blocks in their order, blocking first, then prefetched."""
     found = []
     steps = make_steps(world_size, 2, make_batch=token_batch)
     for prefetch_bytes in (0, None):
@@ -198,16 +198,22 @@ def order_of_gathers(rank: int, world_size: int) -> list[list[str]]:
         model = shard(OddModel(), stage=3, prefetch_bytes=prefetch_bytes)
         backward_all(model, steps[0], zero.next_byte_loss, rank)
         events = events_of(model)
+        for number, block in enumerate(model.blocks):
+            note = ("call", f"blocks.{number}", 0)
+            block.register_forward_pre_hook(lambda *_, note=note: events.append(note))  # noqa: B023
         backward_all(model, steps[1], zero.next_byte_loss, rank)
-        found.append([unit for kind, unit, _ in events if kind == "shard.all_gather"])
+        kinds = {"shard.all_gather": "gather", "call": "call"}
+        found.append([(kinds[kind], unit) for kind, unit, _ in events if kind in kinds])
     return found
 
 
-def test_prefetching_sends_the_same_gathers_as_blocking() -> None:
+def test_prefetching_gathers_the_same_units_one_call_earlier() -> None:
     for blocking, prefetched in run_ranks(order_of_gathers, 2):
-        assert blocking
         assert sorted(blocking) == sorted(prefetched)
-        assert blocking != prefetched, "nothing was gathered ahead"
+        for number in (1, 2):
+            gather, call = ("gather", f"blocks.{number}"), ("call", f"blocks.{number - 1}")
+            assert blocking.index(gather) > blocking.index(call)
+            assert prefetched.index(gather) < prefetched.index(call)
 
 
 ACCUMULATION = [

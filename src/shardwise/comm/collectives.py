@@ -1,6 +1,7 @@
 """The collectives of the engine: which transport, and the few that both transports share."""
 
 from collections.abc import Sequence
+from itertools import count
 from types import ModuleType
 
 import torch
@@ -12,6 +13,11 @@ from shardwise.layout.segments import Segment
 from shardwise.mesh import Axes, Axis
 from shardwise.trace import Traffic
 
+# Message tags have 31 bits: model, unit, kind (2) and piece (8).
+_MODELS = 1 << 9
+_UNITS_PER_MODEL = 1 << 12
+_NUMBERS = count()
+
 
 class Comm:
     """The collectives over the axes of one sharded model, with counts of what they sent."""
@@ -19,9 +25,26 @@ class Comm:
     def __init__(self, axes: Axes, device: torch.device) -> None:
         self.axes = axes
         self.traffic = Traffic()
+        self._number = 0
         self._transports: dict[str, ModuleType] = {
             axis.name: _transport(axis, device) for axis in axes.all
         }
+
+    def agree_on_number(self, device: torch.device) -> None:
+        """Take rank 0's count of sharded models as this one's number, for `site`."""
+        number = torch.tensor([next(_NUMBERS)], device=device)
+        self.broadcast(number, Site("broadcast", "(number)", 0))
+        self._number = int(number.item())
+
+    def site(self, kind: str, unit: str, index: int) -> Site:
+        """Name a collective. Its index keeps messages of different units and models apart.
+
+        A model that is dropped in the middle of a step leaves messages that nobody receives; they
+        must not be taken for those of the next model.
+        """
+        return Site(
+            kind, unit, (self._number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
+        )
 
     def start_all_gather(self, items: Sequence[GatherItem], axis: Axis, site: Site) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""

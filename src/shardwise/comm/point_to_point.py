@@ -21,7 +21,7 @@ from shardwise.trace import Traffic
 
 PIECE_BYTES = 16 << 20
 SMALL_BYTES = 32 << 10
-_TAGS_PER_SITE = 1 << 12
+_TAGS_PER_SITE = 1 << 8
 _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather": 3}
 
 
@@ -38,6 +38,7 @@ class _Exchange:
     def _next_tag(self, peer: int, sending: bool) -> int:
         count = self.tags.get((peer, sending), 0)
         self.tags[peer, sending] = count + 1
+        count %= _TAGS_PER_SITE  # equal tags match in the order in which they were sent
         kind = _TAG_OF_KIND[self.site.kind]
         return (self.site.index * len(_TAG_OF_KIND) + kind) * _TAGS_PER_SITE + count
 

@@ -57,6 +57,7 @@ def shard(
     axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
     device = device or current_device(device_type)
     comm = Comm(axes, device)
+    comm.agree_on_number(device)
     ledger = FullBytes()
     engine = Engine(config, comm, ledger)
     materializer = Materializer(config, comm, device, ledger, engine, init)

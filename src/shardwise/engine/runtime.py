@@ -93,10 +93,10 @@ class Engine:
         recomputes = in_backward and unit.in_backward
         self._stack.append((unit, None, in_backward))
         unit.start_unshard()
+        self._ahead.discard(unit.index)  # used now: the budget is for the next ones
         upcoming = None if in_backward else self._order.visit_forward(unit.index, records)
         self._prefetch(upcoming)
         unit.finish_unshard()
-        self._ahead.discard(unit.index)
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not recomputes:
@@ -227,9 +227,9 @@ class Engine:
                 "backward (an optimizer step or a load in between); run backward first"
             )
         unit.start_unshard()
+        self._ahead.discard(unit.index)
         self._prefetch(self._order.visit_backward(unit.index))
         unit.finish_unshard()
-        self._ahead.discard(unit.index)
 
     def after_use(self, unit: Unit, use: Use) -> None:
         """Close one use of the unit; the last one closes the unit."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.trace import span
 from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
@@ -50,7 +50,7 @@ class Reduction:
                 for storage in unit.storages:
                     items += self._start_storage(unit, storage)
                 unit.has_local_sum = False
-            site = Site("reduce_scatter", self.units[0].name, self.units[0].index)
+            site = self._comm.site("reduce_scatter", self.units[0].name, self.units[0].index)
             axes = self._comm.axes
             divisor = 1 if axes.replicate else axes.num_ranks
             self._pending = self._comm.start_reduce_scatter(items, axes.shard, site, divisor)
@@ -112,7 +112,7 @@ class Reduction:
     def _sum_over_replicas(self, part: _Part) -> None:
         axis = self._comm.axes.replicate
         assert axis is not None
-        site = Site("all_reduce", part.unit.name, part.unit.index)
+        site = self._comm.site("all_reduce", part.unit.name, part.unit.index)
         if part.storage.stage.shards_state:
             self._comm.all_reduce(part.out, axis, site, self._comm.axes.num_ranks)
             return
@@ -133,7 +133,7 @@ class Reduction:
             whole = part.out[segment.full_offset : end]
             own = whole[axis.rank * segment.slot_numel : (axis.rank + 1) * segment.slot_numel]
             items.append(GatherItem(segment, own, whole, True))
-        site = Site("all_gather", part.unit.name, part.unit.index)
+        site = self._comm.site("all_gather", part.unit.name, part.unit.index)
         self._comm.start_all_gather(items, axis, site).wait()
 
     def _slice(self, part: _Part, slot: Slot) -> torch.Tensor:

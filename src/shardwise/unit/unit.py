@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import GatherItem, Pending, Site
+from shardwise.comm.pending import GatherItem, Pending
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
 from shardwise.trace import span
@@ -269,7 +269,7 @@ class Unit:
                 if not storage.is_fresh:
                     items += storage.prepare_gather()
             if items and self.comm.axes.shard.size > 1:
-                site = Site("all_gather", self.name, self.index)
+                site = self.comm.site("all_gather", self.name, self.index)
                 self._pending = self.comm.start_all_gather(items, self.comm.axes.shard, site)
             elif items:
                 _copy_sources(items)

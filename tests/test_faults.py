@@ -1,0 +1,109 @@
+"""A rank that dies or raises: every other rank ends soon, and says what it was waiting for."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import Outcome, start_ranks
+from shardwise import shard
+
+WORLD_SIZE = 3
+LIMIT_S = 30.0
+VICTIM = 1
+
+pytestmark = pytest.mark.slow
+
+
+class Fault(torch.autograd.Function):
+    """The identity, which fails on its way forward or backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, where: str, how: str) -> Tensor:  # type: ignore[override]  # noqa: ANN001
+        ctx.where, ctx.how = where, how
+        if where == "forward":
+            fail(how)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # noqa: ANN001
+        if ctx.where == "backward":
+            fail(ctx.how)
+        return grad, None, None
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.fault = ("", "")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(Fault.apply(self.linear(x), *self.fault))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def fail(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("this rank had enough")
+
+
+def train_until_one_fails(rank: int, world_size: int, stage: int, where: str, how: str) -> None:
+    torch.manual_seed(0)
+    model = shard(Net(), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(50):
+        if rank == VICTIM and step == 2:
+            if where == "between steps":
+                fail(how)
+            model.blocks[1].fault = (where, how)  # type: ignore[union-attr]
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    time.sleep(60)  # nobody notices anything: the test will say so
+
+
+def assert_blamed(outcome: Outcome, stage: int) -> None:
+    assert outcome.error_type == "CollectiveError", outcome.describe()
+    message = (outcome.error or "").strip().splitlines()[-1]
+    assert f"rank {outcome.rank}: " in message
+    kinds = ("all_gather of unit '", "reduce_scatter of unit '", "flags of unit '")
+    assert any(kind in message for kind in kinds), message
+    assert any(f"unit '{name}'" in message for name in ("(root)", "blocks.", "(all)")) or (
+        "unit 'blocks." in message
+    )
+    assert "axis 'shard' (3 ranks)" in message and "another rank" in message
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "backward", "between steps"])
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_when_a_rank_fails_every_other_ends_soon_and_says_where(
+    stage: int, where: str, how: str
+) -> None:
+    ranks = start_ranks(train_until_one_fails, WORLD_SIZE, stage, where, how)
+    outcomes = ranks.wait(timeout_s=LIMIT_S + 10)
+    victim = outcomes[VICTIM]
+    if how == "kill":
+        assert victim.exit_code == -signal.SIGKILL
+    else:
+        assert victim.error_type == "ValueError" and "had enough" in (victim.error or "")
+    for outcome in outcomes:
+        if outcome is not victim:
+            assert not outcome.timed_out, outcome.describe()
+            assert outcome.ended_at_s - victim.ended_at_s < LIMIT_S
+            assert_blamed(outcome, stage)

@@ -1,0 +1,439 @@
+"""What is refused, with which words, and that a refusal leaves everything as it was."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ranks import run_ranks
+from shardwise import accumulate, describe, gathered, shard, stats
+from shardwise.config import Precision
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError, ShardError, StateError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+TOKENS = torch.tensor([[0, 3, 6], [1, 2, 5]])
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(TOKENS).square().sum()
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Return what a refusal must not change: which objects, their values, their hooks."""
+    found: list[Any] = []
+    for module in model.modules():
+        found += [id(p) for p in module._parameters.values()]
+        found += [len(module._forward_hooks), len(module._forward_pre_hooks), sorted(vars(module))]
+    found += [p.detach().clone() if not p.is_meta else None for p in model.parameters()]
+    return found
+
+
+def assert_unchanged(before: list[Any], after: list[Any]) -> None:
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
+        assert same, "the refusal changed the model"
+
+
+@contextmanager
+def refused(model: nn.Module, match: str, error: type[Exception] = ConfigError) -> Iterator[None]:
+    before = state_of(model)
+    with pytest.raises(error, match=match):
+        yield
+    assert_unchanged(before, state_of(model))
+
+
+class OnAnotherDevice(torch.Tensor):
+    """A tensor that says it is on a GPU, where there is none."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def check_settings(rank: int, world_size: int) -> None:
+    model = Net()
+    for stage in (5, 4, -1, "3", True, False, None, 2.5):
+        with refused(model, r"stage=.*expected 0, 1, 2 or 3"):
+            shard(model, stage=stage)  # type: ignore[arg-type]
+    with refused(model, r"layout='columns': expected 'rows' .* or 'flat'"):
+        shard(model, layout="columns")
+    with refused(model, r"precision='fp8': expected one of 'fp32', 'bf16', 'fp16'"):
+        shard(model, precision="fp8")
+    for field in ("param", "master", "reduce"):
+        with refused(model, rf"precision.{field}=torch.int64: expected a floating-point dtype"):
+            shard(model, precision=Precision(**{field: torch.int64}))
+    with refused(model, r"reduce_every='never': expected 'step' .* 'micro_batch'"):
+        shard(model, reduce_every="never")
+    with refused(model, r"prefetch_bytes=-1: expected 0 \(blocking\) or more"):
+        shard(model, prefetch_bytes=-1)
+    with refused(model, r"units: Layer matches no module; the model has Block, Embedding, Linear,"):
+        shard(model, units=["Layer"])
+    with refused(model, r"units: Conv1d matches no module"):
+        shard(model, units=[nn.Conv1d])
+    with refused(model, r"units: .*Linear.* matches no module"):
+        shard(model, units=[nn.Linear(1, 1)])
+
+
+def check_models(rank: int, world_size: int) -> None:
+    blocks = nn.ModuleList([Block(), Block()])
+    with refused(blocks, "ModuleList has no forward"):
+        shard(blocks)
+    table = nn.ModuleDict({"a": Block()})
+    with refused(table, "ModuleDict has no forward"):
+        shard(table)
+    model = Net()
+    inner = shard(Block())
+    model.blocks[0] = inner
+    with refused(model, r"its submodule 'blocks.0' is sharded already"):
+        shard(model)
+    with refused(inner, r"the model is sharded already; call shard\(\) once"):
+        shard(inner)
+    whole = shard(Net())
+    with refused(whole.blocks[0], "sharded already|DTensor already"):  # type: ignore[arg-type, index]
+        shard(whole.blocks[0])  # type: ignore[arg-type, index]
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = Net()
+    weight = distribute_tensor(model.embed.weight.detach(), mesh, [Shard(0)])
+    model.embed.weight = nn.Parameter(weight)
+    with pytest.raises(ConfigError, match=r"parameter 'embed.weight' is a DTensor already"):
+        shard(model)
+    assert isinstance(model.embed.weight, nn.Parameter) and not model._forward_hooks
+    model = Net()
+    model.embed.weight = nn.Parameter(model.embed.weight.detach().as_subclass(OnAnotherDevice))
+    with refused(model, r"different devices \(embed.weight on cuda:0; blocks.0.* on cpu\)"):
+        shard(model)
+    model = Net()
+    model.blocks.to("meta")
+    for block in model.blocks:  # a module of the user's that cannot initialise itself
+        block.extra = nn.Parameter(torch.empty(3, device="meta"))  # type: ignore[union-attr]
+    with refused(model, r"'blocks.0' \(Block\) is on the meta device and has no reset_parameters"):
+        shard(model)
+    with pytest.raises(ConfigError, match=r"this Net is not sharded; pass the module"):
+        engine_of(Net())
+    for call in (stats, describe):
+        with pytest.raises(ConfigError, match="is not sharded"):
+            call(whole.blocks[0])  # type: ignore[index, arg-type]
+    with pytest.raises(ConfigError, match="is not sharded"), accumulate(Net(), last=True):
+        pass
+
+
+def check_meshes(rank: int, world_size: int) -> None:
+    model = Net()
+    one = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    with refused(model, r"mesh: 3 axes \('pp', 'dp', 'tp'\); name the one or two"):
+        shard(model, mesh=three)
+    with refused(model, r"mesh: 3 axes \(\)|mesh: 3 axes"):
+        shard(model, mesh=init_device_mesh("cpu", (2, 2, 1)))
+    with refused(model, r"shard_axis='dpp': the mesh has the axes \('dp',\)"):
+        shard(model, mesh=one, shard_axis="dpp")
+    with refused(model, r"replicate_axis='dpp': the mesh has the axes"):
+        shard(model, mesh=two, shard_axis="shard", replicate_axis="dpp")
+    with refused(model, r"shard_axis='dp': .*unnamed"):
+        shard(model, mesh=init_device_mesh("cpu", (4,)), shard_axis="dp")
+    with refused(model, r"shard_axis and replicate_axis are both 'shard'"):
+        shard(model, mesh=two, shard_axis="shard", replicate_axis="shard")
+    with refused(model, r"replicate_axis='replicate': name shard_axis too"):
+        shard(model, mesh=two, replicate_axis="replicate")
+    with refused(model, r"shard_axis='dp': name axes only together with mesh="):
+        shard(model, shard_axis="dp")
+    shard(model, mesh=three, shard_axis="dp")
+    assert describe(model).num_shards == 2 and describe(model).num_replicas == 1
+
+
+def check_mesh_without_this_rank(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    part = dist.device_mesh.DeviceMesh("cpu", [0, 1]) if mesh else None
+    model = Net()
+    if rank == 2:
+        with refused(model, "mesh: rank 2 is not part of it"):
+            shard(model, mesh=part)
+    else:
+        shard(model, mesh=part)
+
+
+def test_without_a_process_group_sharding_is_refused_with_what_to_do() -> None:
+    assert not dist.is_initialized()
+    model = Net()
+    with refused(model, r"there is no process group. Start with torchrun .*init_process_group"):
+        shard(model)
+
+
+def test_settings_out_of_range_are_refused_and_nothing_is_changed() -> None:
+    run_ranks(check_settings, 2)
+
+
+def test_models_that_do_not_fit_are_refused_and_nothing_is_changed() -> None:
+    run_ranks(check_models, 2)
+
+
+def test_meshes_that_say_too_little_or_too_much_are_refused() -> None:
+    run_ranks(check_meshes, 4)
+
+
+def test_a_rank_outside_the_mesh_is_refused() -> None:
+    run_ranks(check_mesh_without_this_rank, 3)
+
+
+# The window and the step.
+
+
+def check_window(rank: int, world_size: int, stage: int) -> None:
+    model = shard(Net(), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    uses: list[Callable[[], object]] = [
+        optimizer.step,
+        lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+        lambda: nn.utils.clip_grad_value_(parameters, 1.0),
+        lambda: parameters[0].grad.sum(),  # type: ignore[union-attr]
+        lambda: parameters[0].grad.full_tensor(),  # type: ignore[union-attr]
+        lambda: parameters[0].grad.clone(),  # type: ignore[union-attr]
+        lambda: parameters[0].grad * 2,  # type: ignore[union-attr]
+    ]
+    values = [p.full_tensor() for p in parameters]  # type: ignore[attr-defined]
+    with accumulate(model, last=False):
+        loss_of(model).backward()
+    for use in uses:
+        with pytest.raises(StateError, match=r"not reduced yet.*accumulate\(model, last=True\)"):
+            use()
+    for param, value in zip(parameters, values, strict=True):
+        assert torch.equal(param.full_tensor(), value)  # type: ignore[attr-defined]
+    held = stats(model)
+    assert held.grad_partial_bytes > 0 and held.grad_shard_bytes == 0
+    with accumulate(model, last=True):
+        loss_of(model).backward()
+    twice = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    for param, grad in zip(parameters, twice, strict=True):
+        torch.testing.assert_close(grad, param.grad.full_tensor() * 2)  # type: ignore[union-attr]
+
+
+def check_dropped_window(rank: int, world_size: int, stage: int) -> None:
+    """zero_grad inside a window forgets what was accumulated, both ways."""
+    model = shard(Net(), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    expected = [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+    for set_to_none in (True, False):
+        for zero in (optimizer.zero_grad, model.zero_grad):
+            zero(set_to_none=True)
+            with accumulate(model, last=False):
+                loss_of(model).backward()
+            zero(set_to_none=set_to_none)
+            assert stats(model).grad_partial_bytes == 0
+            with accumulate(model, last=True):
+                loss_of(model).backward()
+            for param, grad in zip(model.parameters(), expected, strict=True):
+                assert torch.equal(param.grad.full_tensor(), grad)  # type: ignore[union-attr]
+
+
+def test_a_gradient_in_an_open_window_is_refused_with_the_remedy_and_may_be_dropped() -> None:
+    for stage in (0, 1):
+        run_ranks(check_window, 2, stage)
+        run_ranks(check_dropped_window, 2, stage)
+
+
+def check_step_in_between(rank: int, world_size: int, stage: int) -> None:
+    model = shard(Net(), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    loss = loss_of(model)
+    optimizer.step()
+    with pytest.raises(StateError, match=r"changed between forward and backward .*run backward first"):
+        loss.backward()
+    optimizer.zero_grad()
+    loss_of(model).backward()  # and the next step works
+    optimizer.step()
+
+
+def test_a_step_between_forward_and_backward_is_refused() -> None:
+    for stage in (0, 1, 2, 3):
+        run_ranks(check_step_in_between, 2, stage)
+
+
+# gathered().
+
+
+def check_gathered(rank: int, world_size: int, stage: int) -> None:
+    torch.manual_seed(3)
+    plain = Net()
+    model = shard(copy.deepcopy(plain), stage=stage)
+    params = dict(model.named_parameters())
+    with gathered(model) as inside:
+        assert inside is model
+        assert {n: id(p) for n, p in model.named_parameters()} != {n: id(p) for n, p in params.items()}
+        for name, value in model.state_dict().items():
+            assert type(value) is Tensor and torch.equal(value, plain.state_dict()[name])
+        assert torch.equal(loss_of(model), loss_of(plain))
+    assert all(p is params[n] for n, p in model.named_parameters())
+    weight, bias = params["embed.weight"], params["blocks.1.linear.bias"]
+    with gathered(weight, bias) as (full_weight, full_bias):
+        assert torch.equal(full_weight, plain.embed.weight)
+        assert torch.equal(full_bias, plain.blocks[1].linear.bias)  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        with gathered(weight, writeback=True) as (full,):
+            full.mul_(2)
+        assert torch.equal(weight.full_tensor(), plain.embed.weight * 2)  # type: ignore[attr-defined]
+        with gathered(model, writeback=True, source=1):
+            if rank == 1:
+                model.embed.weight.fill_(7)  # type: ignore[union-attr, operator]
+        assert torch.equal(weight.full_tensor(), torch.full((7, 4), 7.0))  # type: ignore[attr-defined]
+    with (
+        pytest.raises(StateError, match=r"blocks.1.linear.bias changed .*pass writeback=True"),
+        torch.no_grad(),
+        gathered(model),
+    ):
+        if rank == world_size - 1:
+            model.blocks[1].linear.bias.add_(1)  # type: ignore[union-attr, index, operator]
+    assert torch.equal(bias.full_tensor(), plain.blocks[1].linear.bias)  # type: ignore[attr-defined, union-attr, index]
+
+
+def check_gathered_errors(rank: int, world_size: int) -> None:
+    model = shard(Net())
+    params = list(model.parameters())
+    values = [p.full_tensor() for p in params]  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="mine"), torch.no_grad(), gathered(model, writeback=True):
+        model.embed.weight.zero_()  # type: ignore[union-attr, operator]
+        raise KeyError("mine")
+    assert list(map(id, model.parameters())) == list(map(id, params))
+    assert all(torch.equal(p.full_tensor(), v) for p, v in zip(params, values, strict=True))  # type: ignore[attr-defined]
+    loss_of(model).backward()  # the model works again
+    with pytest.raises(ConfigError, match="name a sharded model, or some of its parameters"):
+        gathered().__enter__()
+    with pytest.raises(ConfigError, match="name one model, or parameters, not both"):
+        gathered(model, params[0]).__enter__()
+    with pytest.raises(ConfigError, match=r"argument 1 is a Tensor, not a parameter"):
+        gathered(params[0], torch.ones(3)).__enter__()
+    with pytest.raises(ConfigError, match=r"not a parameter.*full_tensor"):
+        gathered(params[0].grad).__enter__()  # type: ignore[arg-type]
+    with (
+        pytest.raises(ConfigError, match=r"source=9: the shard axis has the ranks 0 to 1"),
+        gathered(params[0], writeback=True, source=9),
+    ):
+        pass
+    with pytest.raises((ConfigError, StateError)), gathered(model), gathered(model):
+        pass
+
+
+def test_gathered_parameters_are_read_and_written_and_no_change_is_lost() -> None:
+    for stage in (0, 1, 3):
+        run_ranks(check_gathered, 3, stage)
+    run_ranks(check_gathered_errors, 2)
+
+
+def check_replacements(rank: int, world_size: int) -> None:
+    """What replaces the parameters is refused at the latest in the next forward."""
+    changes: dict[str, Callable[[nn.Module], object]] = {
+        "half": lambda m: m.half(),
+        "double": lambda m: m.to(torch.float64),
+        "bfloat16": lambda m: m.bfloat16(),
+        "meta": lambda m: m.to("meta"),
+        "to_empty": lambda m: m.to_empty(device="cpu"),
+        "assigned": lambda m: setattr(m.embed, "weight", nn.Parameter(torch.ones(7, 4))),
+        "assign=True": lambda m: m.load_state_dict(
+            {n: torch.ones(p.shape) for n, p in m.named_parameters()}, assign=True
+        ),
+    }
+    for label, change in changes.items():
+        model = shard(Net())
+        values = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+        engine = engine_of(model)
+        try:
+            change(model)
+            loss_of(model)
+        except (StateError, ShardError) as error:
+            text = str(error)
+            assert "before shard()" in text.replace("\n", " "), f"{label}: {text}"
+        else:
+            assert label == "to_empty", f"{label} was neither refused nor done"
+        slots = [s for u in engine.units for s in u.slots]
+        held = {s.name: s.param.full_tensor() for s in slots}  # type: ignore[attr-defined]
+        if label not in ("to_empty", "meta"):
+            for (name, value), expected in zip(sorted(held.items()), sorted_values(values, engine), strict=True):
+                assert torch.equal(value, expected), f"{label}: {name} lost its values"
+    model = shard(Net())
+    params = list(model.parameters())
+    for same in (model.to("cpu"), model.float(), model.to(torch.float32), model.cpu()):
+        assert same is model
+    assert list(map(id, model.parameters())) == list(map(id, params))
+    loss_of(model).backward()
+
+
+def sorted_values(values: list[Tensor], engine: Any) -> list[Tensor]:
+    names = [s.name for u in engine.units for s in u.slots]
+    return [value for _, value in sorted(zip(names, values, strict=True), key=lambda pair: pair[0])]
+
+
+def test_a_model_whose_parameters_were_replaced_is_refused_and_nothing_is_lost() -> None:
+    run_ranks(check_replacements, 2)
+
+
+# describe().
+
+
+class Wide(nn.Module):
+    """5 rows on 4 ranks: 3 rows of padding out of 5 in a rows layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 5, bias=False) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+def check_description(rank: int, world_size: int, layout: str) -> str:
+    model = shard(Wide(), layout=layout, stage=2)
+    seen = describe(model)
+    assert (seen.stage, seen.num_shards, seen.num_replicas) == (2, 4, 1)
+    assert seen.full_bytes == sum(p.numel() for p in model.parameters()) * 4 == (2 * 40 + 8) * 4
+    root, first, _ = seen.units
+    assert (root.name, first.name, first.class_name) == ("", "blocks.0", "Linear")
+    assert (first.num_params, first.numel, first.full_bytes) == (1, 40, 160)
+    padding = 3 * 8 * 4 if layout == "rows" else 0
+    assert first.padding_bytes == padding and first.rank_bytes == (160 + padding) // 4
+    assert first.padding_share == padding / 160 and root.padding_bytes == 0
+    assert seen.rank_bytes == sum(u.rank_bytes for u in seen.units)
+    return str(seen)
+
+
+def test_a_description_shows_every_unit_with_its_numbers_and_suggests_flat() -> None:
+    rows, *others = run_ranks(check_description, 4, "rows")
+    assert all(other == rows for other in others)
+    assert rows.startswith("stage 2 over 4 ranks: 88 parameters, 352 B full, ")
+    assert "├─ blocks.0 [Linear]  1 parameters, 40 elements, float32, rows: 160 B full" in rows
+    assert "└─ blocks.1" in rows and "padding 96 B (60.0%)" in rows
+    assert "'blocks.1': rows that do not divide by 4 cost 60.0% padding" in rows
+    assert 'layout="flat" would cost none' in rows
+    flat = run_ranks(check_description, 4, "flat")[0]
+    assert "would cost none" not in flat and "flat: 160 B full, 40 B per rank" in flat

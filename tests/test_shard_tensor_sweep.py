@@ -1,0 +1,235 @@
+"""Call all that torch lets a subclass override on a ShardTensor, and look for local answers.
+
+Each call is made on plain tensors first. On ShardTensors it must then raise (and change nothing),
+or give the same answer and make the same changes; nothing in between.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import get_overridable_functions, resolve_name
+
+from ranks import run_ranks
+from shardwise import ShardTensor, shard
+from shardwise.unit.norms import LazyNorm
+
+# These change the process, or ask for other devices, or are told apart by their own tests.
+LEFT_OUT = frozenset(
+    """
+    __deepcopy__ __delete__ __dlpack__ __dlpack_device__ __hash__ __reduce__ __reduce_ex__ __repr__
+    __set__ __setstate__ __torch_function__ _typed_storage backward cuda data_ptr hpu ipu mtia
+    pin_memory register_hook register_post_accumulate_grad_hook share_memory_ storage to_mkldnn
+    untyped_storage xpu
+    """.split()
+)
+# Of no other tensor do these have to be the same: where it lies, and how autograd sees it.
+LEFT_OUT_PROPERTIES = frozenset(
+    """
+    _backward_hooks _base _cdata _grad _grad_fn _post_accumulate_grad_hooks _version data grad
+    grad_fn output_nr is_leaf requires_grad retains_grad _python_dispatch name volatile
+    """.split()
+)
+
+FULL = torch.linspace(0.1, 0.9, 16).reshape(4, 4).sin()
+OTHER = torch.linspace(0.9, 0.2, 16).reshape(4, 4)
+INDEX = torch.tensor([1, 0, 2, 3])
+INDICES = (OTHER * 4).long()
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# What is tried for every function; t and u are ShardTensors (or plain), f is always plain.
+CALLS: list[Callable[[Any, Any, Tensor], Call]] = [
+    lambda t, u, f: ((t,), {}),
+    lambda t, u, f: ((t, 2), {}),
+    lambda t, u, f: ((t, 0), {}),
+    lambda t, u, f: ((t, 0, 1), {}),
+    lambda t, u, f: ((t, 0.5), {}),
+    lambda t, u, f: ((t, 0.1, 0.9), {}),
+    lambda t, u, f: ((t, u), {}),
+    lambda t, u, f: ((t, f), {}),
+    lambda t, u, f: ((f, t), {}),
+    lambda t, u, f: ((t, f[0]), {}),
+    lambda t, u, f: ((t, f[:, :1]), {}),
+    lambda t, u, f: ((t, f[:1, :1]), {}),
+    lambda t, u, f: ((t, u, t), {}),
+    lambda t, u, f: ((t, f, f), {}),
+    lambda t, u, f: ((f, t, f), {}),
+    lambda t, u, f: ((t, 0.5, u), {}),
+    lambda t, u, f: ((t, f > 0.5), {}),
+    lambda t, u, f: ((t, f > 0.5, 0.25), {}),
+    lambda t, u, f: ((f > 0.5, t, u), {}),
+    lambda t, u, f: ((f > 0.5, t, f), {}),
+    lambda t, u, f: ((t > 0.5, t, u), {}),
+    lambda t, u, f: ((t > 0.5, f, f), {}),
+    lambda t, u, f: ((t, t > 0.5, 0.25), {}),
+    lambda t, u, f: ((t, INDEX), {}),
+    lambda t, u, f: ((INDEX, t), {}),
+    lambda t, u, f: ((t, (0, 1)), {}),
+    lambda t, u, f: ((t, (-1,)), {}),
+    lambda t, u, f: ((t, (4, 4)), {}),
+    lambda t, u, f: ((t, 0, INDEX), {}),
+    lambda t, u, f: ((t, 0, INDEX, 0.5), {}),
+    lambda t, u, f: ((t, 0, INDEX, f), {}),
+    lambda t, u, f: ((t, 0, INDICES), {}),
+    lambda t, u, f: ((t, 0, INDICES, f), {}),
+    lambda t, u, f: ((t, 0, 0.5), {}),
+    lambda t, u, f: ((t, torch.float64), {}),
+    lambda t, u, f: ((t, (INDEX,), f), {}),
+    lambda t, u, f: ((t,), {"dim": 0}),
+    lambda t, u, f: ((t,), {"dim": 1, "keepdim": True}),
+    lambda t, u, f: ((t,), {"dtype": torch.float64}),
+    lambda t, u, f: ((t,), {"inplace": True}),
+    lambda t, u, f: (([t, u],), {}),
+    lambda t, u, f: (([t, f],), {}),
+    lambda t, u, f: (([t, u], [u, t]), {}),
+    lambda t, u, f: (([t, u], [f, f]), {}),
+    lambda t, u, f: (([f, f], [t, u]), {}),
+    lambda t, u, f: (([t, u], 0.5), {}),
+    lambda t, u, f: (([t, u], [u, t], [t, u]), {}),
+    lambda t, u, f: (([t, u], [0.5, 2.0]), {}),
+    lambda t, u, f: (("ij,kj->ik", t, u), {}),
+    lambda t, u, f: ((t,), {"out": u}),
+    lambda t, u, f: ((f,), {"out": t}),
+    lambda t, u, f: ((f, f), {"out": t}),
+    lambda t, u, f: ((t, u), {"out": f}),
+    lambda t, u, f: ((), {"tensor": t}),
+]
+
+
+def overridable() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield (name, function) of all that torch lets a subclass override."""
+    seen = set()
+    for functions in get_overridable_functions().values():
+        for function in functions:
+            name = function.__name__
+            label = resolve_name(function) or name
+            if name == "__get__":
+                name = getattr(function.__self__, "__name__", "?")
+                if name in LEFT_OUT_PROPERTIES:
+                    continue
+                label = f"Tensor.{name}"
+            if function not in seen and name not in LEFT_OUT:
+                seen.add(function)
+                yield label, function
+
+
+def attempt(function: Callable[..., Any], call: Call) -> Any:
+    torch.default_generator.manual_seed(1)  # torch.manual_seed walks the stack for each device
+    args, kwargs = call
+    return function(*args, **kwargs)
+
+
+def calls_that_work_on_plain_tensors() -> list[tuple[str, int]]:
+    found = []
+    for label, function in overridable():
+        for number, make in enumerate(CALLS):
+            try:
+                attempt(function, make(FULL.clone(), OTHER.clone(), OTHER.clone()))
+            except BaseException:
+                continue
+            found.append((label, number))
+    return found
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in nested lists and tuples, tensors whole and plain."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    elif isinstance(value, LazyNorm):
+        yield value.resolve()
+    elif isinstance(value, ShardTensor):
+        yield value.full_tensor()
+    elif isinstance(value, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            yield value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+    else:
+        yield value
+
+
+def agree(one: Any, other: Any) -> bool:
+    ours, theirs = list(leaves(one)), list(leaves(other))
+    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if not isinstance(theirs, Tensor):
+        plain = isinstance(theirs, int | float | complex | bool | str | torch.dtype | torch.device)
+        return ours == theirs or ours != ours if plain else type(ours) is type(theirs)
+    if not isinstance(ours, Tensor) or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    if ours.is_quantized or ours.dtype.itemsize == 1 and ours.dtype.is_floating_point:
+        return True
+    return torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+class Sweep:
+    """The tensors that calls are tried on, and what was found."""
+
+    def __init__(self, layout: str, what: str) -> None:
+        self.what = what
+        self.model = nn.Module()
+        self.model.odd = nn.Parameter(torch.ones(3))  # so that no flat slice is a whole number of rows
+        self.model.t = nn.Parameter(FULL.clone())
+        self.model.u = nn.Parameter(OTHER.clone())
+        shard(self.model, layout=layout)
+        self.raised: list[str] = []
+        self.offenders: list[str] = []
+
+    def fresh(self) -> tuple[Any, Any]:
+        with torch.no_grad():
+            self.model.t.copy_(FULL)
+            self.model.u.copy_(OTHER)
+            if self.what == "parameter":
+                return self.model.t, self.model.u
+            self.model.t.grad, self.model.u.grad = FULL, OTHER
+            return self.model.t.grad.clone(), self.model.u.grad.clone()
+
+    def run(self, label: str, function: Callable[..., Any], number: int) -> None:
+        where = f"{label}, call {number}"
+        make = CALLS[number]
+        plain = make(FULL.clone(), OTHER.clone(), OTHER.clone())
+        expected = attempt(function, plain)
+        t, u = self.fresh()
+        call = make(t, u, OTHER.clone())
+        try:
+            ours = attempt(function, call)
+        except Exception as error:
+            self.raised.append(where)
+            with torch.no_grad():
+                if not agree([t, u], [FULL, OTHER]):
+                    self.offenders.append(f"{where}: changed, then raised {error!r:.60}")
+            return
+        with torch.no_grad():
+            inputs = [*call[0], *call[1].values()]
+            plain_inputs = [*plain[0], *plain[1].values()]
+            if not agree(ours, expected):
+                self.offenders.append(f"{where}: {type(ours).__name__} differs")
+            elif not agree(inputs, plain_inputs):
+                self.offenders.append(f"{where}: a change of an argument was lost")
+
+
+def sweep(
+    rank: int, world_size: int, layout: str, what: str, grads: bool, trials: list[tuple[str, int]]
+) -> tuple[list[str], list[str]]:
+    functions = dict(overridable())
+    tried = Sweep(layout, what)
+    with torch.set_grad_enabled(grads):
+        for label, number in trials:
+            tried.run(label, functions[label], number)
+    return tried.offenders, tried.raised
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_no_function_of_torch_gives_a_local_answer() -> None:
+    trials = calls_that_work_on_plain_tensors()
+    assert len(trials) > 1000
+    for layout in ("rows", "flat"):
+        for what, grads in (("gradient", False), ("gradient", True), ("parameter", False)):
+            first, second = run_ranks(sweep, 2, layout, what, grads, trials, timeout_s=120)
+            assert first[0] == second[0] == [], f"{layout}, {what}"
+            assert first[1] == second[1], "both ranks raise, or none does"
