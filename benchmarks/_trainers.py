@@ -89,7 +89,7 @@ def _build_ddp(model: nn.Module, settings: Settings, shards_state: bool) -> Trai
             yield
 
     def state_bytes() -> int:
-        inner = optimizer.optim if shards_state else optimizer  # type: ignore[attr-defined]
+        inner = getattr(optimizer, "optim", optimizer)  # what ZeroRedundancyOptimizer wraps
         buckets = sum(p.nbytes for p in wrapped.parameters())  # they outlive zero_grad
         return buckets + _local_bytes(wrapped.parameters()) + _optimizer_bytes(inner)
 

@@ -242,8 +242,7 @@ def check_losses(num_steps: int = 6) -> dict[str, Any]:
                 name = f"{mark} {case}" + (f" {layout}" if case in STAGES else "")
                 try:
                     step = build(case, layout, checkpointed, True, precision)
-                    losses = [float(step(*batches[i % 2])) for i in range(num_steps)]
-                    found[name] = losses
+                    found[name] = [float(step(*batches[i % 2])) for i in range(num_steps)]
                 except Exception as error:
                     found[name] = f"{type(error).__name__}: {error}"
     return found

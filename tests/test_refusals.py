@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import run_ranks
-from shardwise import accumulate, describe, gathered, shard, stats
+from shardwise import ShardTensor, accumulate, describe, gathered, shard, stats
 from shardwise.config import Precision
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
@@ -61,8 +61,12 @@ def state_of(model: nn.Module) -> list[Any]:
 def assert_unchanged(before: list[Any], after: list[Any]) -> None:
     assert len(before) == len(after)
     for old, new in zip(before, after, strict=True):
-        same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
+        same = torch.equal(whole(old), whole(new)) if isinstance(old, Tensor) else old == new
         assert same, "the refusal changed the model"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from oracle import assert_same_bits
 from ranks import run_ranks
@@ -138,7 +138,7 @@ def wrapped_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", sorted(WRAPS))
-def test_outputs_may_come_in(kind: str) -> None:
+def test_outputs_may_come_in_a(kind: str) -> None:
     run_ranks(compare, 2, partial(Wrapping, kind), LAYOUTS[1::2], wrapped_loss)
 
 
@@ -388,8 +388,6 @@ class CheckpointedToTheEnd(Checkpointed):
     """Recomputes whole blocks, where early stop would have ended."""
 
     def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import set_checkpoint_early_stop
-
         with set_checkpoint_early_stop(False):
             return super().forward(x)
 
@@ -408,6 +406,7 @@ CHECKPOINTED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested, reentrant
 @pytest.mark.parametrize("make_model", CHECKPOINTED)
 def test_checkpointing_takes_the_same_steps(make_model: Any) -> None:
     run_ranks(compare, 3, make_model, LAYOUTS)
@@ -437,20 +436,6 @@ def evaluating_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def test_evaluation_between_and_inside_steps_changes_nothing() -> None:
     for world_size in (1, 3):
         run_ranks(compare, world_size, Stack, LAYOUTS, evaluating_loss)
-
-
-class Normalised(Stack):
-    """BatchNorm in a unit: each rank keeps statistics of its own data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block.norm(block(x))
-        return self.head(x)
 
 
 class NormBlock(Block):

@@ -38,7 +38,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
-    path.write_text(TINY + f"output: {tmp_path / 'run'}\n")
+    path.write_text(TINY + f"data: {SOURCES}\noutput: {tmp_path / 'run'}\n")
     return path
 
 

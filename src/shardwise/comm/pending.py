@@ -46,6 +46,11 @@ class ReduceItem:
     out: torch.Tensor
 
 
+# What was dropped before it was waited for (a model that is deleted with reductions in flight). The
+# buffers must outlive it: gloo stops reading from a peer for good when one is gone.
+_abandoned: list[Sequence[Any]] = []
+
+
 class Pending:
     """Work under way, with what it keeps alive; ``wait`` once."""
 
@@ -76,6 +81,10 @@ class Pending:
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self._keep = (), None, None
+
+    def __del__(self) -> None:
+        if self._works:
+            _abandoned.append(self._works)
 
 
 class blame:  # noqa: N801 - reads as a statement

@@ -63,6 +63,7 @@ def shard(
     materializer = Materializer(config, comm, device, ledger, engine, init)
     materializer.check(specs)
     remaining: list[UnitSpec] = list(specs)[::-1]
+    del specs  # the parameters as they came are freed unit by unit
     built: list[Unit] = []
     while remaining:
         built.append(materializer.build(remaining.pop(), len(built)))

@@ -35,6 +35,8 @@ def gathered(
     **Raises** StateError on all ranks when a tensor was changed without ``writeback``.
     """
     engine, slots = _slots_of(targets)
+    if engine.suspended:
+        raise StateError("gathered(): the model is gathered already; leave that context first")
     with torch.no_grad():
         fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
     versions = [full._version for full in fulls]

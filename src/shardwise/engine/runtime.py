@@ -119,7 +119,13 @@ class Engine:
     def _hook_inputs(self, unit: Unit, use: Use, args: Any, kwargs: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.after_use(unit, use))
+                handle = tensor.register_hook(lambda _: self.after_use(unit, use))
+                # As a rule the tensor is the output of the unit before, and has that one's hook. Go
+                # first, so that this unit is freed before that one is gathered. (Autograd runs
+                # hooks in the order in which the dict was filled.)
+                hooks: Any = tensor._backward_hooks
+                for key in [k for k in hooks if k != handle.id]:
+                    hooks[key] = hooks.pop(key)
                 use.has_input_hook = True
 
     def after_forward(self, unit: Unit, output: Any) -> None:
@@ -132,7 +138,7 @@ class Engine:
         _, use, keep = self._stack.pop()
         unit.unbind()
         if use is not None and not self._hook_outputs(unit, use, output):
-            use.done, use = True, None
+            use.spent, use = True, None
         at_root = not self._stack
         waits_for_backward = use is not None and (keep or unit is self.units[0])
         if self.config.stage.frees_after_forward and not waits_for_backward:
@@ -204,7 +210,7 @@ class Engine:
         unit.num_grads += 1
         if unit.num_grads < len(unit.slots) or unit is self.units[0] or unit.used_outside:
             return
-        if not any(u.has_input_hook and not u.done for u in unit.uses):
+        if not any(u.has_input_hook and u.is_open for u in unit.uses):
             self._after_backward(unit)
 
     # -- backward
@@ -218,9 +224,10 @@ class Engine:
     def before_backward(self, unit: Unit, use: Use) -> None:
         """Unshard the unit for its backward, start gathering those that follow."""
         self._ensure_callback()
-        if use.begun or use.done:
+        if use.begun:
             return
         use.begun = unit.in_backward = True
+        use.done = False
         if use.versions != unit.read_versions():
             raise StateError(
                 f"unit '{unit.name or '(root)'}': its parameters were changed between forward and "
@@ -296,6 +303,8 @@ class Engine:
         for unit in self.units:
             unit.used_outside = unit.in_backward = False
             unit.num_grads = 0
+            for use in unit.uses:
+                use.end_pass()
             unit.unbind_all()
             unit.reshard()
         self._ahead.clear()
@@ -353,6 +362,4 @@ class Engine:
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()
-            for use in unit.uses:
-                use.done = True
         self._order.end_step()

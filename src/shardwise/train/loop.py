@@ -61,21 +61,26 @@ def train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> RunResult
         NonFiniteLossError: the loss is not a number.
     """
     started_s = time.perf_counter()
-    first = place.rank == 0
     with join_ranks(place, config.threads) as device:
-        run = prepare_run(config, place, device)
-        if first:
-            (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        with (
-            MetricsFile(metrics_path(config) if first else None) as metrics,
-            ProgressBar(config.steps, shown=first) as bar,
-        ):
-            result = _train_all_steps(run, stop, metrics, bar)
-        if not result.stopped:
-            result.sample = _sample(run)
-        result.peak_bytes_of_ranks = _of_all_ranks(place, peak_memory_bytes(device))
-        result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
+        result = _train_as_rank(prepare_run(config, place, device), stop)
     result.wall_s = time.perf_counter() - started_s
+    return result
+
+
+def _train_as_rank(run: Run, stop: StopRequest) -> RunResult:
+    config, place = run.config, run.place
+    first = place.rank == 0
+    if first:
+        (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    with (
+        MetricsFile(metrics_path(config) if first else None) as metrics,
+        ProgressBar(config.steps, shown=first) as bar,
+    ):
+        result = _train_all_steps(run, stop, metrics, bar)
+    if not result.stopped:
+        result.sample = _sample(run)
+    result.peak_bytes_of_ranks = _of_all_ranks(place, peak_memory_bytes(run.device))
+    result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
     return result
 
 

@@ -1,7 +1,16 @@
-"""Everything a run needs before its first step: process group, data, model, optimizer."""
+"""Everything a run needs before its first step: process group, data, model, optimizer.
+
+Note [Leaving the process group]
+Gloo's threads end with the last reference to its process group. One that is still alive when the
+interpreter ends may abort the process ("terminate called without an active exception"). So nothing
+may keep the group: not the sharded model, whose hooks form reference cycles and are collected
+first, and not `torch.distributed.nn.functional`, which takes the group that exists when it is
+imported as a default argument (the first optimizer step imports it), and is imported before.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before a group exists: Note [Leaving the process group]
 from torch import nn
 
 import shardwise
@@ -80,6 +90,7 @@ def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
     try:
         yield device
     finally:
+        gc.collect()  # Note [Leaving the process group]
         dist.destroy_process_group()
 
 

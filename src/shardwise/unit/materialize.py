@@ -121,11 +121,14 @@ class Materializer:
 
     @contextmanager
     def _live(self, module: nn.Module) -> Iterator[None]:
-        """Put memory under the module's own meta parameters for a while, under buffers for good."""
+        """Put memory under the module's own parameters for a while, under meta buffers for good.
+
+        All of them: one that is live or sharded already (tied, say) must not be initialised again.
+        """
         before = dict(module._parameters)
         for name, param in before.items():
-            if param is not None and param.is_meta:
-                real = torch.empty_like(param, device=self._device)
+            if param is not None:
+                real = torch.empty(tuple(param.shape), dtype=param.dtype, device=self._device)
                 module._parameters[name] = nn.Parameter(real, requires_grad=param.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

@@ -7,7 +7,7 @@ its gradient on the way from one to the other.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -46,15 +46,30 @@ class Scheduler(Protocol):
 
 
 class Use:
-    """One forward call of a unit that autograd recorded; dies with its graph."""
+    """One forward call of a unit that autograd recorded; dies with its graph.
 
-    __slots__ = ("__weakref__", "begun", "done", "has_input_hook", "versions")
+    ``begun`` and ``done`` are of the backward pass under way. A ``spent`` use has seen one end: its
+    graph may be run again (``retain_graph``), but nothing waits for that.
+    """
+
+    __slots__ = ("__weakref__", "begun", "done", "has_input_hook", "spent", "versions")
 
     def __init__(self, versions: tuple[int, ...]) -> None:
         self.begun = False
         self.done = False
+        self.spent = False
         self.has_input_hook = False
         self.versions = versions
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether its part of the backward pass is expected, or has begun and goes on."""
+        return not self.done and (self.begun or not self.spent)
+
+    def end_pass(self) -> None:
+        """Note that a backward pass has ended, with or without this use."""
+        self.begun = self.done = False
+        self.spent = True
 
 
 class Slot:
@@ -177,6 +192,14 @@ class PartialGrad(torch.Tensor):
 
     _slot: Slot
 
+    def full_tensor(self) -> NoReturn:
+        """Refuse: there is no mean to gather yet."""
+        raise _not_reduced("full_tensor", [self._slot])
+
+    def to_local(self) -> NoReturn:
+        """Refuse: there is no mean to slice yet."""
+        raise _not_reduced("to_local", [self._slot])
+
     @classmethod
     def of(cls, slot: Slot) -> "PartialGrad":
         """Stand in for the unreduced gradient of ``slot``."""
@@ -204,11 +227,15 @@ class PartialGrad(torch.Tensor):
                     grad._slot.unit.forget_grads_if_none()
             return None
         slots = [a._slot for a in _flatten(args) if isinstance(a, PartialGrad)]
-        raise StateError(
-            f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, "
-            "because the accumulation window is still open. Run the window's last micro-batch "
-            "under `shardwise.accumulate(model, last=True)` before clipping or stepping"
-        )
+        raise _not_reduced(name, slots)
+
+
+def _not_reduced(name: str, slots: Sequence[Slot]) -> StateError:
+    return StateError(
+        f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, because "
+        "the accumulation window is still open. Run the window's last micro-batch under "
+        "`shardwise.accumulate(model, last=True)` before clipping or stepping"
+    )
 
 
 def _flatten(args: tuple[object, ...]) -> list[object]:
@@ -335,7 +362,7 @@ class Unit:
     @property
     def open_uses(self) -> int:
         """Number of recorded forward calls whose backward has not passed yet."""
-        return sum(not use.done for use in self.uses)
+        return sum(use.is_open for use in self.uses)
 
     def enter_grad_state(self, state: GradState) -> None:
         """Move along the gradient table."""

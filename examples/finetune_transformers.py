@@ -1,0 +1,105 @@
+"""Fine-tune a Hugging Face model, unmodified, at ZeRO stage 3; then let it write.
+
+    pip install transformers
+    python examples/finetune_transformers.py --ranks 2
+    torchrun --nproc-per-node 2 examples/finetune_transformers.py
+
+A small Llama with random weights, so nothing is downloaded. Its class says which modules make
+good units (`_no_split_modules`), so `shard` needs no more than the model.
+"""
+
+import argparse
+import gc
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Imported before a group exists: its default arguments would keep the group, and its threads.
+import torch.distributed.nn.functional
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import shardwise
+from shardwise.device import local_device
+
+STEPS = 60
+TEXT = "a unit is gathered, used and freed; a shard is what stays. "
+
+
+def build_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def draw_batch(random: torch.Generator) -> Tensor:
+    """Return ids [4, 32] of windows of the text; its characters are the tokens."""
+    ids = torch.tensor([ord(char) for char in TEXT * 3])
+    starts = torch.randint(len(TEXT), (4,), generator=random)
+    return torch.stack([ids[start : start + 32] for start in starts])
+
+
+def finetune(device: torch.device) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = build_model().to(device)
+    model.activation_checkpointing_enable()  # gradient_checkpointing_enable() in older versions
+    shardwise.shard(model, stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if rank == 0:
+        print(shardwise.describe(model))
+    random = torch.Generator().manual_seed(rank)
+    model.train()
+    for step in range(1, STEPS + 1):
+        ids = draw_batch(random).to(device)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and (step == 1 or step % 15 == 0):
+            print(f"step {step:3d}  loss {loss.item():.3f}")
+    model.eval()
+    prompt = torch.tensor([[ord(char) for char in "a unit is "]], device=device)
+    with shardwise.gathered(model), torch.no_grad():  # inside: an ordinary model, whole
+        written = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
+        )
+    if rank == 0:
+        print("".join(chr(token) for token in written[0].tolist()))
+
+
+def run_rank(rank: int, **group: Any) -> None:
+    device = local_device(rank)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **group)
+    finetune(device)
+    gc.collect()  # hooks form cycles that hold the group
+    dist.destroy_process_group()
+
+
+def run_local_rank(rank: int, num_ranks: int, folder: str) -> None:
+    run_rank(rank, init_method=f"file://{folder}/group", rank=rank, world_size=num_ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fine-tune a small Llama at stage 3.")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
+    asked = parser.parse_args()
+    if dist.is_torchelastic_launched():
+        return run_rank(dist.get_node_local_rank())
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_local_rank, (asked.ranks, folder), asked.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What a sharded tensor holds: this rank's elements, how the tensor is cut, and whose it is."""
+
+from typing import Any, Protocol, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.unit.cut import Cut
+
+
+class Owner(Protocol):
+    """What a parameter's ShardTensor asks of the unit that owns it."""
+
+    name: str
+    param: Any
+
+    def read_grad(self) -> torch.Tensor | None:
+        """Return the reduced gradient, finishing reductions that are under way."""
+
+    def write_grad(self, value: torch.Tensor | None) -> None:
+        """Replace the gradient; None drops it, reduced or not."""
+
+    def whole(self) -> torch.Tensor:
+        """Return the full parameter, the one that autograd knows."""
+
+    def in_use(self) -> bool:
+        """Tell whether a forward pass of the model is under way."""
+
+    def set_requires_grad(self, requires_grad: bool) -> None:
+        """Freeze or thaw the full parameter along with its shard."""
+
+
+class Sliced(DTensor):
+    """The data of a `ShardTensor`; what it answers is defined there."""
+
+    _local_tensor: torch.Tensor
+    _cut: Cut
+    _owner: Owner | None
+
+    @classmethod
+    def wrap(
+        cls, local: torch.Tensor, cut: Cut, owner: Owner | None = None, requires_grad: bool = False
+    ) -> Self:
+        """Make a ShardTensor of ``local`` (shape ``cut.local_shape``), without a copy."""
+        spec = cut.spec(local.dtype)
+        made: Self = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[assignment]
+        made._cut = cut
+        made._owner = owner
+        return made

@@ -1,0 +1,54 @@
+"""Blocks that torch.compile has compiled, by either spelling, are sharded like any other."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from test_models_parameters import Stack
+from trainer import ENDS, compare, full_parameters, make_steps, mean_square, train
+
+
+class CompiledInPlace(Stack):
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend=backend)
+
+
+class CompiledWrapped(Stack):
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            self.blocks[number] = torch.compile(block, backend=backend)
+
+
+# torch's compiler warns about itself: parts of it are deprecated or experimental.
+pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_model", [CompiledInPlace, CompiledWrapped])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_blocks_take_the_same_steps(make_model: Any, world_size: int) -> None:
+    run_ranks(compare, world_size, partial(make_model, "aot_eager"), ENDS, timeout_s=120)
+
+
+def compare_inductor(rank: int, world_size: int) -> None:
+    """Inductor's kernels round as they like, but alike with shards and without."""
+    steps = make_steps(world_size, 3)
+    torch.manual_seed(0)
+    eager = train(Stack(), steps, mean_square, stage=3)
+    torch.manual_seed(0)
+    model = CompiledInPlace("inductor")
+    compiled = train(model, steps, mean_square, stage=3)
+    for name, parameter in eager.parameters.items():
+        torch.testing.assert_close(compiled.parameters[name], parameter, rtol=1e-4, atol=1e-5)
+    assert full_parameters(model).keys() == eager.parameters.keys()
+
+
+@pytest.mark.slow
+def test_blocks_compiled_by_inductor_train() -> None:
+    run_ranks(compare_inductor, 2, timeout_s=240)

@@ -1,0 +1,150 @@
+"""Models built on the meta device get the same values at any number of ranks, stage and layout."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise import shard
+from shardwise.errors import ConfigError
+from test_models_parameters import Block, Stack
+from trainer import LAYOUTS, adamw, full_parameters, mean_square
+
+
+class Start(Stack):
+    """Tied weights, buffers, layers with and without bias, odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.table = nn.Embedding(7, 5)
+        self.blocks[2].down.weight = self.blocks[0].down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x)) + self.table.weight.sum(0)
+
+
+def materialised(rank: int, world_size: int) -> dict[str, Tensor]:
+    """Check that all settings give the same values, and return them."""
+    found: dict[str, Tensor] = {}
+    for options in LAYOUTS:
+        torch.manual_seed(5 if rank == 0 else 100 + rank)  # rank 0's seed is the one that counts
+        with torch.device("meta"):
+            model = Start()
+        shard(model, **options)
+        assert model.blocks[2].down.weight is model.blocks[0].down.weight
+        values = full_parameters(model)
+        assert torch.equal(model.norm.running_var, torch.ones(5))
+        if found:
+            assert_same_bits(values, found)
+        found = values
+    return found
+
+
+def test_a_meta_start_has_the_same_values_everywhere() -> None:
+    results = [result for world_size in (1, 2, 3) for result in run_ranks(materialised, world_size)]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    weight = results[0]["blocks.0.up.weight"]
+    assert 0 < weight.std() < 1
+    assert not torch.equal(weight, results[0]["blocks.1.up.weight"])
+    assert torch.equal(results[0]["norm.weight"], torch.ones(5))
+
+
+def train_from_meta(rank: int, world_size: int) -> list[float]:
+    with torch.device("meta"):
+        model = Stack()
+    shard(model, stage=3)
+    optimizer = adamw(model.parameters())
+    losses = []
+    for _ in range(4):
+        loss = mean_square(model, torch.linspace(-1, 1, 24).view(3, 8))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_model_from_meta_trains_alike_at_every_world_size() -> None:
+    one, three = run_ranks(train_from_meta, 1)[0], run_ranks(train_from_meta, 3)[0]
+    assert one[0] == three[0]
+    assert one == pytest.approx(three, rel=1e-6)  # a mean of three equal gradients may round
+    assert one[-1] < one[0]
+
+
+def fill_by_hand(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.25)
+
+
+class Bare(nn.Module):
+    """Has a parameter of its own and no reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(7, 3))
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.weight)
+
+
+def start_with_init(rank: int, world_size: int) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Bare()
+    shard(model, stage=3, init=fill_by_hand)
+    return full_parameters(model)
+
+
+def test_init_fills_the_modules_instead_of_reset_parameters() -> None:
+    for values in run_ranks(start_with_init, 2):
+        assert all(torch.equal(v, torch.full_like(v, 0.25)) for v in values.values())
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.bare = Bare()
+
+
+def refuse_bare(rank: int, world_size: int) -> str:
+    """Return the message; the model must be as it was."""
+    with torch.device("meta"):
+        model = Mixed()
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError) as caught:
+        shard(model)
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert not model._forward_hooks
+    assert not model.blocks[0]._forward_pre_hooks
+    assert not hasattr(model, "_shardwise_engine")
+    assert all(p.is_meta for p in model.parameters())
+    return str(caught.value)
+
+
+def test_a_module_that_cannot_be_initialised_is_refused_before_anything_changed() -> None:
+    for message in run_ranks(refuse_bare, 2):
+        assert "'bare' (Bare)" in message
+        assert "reset_parameters" in message
+        assert "init=" in message
+
+
+def start_partly_live(rank: int, world_size: int) -> Any:
+    """One module is live, with a value; the others are on meta."""
+    with torch.device("meta"):
+        model = Stack()
+    model.head = nn.Linear(8, 5)
+    nn.init.constant_(model.head.weight, float(rank + 1))
+    shard(model, stage=3)
+    return full_parameters(model)
+
+
+def test_modules_that_are_live_already_keep_rank_zeros_values() -> None:
+    for values in run_ranks(start_partly_live, 2):
+        assert torch.equal(values["head.weight"], torch.ones(5, 8))
+        assert values["blocks.0.up.weight"].std() > 0

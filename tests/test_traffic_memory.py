@@ -1,0 +1,462 @@
+"""Bytes: what a step sends, what a rank holds, and the peak, against formulas written here anew."""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ranks import run_ranks
+from shardwise import accumulate, shard, stats
+from shardwise.engine.api import engine_of
+
+Shapes = list[tuple[int, ...]]
+NUM_BLOCKS = 3
+
+
+class Block(nn.Module):
+    """5 x 6, 5, 6 x 5: no dim divides by 2, 3 and 4 alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+        self.down = nn.Linear(5, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+BLOCK: Shapes = [(5, 6), (5,), (6, 5)]
+ROOT: Shapes = [(), (7, 6)]  # a module's own parameters come before its children's
+UNITS = [ROOT, *[BLOCK] * NUM_BLOCKS]
+TOKENS = torch.tensor([[0, 3, 6, 2], [1, 4, 5, 0]])
+
+
+def owned(shapes: Shapes, layout: str, num_ranks: int, rank: int) -> int:
+    """Return how many elements of a unit a rank owns, padding left out."""
+    if layout == "flat":
+        total = sum(map(prod, shapes))
+        slot = -(-total // num_ranks)
+        return min(slot, max(total - rank * slot, 0))
+    found = 0
+    for shape in shapes:
+        rows = shape[0] if shape else 1
+        slot = -(-rows // num_ranks)
+        found += min(slot, max(rows - rank * slot, 0)) * prod(shape[1:])
+    return found
+
+
+def padded(shapes: Shapes, layout: str, num_ranks: int) -> int:
+    """Return how many elements a rank's shard buffer of a unit has."""
+    if layout == "flat":
+        return -(-sum(map(prod, shapes)) // num_ranks)
+    return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
+
+
+def gather_bytes(units: Sequence[Shapes], layout: str, num_ranks: int, rank: int) -> int:
+    """Every rank sends what it owns to each of the others."""
+    return sum(owned(u, layout, num_ranks, rank) for u in units) * (num_ranks - 1) * 4
+
+
+def reduce_bytes(units: Sequence[Shapes], layout: str, num_ranks: int, rank: int) -> int:
+    """Every rank sends each of the others what that one owns."""
+    peers = [r for r in range(num_ranks) if r != rank]
+    return sum(owned(u, layout, num_ranks, peer) for u in units for peer in peers) * 4
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(TOKENS).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sent_in(model: nn.Module, run: Any) -> tuple[Counter[str], Counter[str]]:
+    """Return (bytes, collectives) by kind that ``run`` made this rank send."""
+    before = stats(model)
+    run()
+    after = stats(model)
+    sent = Counter(after.sent_bytes)
+    sent.subtract(before.sent_bytes)
+    num = Counter(after.num_collectives)
+    num.subtract(before.num_collectives)
+    return Counter({k: v for k, v in sent.items() if v}), Counter({k: v for k, v in num.items() if v})
+
+
+def expected_traffic(
+    stage: int, layout: str, num_ranks: int, rank: int, num_params: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Write the formula down: 2 x model for stages 0 to 2, 3 x model for stage 3 less what is kept.
+
+    At stage 3 the root and the last unit of the forward pass are gathered once only.
+    """
+    gathers = list(UNITS)
+    if stage == 3:
+        gathers += UNITS[1:-1]
+    sent = {
+        "shard.all_gather": gather_bytes(gathers, layout, num_ranks, rank),
+        "shard.reduce_scatter": reduce_bytes(UNITS, layout, num_ranks, rank),
+        "shard.flags": num_params * (num_ranks - 1),
+    }
+    # The buckets of 1 MiB hold all of this model's gradients.
+    num = {"shard.all_gather": len(gathers), "shard.reduce_scatter": 1, "shard.flags": 1}
+    if stage == 0:
+        # What is gathered is the mean gradient. Nothing else is.
+        num["shard.all_gather"] = len(UNITS)
+    return ({k: v for k, v in sent.items() if v}, num) if num_ranks > 1 else ({}, {})
+
+
+def check_traffic(rank: int, world_size: int) -> None:
+    for layout in ("rows", "flat"):
+        for stage in (0, 1, 2, 3):
+            for prefetch_bytes in (None, 0):
+                torch.manual_seed(0)
+                model = shard(Net(), stage=stage, layout=layout, prefetch_bytes=prefetch_bytes)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                num_params = len(list(model.parameters()))
+                for _ in range(2):
+                    one_step(model, optimizer)
+                for _ in range(2):
+                    found = sent_in(model, lambda: one_step(model, optimizer))  # noqa: B023
+                    sent, num = expected_traffic(stage, layout, world_size, rank, num_params)
+                    label = f"stage {stage}, {layout}, prefetch {prefetch_bytes}, rank {rank}"
+                    num = {k: v for k, v in num.items() if v}
+                    assert dict(found[0]) == sent, label
+                    counted = {k: v for k, v in found[1].items() if world_size > 1}
+                    assert counted == num, label
+
+
+def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collectives() -> None:
+    for world_size in (1, 2, 3, 4):
+        run_ranks(check_traffic, world_size)
+
+
+def model_bytes_per_rank(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+    model = shard(Even(), stage=stage, prefetch_bytes=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 24)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    sent, _ = sent_in(model, step)
+    return sum(v for k, v in sent.items() if k != "shard.flags"), model_bytes(model)
+
+
+class Even(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def model_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_with_even_shapes_a_rank_sends_two_or_three_models_times_n_minus_1_over_n() -> None:
+    for world_size in (2, 3, 4):
+        for stage in (0, 1, 2, 3):
+            for sent, model in run_ranks(model_bytes_per_rank, world_size, stage):
+                kept = model // 4 if stage == 3 else 0  # the last block stays for its backward
+                models = (3 if stage == 3 else 2) * model - kept
+                assert sent * world_size == models * (world_size - 1)
+
+
+def check_hybrid(rank: int, world_size: int) -> None:
+    """Two replicas of two shards: the shard axis as ever, and an all-reduce of the slices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layout in ("rows", "flat"):
+        for stage in (0, 1, 2, 3):
+            model = shard(Net(), stage=stage, layout=layout, mesh=mesh)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            num_params = len(list(model.parameters()))
+            one_step(model, optimizer)
+            one_step(model, optimizer)
+            sent, num = sent_in(model, lambda: one_step(model, optimizer))  # noqa: B023
+            on_shard = {k: v for k, v in sent.items() if k.startswith("shard.")}
+            expected, _ = expected_traffic(stage, layout, 2, rank % 2, num_params)
+            assert on_shard == expected, (stage, layout)
+            slots = [padded(u, layout, 2) * 4 for u in UNITS]
+            both_ways = sum(v for k, v in sent.items() if k in ("replicate.all_reduce",))
+            # Over two ranks each sends its half of every slot in both phases, one element more or
+            # less; a segment is reduced by itself at stage 0.
+            slack = 2 * 4 * sum(len(u) for u in UNITS)
+            assert abs(both_ways - sum(slots)) <= slack, (stage, layout, both_ways, sum(slots))
+            assert sent["replicate.flags"] == num_params
+            assert set(sent) <= {*expected, "replicate.all_reduce", "replicate.flags"}, sent
+
+
+def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis() -> None:
+    run_ranks(check_hybrid, 4)
+
+
+# Persistent bytes.
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of the tensors' memory, each storage counted once."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def check_persistent(rank: int, world_size: int) -> None:
+    numel = sum(prod(s) for u in UNITS for s in u)
+    for layout in ("rows", "flat"):
+        for stage in (0, 1, 2, 3):
+            for precision, param_size in (("fp32", 4), ("bf16", 2)):
+                model = shard(Net(), stage=stage, layout=layout, precision=precision)
+                optimizer = torch.optim.AdamW(model.parameters())
+                for _ in range(2):
+                    one_step(model, optimizer)
+                model(TOKENS).square().sum().backward()
+                params = list(model.parameters())
+                grads = [p.grad._local_tensor for p in params]  # type: ignore[union-attr]
+                label = f"stage {stage}, {layout}, {precision}, rank {rank} of {world_size}"
+                shards = sum(padded(u, layout, world_size) for u in UNITS)
+                mine = sum(owned(u, layout, world_size, rank) for u in UNITS)
+                full = shards * world_size
+                replicated = stage == 0
+                one_copy = stage < 3 or world_size == 1
+                held = stats(model)
+                assert held.param_shard_bytes == (full if replicated else shards) * 4, label
+                aliased = one_copy and precision == "fp32"
+                if aliased:
+                    extra = 0 if replicated else (full - shards) * 4
+                else:
+                    extra = full * param_size if stage < 3 else 0
+                assert held.param_full_bytes == extra, label
+                engine = engine_of(model)
+                leaves = [s.leaf for u in engine.units for s in u.slots]
+                locals_ = [p._local_tensor for p in params]  # type: ignore[attr-defined]
+                measured = storage_bytes([*locals_, *leaves])
+                assert measured == held.param_shard_bytes + held.param_full_bytes, label
+                slices = numel if replicated else mine
+                assert held.grad_shard_bytes == slices * 4, label
+                assert storage_bytes(grads) == (full if replicated else shards) * 4, label
+                assert held.grad_partial_bytes == 0, label
+                state = [
+                    v._local_tensor
+                    for p in params
+                    for v in optimizer.state[p].values()
+                    if v.numel() > 1 and hasattr(v, "_local_tensor")
+                ]
+                scalars = [p for p in params if p.numel() == 1]
+                state += [
+                    optimizer.state[p][k]._local_tensor
+                    for p in scalars
+                    for k in ("exp_avg", "exp_avg_sq")
+                ]
+                assert sum(t.nbytes for t in state) == 2 * slices * 4, label
+                assert storage_bytes(state) == 2 * slices * 4, label
+
+
+def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding() -> None:
+    for world_size in (1, 2, 3):
+        run_ranks(check_persistent, world_size)
+
+
+def padding_of(rank: int, world_size: int, width: int) -> list[tuple[str, float, int]]:
+    from shardwise import describe
+
+    found = []
+    for layout in ("rows", "flat"):
+        model = shard(Decoder(width), layout=layout, stage=3)
+        for unit in describe(model).units:
+            found.append((layout, unit.padding_share, unit.padding_bytes // 4))
+    return found
+
+
+class Decoder(nn.Module):
+    """Shapes as in a decoder: matrices, biases, norms, and a vocabulary that divides by nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1009, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width, bias=False),
+                    "up": nn.Linear(width, 8 * width // 3, bias=False),
+                }
+            )
+            for _ in range(2)
+        )
+
+
+def test_padding_is_below_one_element_per_rank_in_flat_and_below_3_percent_in_rows() -> None:
+    for world_size in (2, 3, 4):
+        for layout, share, elements in run_ranks(padding_of, world_size, 96)[0]:
+            assert share < 0.03
+            if layout == "flat":
+                assert elements < world_size
+
+
+# The peak, and what is left behind.
+
+
+def full_bytes(shapes: Shapes, layout: str, num_ranks: int) -> int:
+    return padded(shapes, layout, num_ranks) * num_ranks * 4
+
+
+def check_peak(rank: int, world_size: int) -> None:
+    for layout in ("rows", "flat"):
+        root, block = (full_bytes(u, layout, world_size) for u in (ROOT, BLOCK))
+        for prefetch in (None, 0, block, 2 * block, 10**6):
+            model = shard(Net(), stage=3, layout=layout, prefetch_bytes=prefetch)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                one_step(model, optimizer)
+            peak = stats(model).param_full_peak_bytes
+            budget = block if prefetch is None else prefetch
+            label = f"{layout}, prefetch {prefetch}"
+            assert peak <= root + block + budget, label
+            if prefetch == 0:
+                assert peak == root + block, label
+            assert stats(model).param_full_bytes == 0, label
+
+
+def test_the_peak_of_full_parameters_is_the_root_a_unit_and_the_prefetch_budget() -> None:
+    for world_size in (2, 3):
+        run_ranks(check_peak, world_size)
+
+
+def live_bytes() -> int:
+    gc.collect()
+    tensors = []
+    for thing in gc.get_objects():
+        try:
+            if isinstance(thing, Tensor) and not thing.is_meta:
+                tensors.append(getattr(thing, "_local_tensor", thing))
+        except ReferenceError:
+            continue
+    return storage_bytes(tensors)
+
+
+def check_growth(rank: int, world_size: int, stage: int) -> None:
+    torch.manual_seed(0)
+    model = shard(Net(), stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = []
+    for step in range(1, 21):
+        with accumulate(model, last=False):
+            model(TOKENS).square().sum().backward()
+        one_step(model, optimizer)
+        if step in (5, 20):
+            seen.append((live_bytes(), sum(len(u.uses) for u in engine_of(model).units)))
+    assert seen[0] == seen[1]
+    assert seen[0][1] == 0
+
+
+def test_nothing_grows_from_step_to_step() -> None:
+    for stage in (0, 1, 2, 3):
+        run_ranks(check_growth, 2, stage)
+
+
+def check_dropped_graph(rank: int, world_size: int, stage: int) -> None:
+    torch.manual_seed(0)
+    model = shard(Net(), stage=stage)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        one_step(model, optimizer)
+    before = live_bytes(), stats(model).param_full_bytes
+    for _ in range(3):
+        loss = model(TOKENS).sum()
+        del loss
+    one_step(model, optimizer)
+    assert sum(u.open_uses for u in engine_of(model).units) == 0
+    assert (live_bytes(), stats(model).param_full_bytes) == before
+
+
+def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind() -> None:
+    for stage in (1, 3):
+        run_ranks(check_dropped_graph, 2, stage)
+
+
+def check_evaluation(rank: int, world_size: int) -> None:
+    for layout in ("rows", "flat"):
+        model = shard(Net(), stage=3, layout=layout)
+        optimizer = torch.optim.AdamW(model.parameters())
+        one_step(model, optimizer)
+        for _ in range(2):
+            with torch.no_grad():
+                model(TOKENS)
+            assert stats(model).param_full_bytes == 0
+        with torch.inference_mode():
+            model(TOKENS)
+        assert stats(model).param_full_bytes == 0
+
+
+def test_after_evaluation_at_stage_3_no_full_copy_is_left() -> None:
+    for world_size in (2, 3):
+        run_ranks(check_evaluation, world_size)
+
+
+def check_accumulation(rank: int, world_size: int) -> None:
+    numel = sum(prod(s) for u in UNITS for s in u)
+    for stage, every, is_partial in (
+        (1, None, True),
+        (1, "micro_batch", False),
+        (2, None, False),
+        (3, None, False),
+        (3, "step", True),
+    ):
+        model = shard(Net(), stage=stage, reduce_every=every)
+        mine = sum(owned(u, "rows", world_size, rank) for u in UNITS) * 4
+        for number in range(2):
+            with accumulate(model, last=False):
+                sent, _ = sent_in(model, lambda: model(TOKENS).square().sum().backward())  # noqa: B023
+            _ = [p.grad for p in model.parameters()]  # what is under way is completed now
+            held = stats(model)
+            label = f"stage {stage}, {every}, micro-batch {number}"
+            assert held.grad_partial_bytes == (numel * 4 if is_partial else 0), label
+            assert held.grad_shard_bytes == (0 if is_partial else mine), label
+            assert ("shard.reduce_scatter" in sent) != is_partial, label
+        with accumulate(model, last=True):
+            model(TOKENS).square().sum().backward()
+        _ = [p.grad for p in model.parameters()]
+        held = stats(model)
+        assert (held.grad_partial_bytes, held.grad_shard_bytes) == (0, mine)
+
+
+def test_a_window_holds_partial_gradients_where_the_step_reduces_and_slices_where_it_does_not() -> (
+    None
+):
+    run_ranks(check_accumulation, 2)
+
+
+@pytest.mark.slow
+def test_with_many_units_stage_3_sends_three_models_less_one_unit() -> None:
+    for world_size in (2, 3):
+        for sent, model in run_ranks(model_bytes_per_rank, world_size, 3):
+            assert 2.7 * model < sent * world_size / (world_size - 1) < 3 * model
