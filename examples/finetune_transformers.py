@@ -11,13 +11,10 @@ good units (`_no_split_modules`), so `shard` needs no more than the model.
 import argparse
 import gc
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Imported before a group exists: its default arguments would keep the group, and its threads.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,7 +32,6 @@ def build_model() -> LlamaForCausalLM:
         intermediate_size=128,
         num_hidden_layers=3,
         num_attention_heads=4,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -52,14 +48,14 @@ def draw_batch(random: torch.Generator) -> Tensor:
 def finetune(device: torch.device) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = build_model().to(device)
+    with device:
+        model = build_model()
     model.activation_checkpointing_enable()  # gradient_checkpointing_enable() in older versions
     shardwise.shard(model, stage=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if rank == 0:
         print(shardwise.describe(model))
     random = torch.Generator().manual_seed(rank)
-    model.train()
     for step in range(1, STEPS + 1):
         ids = draw_batch(random).to(device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -79,16 +75,14 @@ def finetune(device: torch.device) -> None:
         print("".join(chr(token) for token in written[0].tolist()))
 
 
-def run_rank(rank: int, **group: Any) -> None:
-    device = local_device(rank)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **group)
+def run_rank(local_rank: int, num_ranks: int = -1, method: str | None = None) -> None:
+    device = local_device(local_rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    rank = local_rank if method else -1  # torchrun says by itself which rank this is
+    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
     finetune(device)
     gc.collect()  # hooks form cycles that hold the group
     dist.destroy_process_group()
-
-
-def run_local_rank(rank: int, num_ranks: int, folder: str) -> None:
-    run_rank(rank, init_method=f"file://{folder}/group", rank=rank, world_size=num_ranks)
 
 
 def main() -> None:
@@ -98,7 +92,8 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         return run_rank(dist.get_node_local_rank())
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_local_rank, (asked.ranks, folder), asked.ranks)
+        arguments = (asked.ranks, f"file://{folder}/group")
+        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
 
 
 if __name__ == "__main__":

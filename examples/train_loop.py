@@ -9,19 +9,15 @@ What is not plain PyTorch: `shard` and `accumulate`. The rest of the file makes 
 import argparse
 import gc
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Imported before a group exists: its default arguments would keep the group, and its threads.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise
 from shardwise.device import local_device
-from shardwise.quantities import format_bytes
 
 STEPS, MICRO_BATCHES, VOCAB, WIDTH = 20, 2, 64, 64
 
@@ -53,7 +49,7 @@ class NextToken(nn.Module):
 def train(stage: int, device: torch.device) -> None:
     rank = dist.get_rank()
     model = shardwise.shard(NextToken().to(device), stage=stage)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if rank == 0:
         print(shardwise.describe(model))
     data = torch.Generator().manual_seed(rank)  # every rank has data of its own
@@ -73,23 +69,17 @@ def train(stage: int, device: torch.device) -> None:
         if rank == 0 and (step == 1 or step % 5 == 0):
             print(f"step {step:3d}  loss {loss_sum:.4f}  gradient norm {norm:.3f}")
     if rank == 0:
-        held = shardwise.stats(model)
-        print(f"shards {format_bytes(held.param_shard_bytes)}", end=", ")
-        print(f"full copies kept {format_bytes(held.param_full_bytes)}")
-        sent = sum(held.sent_bytes.values()) / STEPS
-        print(f"sent per step {format_bytes(sent)} in {dict(held.num_collectives)}")
+        print(shardwise.stats(model))
 
 
-def run_rank(rank: int, stage: int, **group: Any) -> None:
-    device = local_device(rank)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **group)
+def run_rank(local_rank: int, stage: int, num_ranks: int = -1, method: str | None = None) -> None:
+    device = local_device(local_rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    rank = local_rank if method else -1  # torchrun says by itself which rank this is
+    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
     train(stage, device)
     gc.collect()  # hooks form cycles that hold the group
     dist.destroy_process_group()
-
-
-def run_local_rank(rank: int, num_ranks: int, stage: int, folder: str) -> None:
-    run_rank(rank, stage, init_method=f"file://{folder}/group", rank=rank, world_size=num_ranks)
 
 
 def main() -> None:
@@ -100,8 +90,8 @@ def main() -> None:
     if dist.is_torchelastic_launched():
         return run_rank(dist.get_node_local_rank(), asked.stage)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (asked.ranks, asked.stage, folder)
-        torch.multiprocessing.spawn(run_local_rank, arguments, asked.ranks)
+        arguments = (asked.stage, asked.ranks, f"file://{folder}/group")
+        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ class Fault(torch.autograd.Function):
     """The identity, which fails on its way forward or backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, where: str, how: str) -> Tensor:  # type: ignore[override]  # noqa: ANN001
+    def forward(ctx, x: Tensor, where: str, how: str) -> Tensor:  # type: ignore[override]
         ctx.where, ctx.how = where, how
         if where == "forward":
             fail(how)
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if ctx.where == "backward":
             fail(ctx.how)
         return grad, None, None

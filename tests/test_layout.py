@@ -1,5 +1,6 @@
 """Integers: every element has one place in the full buffer, and one rank that owns it."""
 
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -27,7 +28,7 @@ def shard_ranges(layout: Layout, rank: int) -> list[tuple[int, int]]:
 
 def overlap(ranges: list[tuple[int, int]]) -> bool:
     ordered = sorted(ranges)
-    return any(end > begin for (_, end), (begin, _) in zip(ordered, ordered[1:], strict=False))
+    return any(end > begin for (_, end), (begin, _) in pairwise(ordered))
 
 
 @given(kinds, shapes, num_ranks)
@@ -87,7 +88,7 @@ def test_full_parameters_lie_inside_the_full_buffer_and_do_not_overlap(
     layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
     begins = [layout.full_offset(i) for i in range(len(shapes))]
     ranges = [(b, b + prod(s)) for b, s in zip(begins, shapes, strict=True) if prod(s)]
-    assert all(0 <= begin and end <= layout.full_numel for begin, end in ranges)
+    assert all(begin >= 0 and end <= layout.full_numel for begin, end in ranges)
     assert not overlap(ranges)
 
 
@@ -98,7 +99,7 @@ def test_pieces_lie_inside_the_shard_buffer_and_do_not_overlap(
     layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
     for rank in range(num_ranks):
         ranges = shard_ranges(layout, rank)
-        assert all(0 <= begin and end <= layout.shard_numel for begin, end in ranges)
+        assert all(begin >= 0 and end <= layout.shard_numel for begin, end in ranges)
         assert not overlap(ranges)
         for index in range(len(shapes)):  # an empty slice must be takeable as well
             piece = layout.piece(index, rank)
@@ -135,7 +136,7 @@ def test_the_bounds_of_a_segment_leave_padding_out(
     for segment in layout.segments:
         bounds = [segment.bounds(rank) for rank in range(num_ranks)]
         assert bounds[0][0] == 0 and bounds[-1][1] == segment.numel
-        assert all(hi == lo for (_, hi), (lo, _) in zip(bounds, bounds[1:], strict=False))
+        assert all(hi == lo for (_, hi), (lo, _) in pairwise(bounds))
         assert all(hi - lo <= segment.slot_numel for lo, hi in bounds)
 
 
@@ -155,9 +156,9 @@ class OtherBlock(Block):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(4, 2)
+        self.embed = nn.Embedding(2, 2)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(2, 4, bias=False)
+        self.head = nn.Linear(2, 1, bias=False)
 
 
 def owned(units: tuple[UnitSpec, ...]) -> dict[str, list[str]]:
@@ -176,6 +177,16 @@ def test_children_of_different_classes_are_not_taken_for_units() -> None:
     net = Net()
     net.blocks[1] = OtherBlock()
     assert list(owned(partition_into_units(net, None))) == [""]
+
+
+def test_a_layer_outside_the_blocks_that_is_as_large_as_one_is_a_unit_too() -> None:
+    net = Net()
+    net.embed = nn.Embedding(3, 2)
+    units = owned(partition_into_units(net, None))
+    assert units == {"": ["head.weight"], "embed": ["embed.weight"]} | BLOCKS
+    net._no_split_modules = ["Block"]  # type: ignore[assignment]
+    assert owned(partition_into_units(net, None)) == units
+    assert owned(partition_into_units(net, [Block])) == ROOT | BLOCKS  # whoever chooses has chosen
 
 
 def test_only_the_outermost_module_list_gives_units() -> None:
@@ -235,7 +246,9 @@ def test_a_weight_tied_across_units_belongs_to_the_root_and_inside_one_to_that_u
     net.blocks[1].linear.tied = net.blocks[1].linear.weight  # type: ignore[union-attr]
     net.blocks[2].linear.weight = net.blocks[1].linear.weight  # type: ignore[union-attr]
     units = partition_into_units(net, None)
-    by_name = {spec.name: (u.name, [use.name for use in spec.uses]) for u in units for spec in u.params}
+    by_name = {
+        spec.name: (u.name, [use.name for use in spec.uses]) for u in units for spec in u.params
+    }
     assert by_name["embed.weight"] == ("", ["embed.weight", "blocks.0.extra"])
     assert by_name["blocks.1.linear.weight"] == (
         "",

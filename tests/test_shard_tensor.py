@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from ranks import run_ranks
 from shardwise import ShardTensor, gathered, shard, stats
@@ -18,7 +17,6 @@ from shardwise.errors import ShardError, StateError
 
 LAYOUTS = ("rows", "flat")
 STAGES = (0, 1, 2, 3)
-Rows = list[Any]
 
 
 class Block(nn.Module):
@@ -58,15 +56,6 @@ class WithEmpty(Net):
         return super().forward(tokens) + self.nothing.sum()
 
 
-class Even(nn.Module):
-    """Every slice of every parameter on 1, 2 or 3 ranks is a multiple of 64 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 64))
-        self.bias = nn.Parameter(torch.randn(384))
-
-
 def pair(layout: str, stage: int = 3, make: Callable[[], nn.Module] = Net) -> list[nn.Module]:
     """Return the same model twice, plain and sharded."""
     torch.manual_seed(1)
@@ -94,15 +83,15 @@ def assert_bits(actual: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=what)
 
 
-def both(rank: int, world_size: int, fn_name: str) -> None:
-    """Run a check of this module for both layouts."""
+def both(rank: int, world_size: int, check: Callable[[str], None]) -> None:
     for layout in LAYOUTS:
-        globals()[fn_name](layout)
+        check(layout)
 
 
-def both_layouts(fn: Callable[[str], None], sizes: Iterable[int] = (1, 2, 3)) -> None:
+def both_layouts(check: Callable[[str], None], sizes: Iterable[int] = (1, 2, 3)) -> None:
+    """Run a check for both layouts at every world size."""
     for world_size in sizes:
-        run_ranks(both, world_size, fn.__name__)
+        run_ranks(both, world_size, check)
 
 
 # What it is.
@@ -152,118 +141,7 @@ def test_rows_shards_are_the_shards_of_torch_uneven_ones_too() -> None:
         run_ranks(rows_like_torch, world_size)
 
 
-# Optimizers.
-
-
-class Lion(torch.optim.Optimizer):
-    """Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["m"] = torch.zeros_like(p)
-                update = (state["m"] * 0.9 + p.grad * 0.1).sign()
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-group["lr"])
-                state["m"].lerp_(p.grad, 0.01)
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adamw one by one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
-    "adam, tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), weight_decay=0.1),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "sgd foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adagrad foreach": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
-    "rmsprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, foreach=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "nadam foreach": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True),
-    "lion": Lion,
-}
-FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adam fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True, amsgrad=True),
-    "sgd fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-}
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the usual two groups: matrices decay, the rest does not and has another rate."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in params if p.ndim >= 2]
-    others = [p for p in params if p.ndim < 2]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.003}]
-
-
-def train_both(models: list[nn.Module], make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    optimizers = [make(groups_of(m)) for m in models]
-    schedulers = [LambdaLR(o, lambda step: 1 / (step + 1)) for o in optimizers]
-    for step in range(3):
-        give_grads(models, step)
-        if step == 1:  # a parameter without a gradient keeps its value and its state
-            for model in models:
-                next(model.parameters()).grad = None
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    states = [
-        {n: o.state[p] for n, p in m.named_parameters()}
-        for m, o in zip(models, optimizers, strict=True)
-    ]
-    for name in states[0]:
-        assert states[0][name].keys() == states[1][name].keys(), name
-        for key, value in states[0][name].items():
-            ours = states[1][name][key]
-            if isinstance(value, Tensor) and value.shape:
-                assert isinstance(ours, ShardTensor) and ours.shape == value.shape, (name, key)
-
-
-def check_optimizers(layout: str) -> None:
-    for stage in (0, 3):
-        for label, make in OPTIMIZERS.items():
-            models = pair(layout, stage, WithEmpty)
-            train_both(models, make)
-            for name, expected, param in named(models):
-                what = f"{label}, stage {stage}, {layout}: {name}"
-                assert_bits(param.full_tensor(), expected.data, what)
-
-
-def test_elementwise_optimizers_make_the_steps_that_they_make_on_full_tensors() -> None:
-    both_layouts(check_optimizers)
-
-
-def check_fused_optimizers(layout: str) -> None:
-    for label, make in FUSED.items():
-        for stage in (0, 3):
-            models = pair(layout, stage, Even)
-            train_both(models, make)
-            for name, expected, param in named(models):
-                assert_bits(param.full_tensor(), expected.data, f"{label}, {layout}: {name}")
-            # A slice that does not fill the vector registers takes the kernel's scalar tail, whose
-            # multiply-adds round twice: one unit in the last place per operation.
-            models = pair(layout, stage)
-            train_both(models, make)
-            for name, expected, param in named(models):
-                torch.testing.assert_close(
-                    param.full_tensor(), expected.data, rtol=1e-6, atol=1e-7, msg=name
-                )
-
-
-def test_fused_optimizers_make_the_same_steps() -> None:
-    both_layouts(check_fused_optimizers)
+# Reading and writing.
 
 
 def check_state_access(layout: str) -> None:
@@ -284,105 +162,6 @@ def check_state_access(layout: str) -> None:
 
 def test_gradients_and_optimizer_state_are_read_whole_and_written_whole() -> None:
     both_layouts(check_state_access)
-
-
-def check_scheduler_state(layout: str) -> None:
-    models = pair(layout)
-    made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
-    cycles = [OneCycleLR(o, max_lr=0.2, total_steps=5) for o in made]
-    for step in range(4):
-        give_grads(models, step)
-        for optimizer, cycle in zip(made, cycles, strict=True):
-            optimizer.step()
-            cycle.step()
-    for name, plain, param in named(models):
-        assert_bits(param.full_tensor(), plain.data, name)
-
-
-def test_schedulers_that_change_momentum_too_work_as_before() -> None:
-    both_layouts(check_scheduler_state, (3,))
-
-
-# Norms and clipping.
-
-NORM_TYPES = (1.0, 2.0, 3.0, float("inf"))
-
-
-def clip_reports(rank: int, world_size: int) -> list[Any]:
-    """Clip in every way; return (label, norm) of each."""
-    found = []
-    for layout in LAYOUTS:
-        for stage in (0, 3):
-            models = pair(layout, stage)
-            plain, sharded = models
-            for norm_type in NORM_TYPES:
-                for foreach in (None, True, False):
-                    give_grads(models, 3)
-                    label = f"{layout}, stage {stage}, norm {norm_type}, foreach {foreach}"
-                    before = stats(sharded).num_collectives.get("shard.scalars", 0)
-                    norms = [
-                        nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type, True, foreach)
-                        for m in models
-                    ]
-                    torch.testing.assert_close(norms[1].item(), norms[0].item(), rtol=1e-6, atol=0)
-                    sent = stats(sharded).num_collectives.get("shard.scalars", 0) - before
-                    assert sent == (0 if stage == 0 or world_size == 1 else 1), (label, sent)
-                    for name, expected, param in named(models):
-                        scaled = param.grad.full_tensor()
-                        torch.testing.assert_close(
-                            scaled, expected.grad, rtol=1e-6, atol=1e-9, msg=f"{label}: {name}"
-                        )
-                    found.append((label, norms[1].item()))
-                    grads = [p.grad for p in sharded.parameters()]
-                    total = nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-                    found.append((f"{label}, again", float(total)))
-                    assert abs(float(total) - 0.5) < 1e-3
-    return found
-
-
-def test_clipping_is_right_the_same_on_every_rank_and_one_collective() -> None:
-    for world_size in (1, 2, 3):
-        first, *others = run_ranks(clip_reports, world_size)
-        assert all(other == first for other in others)
-
-
-def check_clip_bits_on_one_rank(layout: str) -> None:
-    models = pair(layout)
-    for norm_type in NORM_TYPES:
-        give_grads(models, 5)
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type) for m in models]
-        for name, expected, param in named(models):
-            torch.testing.assert_close(param.grad.full_tensor(), expected.grad, msg=name)
-        assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-7)
-
-
-def test_on_one_rank_clipping_differs_by_no_more_than_its_own_rounding() -> None:
-    both_layouts(check_clip_bits_on_one_rank, (1,))
-
-
-def check_clip_value_and_non_finite(layout: str) -> None:
-    models = pair(layout)
-    for foreach in (None, True, False):
-        give_grads(models, 4)
-        for model in models:
-            nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
-        for name, plain, param in named(models):
-            assert_bits(param.grad.full_tensor(), plain.grad, name)
-    param = models[1].embed.weight
-    broken = torch.ones(param.shape)
-    broken[-1, -1] = float("nan")  # on the last rank only
-    param.grad = broken
-    norm = nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
-    assert torch.isnan(norm).item()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        nn.utils.clip_grad_norm_(models[1].parameters(), 1.0, error_if_nonfinite=True)
-
-
-def test_clipping_by_value_is_exact_and_a_nan_of_one_rank_is_seen_by_all() -> None:
-    both_layouts(check_clip_value_and_non_finite)
-
-
-# Reading and writing.
 
 
 def check_copies(layout: str) -> None:
@@ -544,10 +323,9 @@ def check_copying(layout: str) -> None:
                 pickle.dumps(thing)
             with pytest.raises(ShardError, match="cannot be pickled"):
                 torch.save(thing, io.BytesIO())
-    for operation in (copy.deepcopy, copy.copy, pickle.dumps):
-        if operation is not copy.copy:
-            with pytest.raises((StateError, ShardError), match=r"deepcopy|pickl"):
-                operation(models[1])
+    for operation in (copy.deepcopy, pickle.dumps):
+        with pytest.raises((StateError, ShardError), match=r"deepcopy|pickl"):
+            operation(models[1])
     with gathered(models[1]):
         plain_state = copy.deepcopy(models[1].state_dict())
         pickle.dumps(plain_state)
@@ -562,8 +340,8 @@ def check_repr(layout: str) -> None:
     models = pair(layout)
     give_grads(models, 1)
     before = stats(models[1])
-    texts = [f"{repr(p)} {p} {p.grad}" for p in models[1].parameters()] + [repr(models[1])]
-    assert "'embed.weight'" in texts[0] and "shape=(7, 3)" in texts[0]
+    texts = [f"{p!r} {p} {p.grad}" for p in models[1].parameters()] + [repr(models[1])]
+    assert any("'embed.weight'" in text and "shape=(7, 3)" in text for text in texts)
     after = stats(models[1])
     assert (after.sent_bytes, after.num_collectives) == (before.sent_bytes, before.num_collectives)
 
@@ -601,8 +379,8 @@ def check_reductions(layout: str) -> None:
         for name, plain, param in named(models):
             for label, reduce in REDUCTIONS.items():
                 what = f"{label} of {name}, {layout}, stage {stage}"
-                if not plain.numel() and "sum" not in label and "norm" not in label:
-                    continue
+                if not plain.numel() and label not in ("sum", "torch.sum", "norm", "norm 1"):
+                    continue  # torch has no maximum of nothing
                 expected, ours = reduce(plain.grad), reduce(param.grad)
                 assert not isinstance(ours, ShardTensor), what
                 assert ours.dtype == expected.dtype and ours.shape == expected.shape, what

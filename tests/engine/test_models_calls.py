@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from models import Block, Stack
 from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import shard
-from test_models_parameters import Block, Stack
 from trainer import (
     LAYOUTS,
     STAGES,
@@ -243,9 +243,7 @@ def dropped_forward_loss(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss_fn", [two_forwards_loss, dropped_forward_loss])
 def test_several_forwards_may_come_before_one_backward(loss_fn: Any) -> None:
     for num_micro_batches in (1, 2):
-        run_ranks(
-            compare, 2, Stack, LAYOUTS, loss_fn, num_micro_batches=num_micro_batches
-        )
+        run_ranks(compare, 2, Stack, LAYOUTS, loss_fn, num_micro_batches=num_micro_batches)
 
 
 def gradients_of_two_backwards(model: nn.Module, batch: Tensor, kind: str) -> Any:

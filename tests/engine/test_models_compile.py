@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from models import Stack
 from ranks import run_ranks
-from test_models_parameters import Stack
 from trainer import ENDS, compare, full_parameters, make_steps, mean_square, train
 
 

@@ -1,5 +1,6 @@
 """A step that raises leaves nothing behind, and a step that takes another path is right."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models import Block, Stack
 from ranks import run_ranks
 from shardwise import shard
 from shardwise.engine.api import engine_of
 from shardwise.unit.states import GradState, ParamState
-from test_models_parameters import Block, Stack
 from trainer import (
     LAYOUTS,
     STAGES,
@@ -224,7 +225,7 @@ def gathers_ahead(rank: int, world_size: int) -> list[int]:
         blocks = [f"blocks.{n}" for n in Detours.ORDERS[step]]
         ahead = sum(
             ("shard.all_gather", later) in order[: order.index(("call", earlier))]
-            for earlier, later in zip(blocks, blocks[1:], strict=False)
+            for earlier, later in pairwise(blocks)
         )
         counts.append(ahead)
         loss.backward()

@@ -1,5 +1,6 @@
-"""Parameters of every kind: tied, frozen, unused, scalar, empty, of several dtypes, used elsewhere."""
+"""Parameters of every kind: tied, frozen, unused, scalar, empty, mixed dtypes, used elsewhere."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import Block, Experts, Stack, routed_loss
 from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import shard
@@ -26,34 +28,6 @@ from trainer import (
     train,
     train_plain,
 )
-
-
-class Block(nn.Module):
-    """A unit: like children of a ModuleList are found as units."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, width + 3)
-        self.down = nn.Linear(width + 3, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    """Three blocks and a head."""
-
-    block_class: type[nn.Module] = Block
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.block_class() for _ in range(3))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class TiedTwiceBlock(Block):
@@ -169,32 +143,6 @@ class Branches(nn.Module):
         return self.blocks[2](self.blocks[which](x))
 
 
-class InnerBranchBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        return x + self.experts[which](x)
-
-
-class Experts(nn.Module):
-    """Units whose experts run or not, rank by rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(InnerBranchBlock() for _ in range(2))
-
-    def forward(self, x: Tensor, which: int) -> Tensor:
-        for block in self.blocks:
-            x = block(x, which)
-        return x
-
-
-def routed_loss(model: nn.Module, batch: tuple[Tensor, int]) -> Tensor:
-    return model(*batch).square().mean()
-
-
 ROUTES = [0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
 
 
@@ -270,7 +218,7 @@ def moves_of_a(rank: int, world_size: int, stage: int, windows: list[str]) -> li
         optimizer.step()
         optimizer.zero_grad()
         values.append(-float(full_parameters(model)["a"]))
-    return [after - before for before, after in zip(values, values[1:], strict=False)]
+    return [after - before for before, after in pairwise(values)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

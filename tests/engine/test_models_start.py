@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models import Block, Stack
 from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import shard
 from shardwise.errors import ConfigError
-from test_models_parameters import Block, Stack
 from trainer import LAYOUTS, adamw, full_parameters, mean_square
 
 

@@ -1,4 +1,4 @@
-"""Low precision against a plain loop that says by hand what is cast when, and what is summed how."""
+"""Low precision against a plain loop that says by hand what is cast, and what is summed how."""
 
 import copy
 from functools import partial
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_from_scratch as zero
+from models import OddModel
 from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import Precision, shard
-from test_parity import OddModel
 from trainer import (
     LAYOUTS,
     Steps,
@@ -126,9 +126,7 @@ def compare_with_the_hand(
         truths = {}
         for each in (False, True):
             torch.manual_seed(0)
-            truths[each] = train_by_hand(
-                make_model(), steps, loss_fn, rank, compute, reduce, each
-            )
+            truths[each] = train_by_hand(make_model(), steps, loss_fn, rank, compute, reduce, each)
         for settings in LAYOUTS:
             torch.manual_seed(0)
             trained = train(make_model(), steps, loss_fn, precision=precision, **settings)

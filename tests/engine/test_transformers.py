@@ -87,9 +87,7 @@ def own_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def compare_model(rank: int, world_size: int, name: str, settings: list[dict[str, Any]]) -> None:
-    compare(
-        rank, world_size, MODELS[name][0], settings, own_loss, make_batch=ids, num_steps=2
-    )
+    compare(rank, world_size, MODELS[name][0], settings, own_loss, make_batch=ids, num_steps=2)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

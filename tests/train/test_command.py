@@ -1,5 +1,6 @@
 """`shardwise train` as a process: help, errors, two ranks end to end, signals."""
 
+import argparse
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
-    path.write_text(TINY + f"data: {SOURCES}\noutput: {tmp_path / 'run'}\n")
+    path.write_text(TINY + f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n")
     return path
 
 

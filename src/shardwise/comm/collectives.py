@@ -7,6 +7,10 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+# Its default arguments take hold of the world group where it is imported; dynamo does that in the
+# first optimizer step, and gloo's threads then outlive destroy_process_group and abort at exit.
+import torch.distributed.nn.functional
+
 from shardwise.comm import coalesced, point_to_point
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
 from shardwise.layout.segments import Segment
@@ -70,11 +74,11 @@ class Comm:
         slot = -(-buffer.numel() // axis.size)
         segment = Segment(buffer.numel(), slot, 0, 0)
         padded = buffer
-        if slot * axis.size != buffer.numel() and self._is_even(axis):
+        if slot * axis.size != buffer.numel() and not self.sends_uneven:
             padded = buffer.new_zeros(slot * axis.size)
             padded[: buffer.numel()].copy_(buffer)
         out = buffer.new_empty(slot)
-        part = (0, padded if self._is_even(axis) else buffer)
+        part = (0, padded)
         self.start_reduce_scatter([ReduceItem(segment, (part,), out)], axis, site, divisor).wait()
         lo, hi = segment.bounds(axis.rank)
         padded[lo:hi].copy_(out[: hi - lo])
@@ -83,8 +87,10 @@ class Comm:
         if padded is not buffer:
             buffer.copy_(padded[: buffer.numel()])
 
-    def _is_even(self, axis: Axis) -> bool:
-        return self._transports[axis.name] is coalesced
+    @property
+    def sends_uneven(self) -> bool:
+        """Tell whether slots may differ in length, and so lie in place in any buffer."""
+        return all(t is point_to_point for t in self._transports.values())
 
     def start_any(self, flags: torch.Tensor, site: Site) -> list[Pending]:
         """Start an elementwise maximum of uint8 ``flags`` over all axes, in place.

@@ -20,6 +20,7 @@ from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
 PIECE_BYTES = 16 << 20
+_BLOCK_NUMEL = 1 << 16
 SMALL_BYTES = 32 << 10
 _TAGS_PER_SITE = 1 << 8
 _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather": 3}
@@ -116,23 +117,40 @@ def _length(item: GatherItem, rank: int) -> int:
 
 @dataclass
 class _Sum:
-    """One range of this rank's slot: its own addend, the peers', and where the sum goes."""
+    """One range of this rank's slot: its own addend, the peers', and where the mean goes.
+
+    ``out`` may be the memory of ``own``, or of the addend of the lowest peer.
+    """
 
     out: torch.Tensor
     own: torch.Tensor
     peers: dict[int, torch.Tensor]
 
-    def run(self, rank: int, num_ranks: int) -> None:
-        """Add in rank order, starting from rank 0; addends are cast to ``out``'s dtype."""
+    def run(self, rank: int, num_ranks: int, divisor: int) -> None:
+        """Add in rank order, starting from rank 0, and divide; block by block, in the cache.
+
+        Addends of another dtype are cast to ``out``'s one by one.
+        """
         addends = [self.own if r == rank else self.peers[r] for r in range(num_ranks)]
-        if num_ranks == 1:
-            self.out.copy_(self.own)
-        elif self.own.dtype == self.out.dtype:
-            torch.add(addends[0], addends[1], out=self.out)
-        else:
-            self.out.copy_(addends[0]).add_(addends[1])
-        for addend in addends[2:]:
-            self.out.add_(addend)
+        for begin in range(0, self.out.numel(), _BLOCK_NUMEL):
+            out = self.out[begin : begin + _BLOCK_NUMEL]
+            _add_in_order([a[begin : begin + _BLOCK_NUMEL] for a in addends], out, rank == 0)
+            if divisor != 1:
+                out.div_(divisor)
+
+
+def _add_in_order(addends: Sequence[torch.Tensor], out: torch.Tensor, own_is_first: bool) -> None:
+    if addends[0].dtype != out.dtype or len(addends) == 1:
+        out.copy_(addends[0])
+        for addend in addends[1:]:
+            out.add_(addend)
+        return
+    # Partial sums go where no addend still to come lies: this rank's own may lie in ``out``.
+    scratch = out if own_is_first else addends[0]
+    total = addends[0]
+    for addend in addends[1:-1]:
+        total = torch.add(total, addend, out=scratch)
+    torch.add(total, addends[-1], out=out)
 
 
 def start_reduce_scatter(
@@ -163,10 +181,7 @@ def start_reduce_scatter(
         for unpack in unpacks:
             unpack()
         for each in sums:
-            each.run(axis.rank, axis.size)
-        if divisor != 1:
-            for item in items:
-                item.out.div_(divisor)
+            each.run(axis.rank, axis.size, divisor)
 
     return Pending(site, axis, exchange.works, finish, items)
 
@@ -216,7 +231,8 @@ def _receive_slots(
                 small.append(own)
                 small_sums.append(index)
             else:
-                place = out if into_out and own.dtype == out.dtype else torch.empty_like(own)
+                fits = into_out and not item.in_place and own.dtype == out.dtype
+                place = out if fits else torch.empty_like(own)
                 exchange.receive(peer, place)
                 sums[index].peers[peer] = place
             index += 1

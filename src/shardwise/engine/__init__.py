@@ -1,5 +1,5 @@
 """When: in which order units are gathered, used, reduced and freed.
 
-Reading order: ``order``, ``prefetch``, ``runtime``, ``hooks``, ``accumulate``, ``gathered``,
-``describe``, ``api``.
+Reading order: ``nest``, ``order``, ``prefetch``, ``reductions``, ``runtime``, ``hooks``, ``api``,
+``accumulate``, ``gathered``, ``describe``.
 """

@@ -17,6 +17,7 @@ from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_
 from shardwise.mesh import resolve_axes
 from shardwise.trace import FullBytes, Stats
 from shardwise.unit.materialize import Init, Materializer
+from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 
 _ATTRIBUTE = "_shardwise_engine"
@@ -113,14 +114,14 @@ def stats(model: nn.Module) -> Stats:
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
     slots = [s for u in engine.units for s in u.slots]
-    grads = {id(g): g for s in slots if (g := s.grad) is not None}
+    grads = [g.to_local().nbytes for s in slots if isinstance(g := s.grad, ShardTensor)]
     partials = [t for s in slots for t in (s.partial, s.leaf.grad) if t is not None]
     traffic = engine.comm.traffic
     return Stats(
         param_shard_bytes=sum(s.shard_bytes for s in storages),
         param_full_bytes=sum(s.kept_bytes for s in storages),
         param_full_peak_bytes=engine.ledger.peak,
-        grad_shard_bytes=sum(g.to_local().nbytes for g in grads.values()),  # type: ignore[attr-defined]
+        grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,
         grad_partial_bytes=sum(t.nbytes for t in partials),
         sent_bytes=dict(traffic.sent_bytes),
         num_collectives=dict(traffic.num_collectives),

@@ -7,15 +7,9 @@ first) every node of the unit has run by then. A unit without such an input is d
 gradients are there, or at the end. `end_backward` is queued once per backward pass and closes
 whatever is still open. A `Use` lives in the graph through the hooks, so a graph that is dropped
 without a backward pass leaves nothing behind.
-
-Note [Gradients of some ranks only]
-A parameter may get a gradient on one rank and none on another. Every rank reduces every unit that
-ran, with zeros where it has nothing; one small all-reduce of flags per backward pass says which
-parameters had a gradient anywhere. A parameter that had none keeps ``grad`` None, and so its value
-and its optimizer state. The flags are read only by a rank that missed a gradient, so there is no
-synchronisation with the device in the usual case.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,16 +17,16 @@ import torch
 from torch.autograd import Variable
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import Pending, Site
 from shardwise.config import ShardConfig
 from shardwise.engine.nest import map_tensors, tensors_in
 from shardwise.engine.order import Order
 from shardwise.engine.prefetch import units_to_prefetch
-from shardwise.errors import StateError
+from shardwise.engine.reductions import Reductions
+from shardwise.errors import CollectiveError, StateError
 from shardwise.trace import FullBytes
-from shardwise.unit.reduce import Reduction, add_to_grad
 from shardwise.unit.states import GradState, ParamState
-from shardwise.unit.unit import Slot, Unit, Use
+from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Unit, Use
 
 _LOOKAHEAD_UNITS = 16
 
@@ -55,11 +49,9 @@ class Engine:
         self._stack: list[tuple[Unit, Use | None, bool]] = []
         self._ahead: set[int] = set()
         self._backward_task: int | None = None
-        self._bucket: list[Unit] = []
-        self._in_flight: list[Reduction] = []
-        self._reduced: list[tuple[Reduction, dict[Slot, torch.Tensor]]] = []
-        self._flags: tuple[list[Slot], torch.Tensor, list[Pending]] | None = None
+        self._reductions = Reductions(config, comm)
         self._prefetch_bytes = 0
+        self._num_calls = 0
 
     def settle(self, units: list[Unit]) -> None:
         """Take the units over, the root first, once all are built."""
@@ -90,6 +82,8 @@ class Engine:
         if not in_backward and self._backward_task is not None:
             self._recover()
         records = torch.is_grad_enabled()
+        if not self._stack and not in_backward:
+            self._check_call(unit, records)
         recomputes = in_backward and unit.in_backward
         self._stack.append((unit, None, in_backward))
         unit.start_unshard()
@@ -106,6 +100,27 @@ class Engine:
             self._hook_inputs(unit, use, args, kwargs)
         return args, kwargs
 
+    def _check_call(self, unit: Unit, records: bool) -> None:
+        """Refuse what would be wrong without a word, before anything is gathered."""
+        transform: Any = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None and transform.key() is not torch._C._functorch.TransformType.Vmap:
+            raise StateError(
+                f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
+                "come and go during the call; use it inside `with shardwise.gathered(model):`"
+            )
+        if not records:
+            return
+        self._num_calls += 1
+        if self._num_calls & (self._num_calls - 1):
+            return  # the walk is for the 1st, 2nd, 4th, 8th ... call: it costs a millisecond
+        for name, param in unit.module.named_parameters():
+            if param.requires_grad and not isinstance(param, ShardTensor):
+                where = f"{unit.name}.{name}" if unit.name else name
+                raise StateError(
+                    f"parameter '{where}' was added or replaced after shard(), so its gradient "
+                    "would stay this rank's own; change the model before shard()"
+                )
+
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         dtype = self.config.precision.param
         if dtype is None or not self.config.precision.cast_inputs:
@@ -119,13 +134,7 @@ class Engine:
     def _hook_inputs(self, unit: Unit, use: Use, args: Any, kwargs: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                handle = tensor.register_hook(lambda _: self.after_use(unit, use))
-                # As a rule the tensor is the output of the unit before, and has that one's hook. Go
-                # first, so that this unit is freed before that one is gathered. (Autograd runs
-                # hooks in the order in which the dict was filled.)
-                hooks: Any = tensor._backward_hooks
-                for key in [k for k in hooks if k != handle.id]:
-                    hooks[key] = hooks.pop(key)
+                tensor.register_hook(lambda _: self.after_use(unit, use))
                 use.has_input_hook = True
 
     def after_forward(self, unit: Unit, output: Any) -> None:
@@ -137,6 +146,8 @@ class Engine:
             return
         _, use, keep = self._stack.pop()
         unit.unbind()
+        if isinstance(sys.exc_info()[1], CollectiveError):
+            return  # other gathers may never end: whoever sends them may have stopped as this rank
         if use is not None and not self._hook_outputs(unit, use, output):
             use.spent, use = True, None
         at_root = not self._stack
@@ -157,11 +168,12 @@ class Engine:
             if not tensor.requires_grad or tensor.grad_fn is None:
                 continue
             found = True
-            # A view that is changed in place later gets a new grad_fn, and a hook on it would be
-            # lost; its base keeps the old one (pytorch#181832).
-            for hooked in {id(tensor): tensor, id(tensor._base): tensor._base}.values():
-                if hooked is not None and hooked.grad_fn is not None:
-                    hooked.register_hook(lambda _: self.before_backward(unit, use))
+            # On the node, not on the tensor: a node's hooks run after those of its tensors, so the
+            # unit that follows is freed (`after_use`) before this one is gathered. A view that is
+            # changed in place later gets a new node; its base keeps the old one (pytorch#181832).
+            for made in (tensor, tensor._base):
+                if made is not None and made.grad_fn is not None:
+                    made.grad_fn.register_prehook(lambda _: self.before_backward(unit, use))
         return found
 
     def _drop_prefetched(self) -> None:
@@ -233,10 +245,13 @@ class Engine:
                 f"unit '{unit.name or '(root)'}': its parameters were changed between forward and "
                 "backward (an optimizer step or a load in between); run backward first"
             )
-        unit.start_unshard()
+        if unit.backward_reads_params:
+            unit.start_unshard()
         self._ahead.discard(unit.index)
-        self._prefetch(self._order.visit_backward(unit.index))
-        unit.finish_unshard()
+        upcoming = self._order.visit_backward(unit.index) or ()
+        self._prefetch([i for i in upcoming if self.units[i].backward_reads_params])
+        if unit.backward_reads_params:
+            unit.finish_unshard()
 
     def after_use(self, unit: Unit, use: Use) -> None:
         """Close one use of the unit; the last one closes the unit."""
@@ -260,11 +275,7 @@ class Engine:
         if not any(s.leaf.requires_grad for s in unit.slots):
             return
         if self.is_last_micro_batch or self.config.reduce_every == "micro_batch":
-            if unit in self._bucket:
-                return
-            self._bucket.append(unit)
-            if sum(u.full_bytes for u in self._bucket) >= self.config.bucket_bytes:
-                self._flush()
+            self._reductions.add(unit)
         else:
             if unit.grad_state is not GradState.PARTIAL:
                 unit.enter_grad_state(GradState.PARTIAL)
@@ -272,30 +283,15 @@ class Engine:
             for slot in unit.slots:
                 slot.keep_partial(self.config.precision.reduce or slot.leaf.dtype)
 
-    def _flush(self) -> None:
-        if not self._bucket:
-            return
-        reduction = Reduction(self._bucket, self.comm, self.config.precision.reduce)
-        self._bucket = []
-        reduction.start()
-        self._in_flight.append(reduction)
-        while len(self._in_flight) > self.config.reduces_in_flight:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        reduction = self._in_flight.pop(0)
-        self._reduced.append((reduction, reduction.finish()))
-
     def end_backward(self) -> None:
         """Close the backward pass: reduce what is left, free what is full."""
         reduces = self.is_last_micro_batch or self.config.reduce_every == "micro_batch"
         for unit in reversed(self.units):
             open_here = unit.in_backward or unit.num_grads
             left = reduces and unit.grad_state is GradState.PARTIAL
-            if (open_here or left) and unit not in self._bucket:
+            if (open_here or left) and not self._reductions.is_waiting(unit):
                 self._after_backward(unit)
-        self._flush()
-        self._start_flags()
+        self._reductions.close()
         self._reset_pass()
         self._order.end_step()
 
@@ -312,53 +308,18 @@ class Engine:
         self._backward_task = None
 
     # -- gradients
-    def _start_flags(self) -> None:
-        reductions = [r for r, _ in self._reduced] + self._in_flight
-        if not reductions or self.comm.axes.num_ranks == 1:
-            return
-        slots = [s for r in reductions for u in r.units for s in u.slots if s.leaf.requires_grad]
-        used = set().union(*(r.used_here for r in reductions))
-        device = slots[0].leaf.device
-        flags = torch.tensor([s in used for s in slots], dtype=torch.uint8, device=device)
-        self._flags = slots, flags, self.comm.start_any(flags, Site("flags", "(all)", 0))
+    @property
+    def grad_bytes_under_way(self) -> int:
+        """Bytes of the means that are not in ``p.grad`` yet."""
+        return self._reductions.nbytes
 
     def finish_reductions(self) -> None:
-        """Complete every reduction under way and set ``p.grad``. **State** REDUCING -> REDUCED."""
-        while self._in_flight:
-            self._finish_oldest()
-        if not self._reduced:
-            return
-        reduced, self._reduced = self._reduced, []
-        used = set().union(*(r.used_here for r, _ in reduced)) | self._used_elsewhere(reduced)
-        for _, means in reduced:
-            for slot, mean in means.items():
-                if slot in used:
-                    add_to_grad(slot, mean)
-        for unit in {u for r, _ in reduced for u in r.units}:
-            unit.enter_grad_state(GradState.REDUCED)
-            unit.forget_grads_if_none()
-
-    def _used_elsewhere(
-        self, reduced: list[tuple[Reduction, dict[Slot, torch.Tensor]]]
-    ) -> set[Slot]:
-        flags, self._flags = self._flags, None
-        if flags is None:
-            return set()
-        slots, values, pendings = flags
-        for pending in pendings:
-            pending.wait()
-        if set().union(*(r.used_here for r, _ in reduced)).issuperset(slots):
-            return set()
-        return {slot for slot, flag in zip(slots, values.tolist(), strict=True) if flag}
+        """Complete every reduction under way and set ``p.grad``."""
+        self._reductions.finish()
 
     def _recover(self) -> None:
         """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
-        while self._in_flight:
-            self._finish_oldest()
-        for unit in {u for r, _ in self._reduced for u in r.units}:
-            unit.enter_grad_state(GradState.REDUCED)
-            unit.forget_grads_if_none()
-        self._reduced, self._bucket, self._flags = [], [], None
+        self._reductions.drop()
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()

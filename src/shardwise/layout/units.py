@@ -1,8 +1,9 @@
 """Which modules form a unit, and which unit owns each parameter.
 
 Rules, first that applies: the classes or instances that the user names; the model's own hints
-(``_no_split_modules`` of Hugging Face models); like children of a ``ModuleList``. What no unit
-owns belongs to the root unit. A tied weight belongs to the lowest unit that holds all its users.
+(``_no_split_modules`` of Hugging Face models); like children of a ``ModuleList``; with the latter
+two also layers outside them that are as large as one. What no unit owns belongs to the root unit.
+A tied weight belongs to the lowest unit that holds all its users.
 """
 
 from collections.abc import Iterator, Sequence
@@ -100,12 +101,28 @@ def _lowest_common(paths: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
 def _chosen_modules(model: nn.Module, units: Sequence[UnitChoice] | None) -> set[int]:
     if units is not None:
         return _named_modules(model, units)
-    hints = getattr(model, "_no_split_modules", None)
-    if hints:
-        found = {id(m) for m in model.modules() if type(m).__name__ in set(hints)}
-        if found:
-            return found
-    return {id(m) for m in _like_children(model)}
+    hints = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = [m for m in model.modules() if type(m).__name__ in hints]
+    blocks = blocks or list(_like_children(model))
+    return {id(m) for m in (*blocks, *_large_leaves(model, blocks))}
+
+
+def _large_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the layers outside the blocks that are as large as a block: embeddings, heads.
+
+    In the root unit they would stay full, and their gradients unreduced, from the first layer's
+    forward to its backward.
+    """
+    smallest = min((_numel(b.parameters()) for b in blocks), default=0)
+    inside = {id(m) for block in blocks for m in block.modules()}
+    for module in model.modules():
+        is_leaf = module is not model and next(module.children(), None) is None
+        if is_leaf and id(module) not in inside and _numel(module.parameters()) >= smallest > 0:
+            yield module
+
+
+def _numel(params: Iterator[nn.Parameter]) -> int:
+    return sum(p.numel() for p in params)
 
 
 def _named_modules(model: nn.Module, units: Sequence[UnitChoice]) -> set[int]:

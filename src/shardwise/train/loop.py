@@ -90,6 +90,7 @@ def _train_all_steps(
     config = run.config
     result = RunResult(unigram_entropy=run.stream.unigram_entropy)
     tokens_per_step = run.global_batch * config.seq
+    peak_key = "peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes"
     for step in range(1, config.steps + 1):
         sent_before, started_s = _sent_bytes(run), time.perf_counter()
         report = train_step(run, step, stop)
@@ -103,8 +104,8 @@ def _train_all_steps(
             step_s=step_s,
             tokens=step * tokens_per_step,
             state_bytes=report.state.total_bytes,
-            peak_rss_bytes=peak_memory_bytes(run.device),
             sent_bytes=_sent_bytes(run) - sent_before,
+            **{peak_key: peak_memory_bytes(run.device)},
         )
         result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
         bar.advance(

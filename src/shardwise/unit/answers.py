@@ -31,6 +31,8 @@ def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[Sliced]:
 
 def is_in_place(name: str) -> bool:
     """Tell by its name whether a function writes its first argument."""
+    if name in ("__setitem__", "module_load"):
+        return True
     return name.endswith("_") and not (name.startswith("__") and not name.startswith("__i"))
 
 
@@ -48,7 +50,9 @@ def whole(value: Any) -> Any:
 
 def _refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
     owner = tensors[0]._owner
-    what = f"parameter '{owner.name}'" if owner else f"a Sliced of shape {tensors[0]._cut.shape}"
+    what = (
+        f"parameter '{owner.name}'" if owner else f"a ShardTensor of shape {tensors[0]._cut.shape}"
+    )
     return ShardError(
         f"{name} on {what}: each rank holds only a slice, so the result would be this rank's, not "
         "the whole tensor's. Use t.full_tensor(), or `with shardwise.gathered(...)` to change it"
@@ -91,6 +95,8 @@ def set_property(func: Any, args: tuple[Any, ...]) -> Any:
 
 def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run a function that has sharded tensors among its arguments, or refuse to."""
+    if name.startswith(("_foreach_", "_fused_")) and is_elementwise(name):
+        return _run_lists(func, name, args, kwargs)
     shards = shards_in(args, kwargs)
     if name in ("detach", "alias"):
         made = shards[0]
@@ -124,7 +130,24 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return func(*_locals(args), **{k: _locals(v) for k, v in kwargs.items()})
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
         raise _refusal(name, shards)
-    return func(*whole(args), **{k: whole(v) for k, v in kwargs.items()})
+    return _run_whole(func, name, args, kwargs, shards)
+
+
+def _run_whole(
+    func: Any,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    shards: Sequence[Sliced],
+) -> Any:
+    """Run a function on full tensors; refuse when it wrote one (``inplace=True``): a lost change."""
+    args, kwargs = whole(args), {k: whole(v) for k, v in kwargs.items()}
+    fulls = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    before = [(t, t._version) for t in fulls if not t.is_inference()]
+    result = func(*args, **kwargs)
+    if any(t._version != version for t, version in before):
+        raise _refusal(f"{name}, in place,", shards)
+    return result
 
 
 def _locals(value: Any) -> Any:
@@ -135,6 +158,20 @@ def _locals(value: Any) -> Any:
     return value
 
 
+def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an elementwise function of lists of tensors (foreach, fused) on the local tensors."""
+    leads: Sequence[Any] = args[0]
+    result = func(
+        *(_list_of_locals(a, leads, name) for a in args),
+        **{k: _list_of_locals(v, leads, name) for k, v in kwargs.items()},
+    )
+    if name.startswith("_fused_"):
+        _bump_versions(args)
+    if isinstance(result, list | tuple) and not name.endswith("_"):
+        return [_wrapped(r, t) for r, t in zip(result, leads, strict=True)]
+    return args[0] if name.endswith("_") else result
+
+
 def _run_local(
     func: Any,
     name: str,
@@ -143,20 +180,14 @@ def _run_local(
     shards: Sequence[Sliced],
 ) -> Any:
     """Run an elementwise function on the local tensors; wrap what is new."""
-    if name.startswith(("_foreach_", "_fused_")):
-        leads: Sequence[Any] = args[0]
-        result = func(
-            *(_list_of_locals(a, leads, name) for a in args),
-            **{k: _list_of_locals(v, leads, name) for k, v in kwargs.items()},
-        )
-        if name.startswith("_fused_"):
-            _bump_versions(args)
-        if isinstance(result, list | tuple) and not name.endswith("_"):
-            return [_wrapped(r, t) for r, t in zip(result, leads, strict=True)]
-        return args[0] if name.endswith("_") else result
     cut = shards[0]._cut
-    if is_in_place(name) and not isinstance(args[0], Sliced):
+    writes = args[0] if is_in_place(name) else kwargs.get("out", shards[0])
+    if not isinstance(writes, Sliced):
         raise _refusal(f"{name} into a plain tensor", shards)
+    if name == "where" and len(args) == 1:
+        raise _refusal("where (of one argument)", shards)
+    if name in ("to", "type_as") and args[0] is not shards[0]:
+        return func(*_locals(args), **kwargs)  # a plain tensor takes the dtype of a sharded one
     result = func(
         *(_operand(a, cut, name) for a in args),
         **{k: _operand(v, cut, name) for k, v in kwargs.items()},
@@ -189,6 +220,13 @@ def _list_of_locals(value: Any, leads: Sequence[Any], name: str) -> Any:
         return [v._local_tensor if isinstance(v, Sliced) else v for v in value]
     found = []
     for item, lead in zip(value, leads, strict=True):
+        if isinstance(item, Sliced):
+            if isinstance(lead, Sliced) and item._cut is lead._cut:
+                found.append(item._local_tensor)
+                continue
+        elif isinstance(item, torch.Tensor) and item.dim() == 0:
+            found.append(item)
+            continue
         if isinstance(lead, Sliced) and isinstance(item, torch.Tensor):
             if isinstance(item, Sliced) and item._cut is lead._cut:
                 found.append(item._local_tensor)
@@ -216,7 +254,8 @@ def _order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float |
     """Return the order when the call is the norm of all elements, else None."""
     names = ("p", "ord")
     order = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), 2.0)
-    if len(args) > 2 or any(v is not None for k, v in kwargs.items() if k not in names):
+    others = [*args[2:], *(v for k, v in kwargs.items() if k not in names)]
+    if any(v is not None and v is not False for v in others):  # dims, keepdim, dtype
         return None
     return 2.0 if order in (None, "fro") else order
 

@@ -48,22 +48,19 @@ class LazyNorm(torch.Tensor):
     """
 
     _kind: NormKind
+    _partial: torch.Tensor
 
     @classmethod
     def of(cls, partial: torch.Tensor, kind: NormKind) -> "LazyNorm":
         """Wrap this rank's part."""
         lazy: LazyNorm = partial.as_subclass(cls)
         lazy._kind = kind
+        lazy._partial = partial
         return lazy
-
-    def partial(self) -> torch.Tensor:
-        """Return this rank's part as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
 
     def resolve(self) -> torch.Tensor:
         """Return the norm over all ranks as a plain tensor."""
-        return self._kind.combine(self.partial())
+        return self._kind.combine(self._partial)
 
     @classmethod
     def __torch_function__(
@@ -79,15 +76,15 @@ class LazyNorm(torch.Tensor):
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "to" and not kwargs and args[1:] == (args[0].device,):
+        if name == "to" and not kwargs and args[1:] == (args[0]._partial.device,):
             return args[0]
         if name == "stack" and len(args) == 1 and not kwargs:
             lazies = [t for t in args[0] if isinstance(t, LazyNorm)]
             if len(lazies) == len(args[0]) and len({t._kind for t in lazies}) == 1:
-                return cls.of(torch.stack([t.partial() for t in lazies]), lazies[0]._kind)
+                return cls.of(torch.stack([t._partial for t in lazies]), lazies[0]._kind)
         if name in ("vector_norm", "linalg_vector_norm") and _is_total(args, kwargs):
             lazy = args[0]
-            return lazy._kind.combine(torch.linalg.vector_norm(lazy.partial(), *args[1:], **kwargs))
+            return lazy._kind.combine(torch.linalg.vector_norm(lazy._partial, *args[1:], **kwargs))
         return func(*_resolved(args), **{k: _resolved(v) for k, v in kwargs.items()})
 
 

@@ -52,6 +52,15 @@ METADATA = _names(
     """
 )
 
+# What is the same of this rank's elements: answered from them, since optimizers ask it of every
+# parameter in every step.
+LOCAL_FACTS = _names(
+    """
+    is_floating_point is_complex is_signed element_size get_device dtype device layout is_cuda
+    is_cpu is_sparse is_sparse_csr is_meta is_quantized is_mkldnn is_mps
+    """
+)
+
 # Properties that are operations on the elements.
 WHOLE_PROPERTIES = _names("T mT H mH real imag")
 
@@ -64,7 +73,7 @@ GRAD_FREE = _names("detach requires_grad_ zeros_like ones_like empty_like full_l
 # Reductions of a whole tensor to one number, with the reduction over ranks that completes each.
 REDUCTIONS = {
     "sum": "sum",
-    "mean": "mean",
+    "mean": "sum",
     "max": "max",
     "amax": "max",
     "min": "min",

@@ -7,6 +7,7 @@ import torch
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
+from shardwise.layout.segments import Segment
 from shardwise.trace import span
 from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
@@ -16,12 +17,18 @@ from shardwise.unit.unit import Slot, Unit
 
 @dataclass
 class _Part:
-    """The reduction of one storage: which slots take part, and the buffer of the result."""
+    """The reduction of one storage: which slots take part, and where their means will lie.
+
+    ``out`` is the buffer of this rank's slices ([S]), or of everything where state is replicated
+    ([P]); ``wholes`` are then the segments in it, each to be gathered. Without ``out`` the means
+    lie in the gradients themselves.
+    """
 
     unit: Unit
     storage: Storage
     slots: list[Slot]
-    out: torch.Tensor
+    out: torch.Tensor | None
+    wholes: list[tuple[Segment, torch.Tensor]]
 
 
 class Reduction:
@@ -59,30 +66,51 @@ class Reduction:
         slots = [s for s in unit.slots if s.storage is storage and s.leaf.requires_grad]
         if not slots:
             return []
-        layout = storage.layout
         dtype = self._reduce_dtype or storage.master.dtype
         wire_dtype = dtype if unit.has_local_sum else storage.full.dtype
+        grads = [self._take(slot, wire_dtype) for slot in slots]
         replicated = not storage.stage.shards_state
+        in_place = wire_dtype == dtype == storage.master.dtype and self._comm.sends_uneven
+        if replicated and in_place:
+            return self._start_in_place(unit, storage, slots, grads)
+        layout = storage.layout
         numel = layout.full_numel if replicated else layout.shard_numel
         out = torch.empty(numel, dtype=dtype, device=storage.master.device)
-        self._parts.append(_Part(unit, storage, slots, out))
         parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for slot in slots:
-            grad = slot.take_partial(wire_dtype)
+        for slot, grad in zip(slots, grads, strict=True):
             placed = layout.params[slot.index]
-            if grad is None:
-                grad = torch.zeros(placed.numel, dtype=wire_dtype, device=out.device)
-            else:
-                self.used_here.add(slot)
             parts.setdefault(placed.segment, []).append((placed.offset, grad))
-        items = []
+        items, wholes = [], []
         for number, segment in enumerate(layout.segments):
             if number in parts and segment.numel:
                 begin = segment.shard_offset
                 if replicated:
                     begin = segment.full_offset + storage.rank * segment.slot_numel
+                    end = segment.full_offset + segment.slot_numel * layout.num_ranks
+                    wholes.append((segment, out[segment.full_offset : end]))
                 place = out[begin : begin + segment.slot_numel]
                 items.append(ReduceItem(segment, tuple(parts[number]), place))
+        self._parts.append(_Part(unit, storage, slots, out, wholes))
+        return items
+
+    def _take(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        grad = slot.take_partial(dtype)
+        if grad is not None:
+            self.used_here.add(slot)
+            return grad
+        return torch.zeros(slot.leaf.numel(), dtype=dtype, device=slot.leaf.device)
+
+    def _start_in_place(
+        self, unit: Unit, storage: Storage, slots: list[Slot], grads: list[torch.Tensor]
+    ) -> list[ReduceItem]:
+        """Reduce replicated gradients where autograd wrote them."""
+        items, wholes = [], []
+        for grad in grads:
+            segment = Segment(grad.numel(), -(-grad.numel() // storage.layout.num_ranks), 0, 0)
+            lo, hi = segment.bounds(storage.rank)
+            items.append(ReduceItem(segment, ((0, grad),), grad[lo:hi], in_place=True))
+            wholes.append((segment, grad))
+        self._parts.append(_Part(unit, storage, slots, None, wholes))
         return items
 
     @torch.no_grad()
@@ -105,42 +133,49 @@ class Reduction:
                     self._gather_mean(part)
         found: dict[Slot, torch.Tensor] = {}
         for part in self._parts:
-            for slot in part.slots:
-                found[slot] = self._slice(part, slot)
+            found.update(self._means(part))
         return found
 
     def _sum_over_replicas(self, part: _Part) -> None:
         axis = self._comm.axes.replicate
         assert axis is not None
         site = self._comm.site("all_reduce", part.unit.name, part.unit.index)
-        if part.storage.stage.shards_state:
-            self._comm.all_reduce(part.out, axis, site, self._comm.axes.num_ranks)
-            return
-        for segment in part.storage.layout.segments:
-            begin = segment.full_offset + part.storage.rank * segment.slot_numel
-            own = part.out[begin : begin + segment.slot_numel]
-            self._comm.all_reduce(own, axis, site, self._comm.axes.num_ranks)
+        slots = [whole[slice(*segment.bounds(part.storage.rank))] for segment, whole in part.wholes]
+        if not slots and part.out is not None:
+            slots = [part.out]
+        for slot in slots:
+            self._comm.all_reduce(slot, axis, site, self._comm.axes.num_ranks)
 
     def _gather_mean(self, part: _Part) -> None:
         axis = self._comm.axes.shard
         if axis.size == 1:
             return
         items = []
-        layout = part.storage.layout
-        for number in sorted({layout.params[slot.index].segment for slot in part.slots}):
-            segment = layout.segments[number]
-            end = segment.full_offset + segment.slot_numel * axis.size
-            whole = part.out[segment.full_offset : end]
-            own = whole[axis.rank * segment.slot_numel : (axis.rank + 1) * segment.slot_numel]
+        for segment, whole in part.wholes:
+            begin = axis.rank * segment.slot_numel
+            own = whole[begin : begin + segment.slot_numel]
             items.append(GatherItem(segment, own, whole, True))
         site = self._comm.site("all_gather", part.unit.name, part.unit.index)
         self._comm.start_all_gather(items, axis, site).wait()
 
-    def _slice(self, part: _Part, slot: Slot) -> torch.Tensor:
-        begin, shape = part.storage.place_in_shards(slot.index), slot.cut.local_shape
-        local = part.out[begin : begin + slot.cut.hi - slot.cut.lo].view(shape)
+    def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
+        if part.out is None:
+            pairs = zip(part.slots, part.wholes, strict=True)
+            return {slot: whole.view(slot.cut.shape) for slot, (_, whole) in pairs}
+        means = {}
         dtype = part.storage.master.dtype
-        return local if local.dtype == dtype else local.to(dtype)
+        for slot in part.slots:
+            begin = part.storage.place_in_shards(slot.index)
+            mean = part.out[begin : begin + slot.cut.hi - slot.cut.lo].view(slot.cut.local_shape)
+            means[slot] = mean if mean.dtype == dtype else mean.to(dtype)
+        return means
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means, as long as the reduction is under way."""
+        outs = [p.out for p in self._parts if p.out is not None]
+        wholes = [w for p in self._parts if p.out is None for _, w in p.wholes]
+        return sum(t.nbytes for t in (*outs, *wholes))
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from shardwise.unit.answers import (
     shards_in,
     whole,
 )
-from shardwise.unit.operations import GRAD_FREE, METADATA, WHOLE_PROPERTIES
+from shardwise.unit.operations import GRAD_FREE, LOCAL_FACTS, METADATA, WHOLE_PROPERTIES
 from shardwise.unit.sliced import Sliced
 
 
@@ -88,6 +88,10 @@ class ShardTensor(Sliced):
             f"elements [{cut.lo}, {cut.hi}) here: {self._local_tensor})"
         )
 
+    def __format__(self, format_spec: str) -> str:
+        """Show what this rank has, also where there is one element only; sends nothing."""
+        return repr(self) if not format_spec else super().__format__(format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardTensor":
         """Copy this rank's elements into a ShardTensor that no unit owns (e.g. for EMA)."""
         copied = ShardTensor.wrap(self._local_tensor.detach().clone(), self._cut)
@@ -117,16 +121,25 @@ class ShardTensor(Sliced):
         name = func.__name__
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
+            if name in LOCAL_FACTS:
+                return func(args[0]._local_tensor)
             if name not in WHOLE_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
+        elif name in LOCAL_FACTS and isinstance(args[0], Sliced):
+            return func(args[0]._local_tensor)
         elif name == "__set__":
             return set_property(func, args)
-        elif name in METADATA:
+        elif name in METADATA or getattr(func, "__module__", "") == "torch.nn.init":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
+        elif func is torch.autograd.grad:
+            raise ShardError(
+                "torch.autograd.grad with respect to a sharded parameter would give this rank's "
+                "gradient, not the mean over ranks; call loss.backward() and read p.grad"
+            )
         wants_grad = torch.is_grad_enabled() and name not in GRAD_FREE and not is_in_place(name)
         if wants_grad and any(t.requires_grad and t._owner for t in shards_in(args, kwargs)):
             return func(*whole(args), **{k: whole(v) for k, v in kwargs.items()})

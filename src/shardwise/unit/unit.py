@@ -113,17 +113,22 @@ class Slot:
     # -- what ShardTensor asks (tensor.Owner)
     def read_grad(self) -> torch.Tensor | None:
         """Return the reduced gradient, finishing reductions under way; see `PartialGrad`."""
-        if self.unit.grad_state is GradState.REDUCING:
+        state = self.unit.grad_state
+        if state is GradState.REDUCING:
             self.unit.scheduler.finish_reductions()
-        if self.has_partial:
+        elif state is GradState.PARTIAL and self.has_partial:
             return PartialGrad.of(self)
         return self.grad
 
     def write_grad(self, value: torch.Tensor | None) -> None:
         """Replace the gradient; None drops it. A full tensor is cut."""
-        if self.unit.grad_state is GradState.REDUCING:
+        state = self.unit.grad_state
+        if state is GradState.EMPTY and value is None:
+            return
+        if state is GradState.REDUCING:
             self.unit.scheduler.finish_reductions()
-        self.leaf.grad = self.partial = None
+        elif state is GradState.PARTIAL:
+            self.leaf.grad = self.partial = None
         if value is None:
             self.grad = None
             self.unit.forget_grads_if_none()
@@ -282,6 +287,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the unit's full copy; asked for once the unit is built."""
         return sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
+
+    @property
+    def backward_reads_params(self) -> bool:
+        """Tell whether backward needs the full parameters; an embedding's needs the ids alone."""
+        return type(self.module) is not nn.Embedding
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""

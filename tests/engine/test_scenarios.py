@@ -1,0 +1,516 @@
+"""What users of other ZeRO engines ran into: scenarios of their test suites, and where ours are.
+
+Scenario                                              Test
+ 1 the plain loop, stages 0 to 3                      test_parity (the plain loop, DDP, the twin)
+ 2 non-scalar outputs, loss outside the engine        test_models_calls: gradients add up over
+ 3 two engines, one combined loss                     here
+ 4 accumulation equals one sum; backwards vary        test_parity: accumulation
+ 5 several backwards before one step                  test_models_calls: gradients add up over
+ 6 bounded number of collectives per step             here; exact bytes in test_traffic_memory
+ 7 checkpointing, both kinds, nested                  test_models_calls: checkpointing
+ 8 checkpointing: frozen, early stop, exceptions      test_models_calls, test_models_errors
+ 9 frozen weights train (and save)                    test_models_parameters; save: later: checkpoint
+10 requires_grad toggled between steps                test_models_parameters: requires_grad
+11 unused parameters, no stale gradient               test_models_parameters: no gradient outlives
+12 a module used several times in one forward         test_models_calls: several times in a step
+13 tied weights (saved and loaded)                    test_models_parameters; save: later: checkpoint
+14 odd sizes, fewer elements than ranks               test_models_parameters: scalar, empty and tiny
+15 zero-sized parameters, two groups, an empty group  test_models_parameters; an empty group: here
+16 outputs of every shape, None                       test_models_calls: outputs may come in
+17 parameters used outside their module               test_models_parameters: outside its module
+18 modules attached late; attributes named like ours  here
+19 sharded construction                               test_models_start
+20 gather for reading and for modification            here, test_refusals: gathered parameters
+21 train / eval / generate switches                   here, test_transformers: generation
+22 get and set full parameters, gradients, state      test_shard_tensor: read whole and written whole
+23 clip by editing gradients, then the norm agrees    here
+24 mean reduction                                     here
+25 optimizer step counts                              here, and every comparison with the oracle
+26 bf16 masters and gradients                         test_parity_precision
+27 the last micro-batch is part of the average        here
+28 autocast equals DDP's autocast; mixed dtypes       here, test_models_parameters: several dtypes
+29 overflow: some ranks, some steps, exact scales     test_parity_precision
+30 client optimizers                                  test_parity: elementwise optimizers
+31 schedulers against closed forms                    train/test_schedule
+32-36 save, load, elastic, full state, tags           later: checkpoint
+37 offload                                            later: offload
+38 experts that differ by rank do not hang            here, test_models_parameters: one rank uses
+39 functorch; compile per block                       here, test_models_compile
+40 other engines' configuration files                 later: interop
+41 windows are re-entered; destroy frees everything   here
+42 stream safety under overlap                        needs a GPU
+"""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from models import Experts, Stack, routed_loss
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise import accumulate, gathered, shard
+from shardwise.engine.api import engine_of
+from shardwise.errors import ShardwiseError, StateError
+from trainer import (
+    LAYOUTS,
+    STAGES,
+    adamw,
+    backward_all,
+    events_of,
+    full_grads,
+    full_parameters,
+    full_state,
+    make_steps,
+    mean_square,
+)
+
+BATCH = torch.linspace(-1, 1, 24).view(3, 8)
+
+
+def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -> nn.Module:
+    """Make a model, plain or (given a stage) sharded."""
+    torch.manual_seed(seed)
+    model = make_model()
+    return shard(model, **options) if options else model
+
+
+# 3: two engines, one combined loss
+
+
+def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
+    """The second model sees what the first one made, and something of its own."""
+    hidden = first(batch)
+    return second(hidden @ torch.ones(5, 8)).square().mean() + (hidden * second(batch)).mean()
+
+
+def compare_two_engines(rank: int, world_size: int) -> None:
+    for options in LAYOUTS:
+        runs = []
+        for settings in ({}, options):
+            models = [seeded(seed=seed, **settings) for seed in (1, 2)]
+            optimizers = [adamw(model.parameters()) for model in models]
+            for _ in range(3):
+                combined_loss(*models, BATCH).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            runs.append([full_parameters(model) for model in models])
+        for actual, expected in zip(runs[1], runs[0], strict=True):
+            assert_same_bits(actual, expected)
+
+
+def test_two_sharded_models_train_on_one_combined_loss() -> None:
+    run_ranks(compare_two_engines, 2)
+
+
+# 6: bounded number of collectives per step
+
+
+def count_collectives(rank: int, world_size: int, stage: int) -> dict[str, int]:
+    model = seeded(stage=stage)
+    optimizer = adamw(model.parameters())
+    kinds: dict[str, int] = {}
+    for step in range(3):
+        events = events_of(model)
+        mean_square(model, BATCH).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            kinds = {k: sum(kind == k for kind, _, _ in events) for k, _, _ in events}
+    return kinds
+
+
+def test_a_step_issues_one_gather_per_unit_and_direction_one_reduction_and_one_norm() -> None:
+    num_units = 4
+    for stage in range(4):
+        for kinds in run_ranks(count_collectives, 2, stage):
+            gathers = {0: 1, 1: num_units, 2: num_units, 3: 2 * num_units - 2}[stage]
+            assert kinds.pop("shard.all_gather") <= max(gathers, num_units * (stage == 0))
+            assert kinds.pop("shard.reduce_scatter") == 1, "small units share a bucket"
+            assert kinds.pop("shard.flags") == 1
+            assert kinds.pop("shard.scalars", 0) == (1 if stage else 0)
+            assert not kinds
+
+
+# 15: an empty parameter group
+
+
+def train_with_an_empty_group(rank: int, world_size: int) -> None:
+    model = seeded(stage=3)
+    optimizer = adamw([{"params": list(model.parameters())}, {"params": []}])
+    mean_square(model, BATCH).backward()
+    optimizer.step()
+
+
+def test_an_empty_parameter_group_is_allowed() -> None:
+    run_ranks(train_with_an_empty_group, 2)
+
+
+# 18: modules attached late, attributes named like ours
+
+
+def attach_late(rank: int, world_size: int, stage: int) -> str:
+    model = seeded(stage=stage)
+    model.blocks[1].late = nn.Linear(8, 8)
+    try:
+        mean_square(model, BATCH).backward()
+    except ShardwiseError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_module_attached_after_shard_is_refused_by_name(stage: int) -> None:
+    for message in run_ranks(attach_late, 2, stage):
+        assert "blocks.1.late" in message, "its gradients would not be reduced, silently"
+
+
+class NamedLikeOurs(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.id = nn.Linear(8, 8)
+        self.unit = self.stage = self.engine = "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.id(x))
+
+
+def train_named_like_ours(rank: int, world_size: int) -> None:
+    model = seeded(NamedLikeOurs, stage=3)
+    mean_square(model, BATCH).backward()
+    assert model.unit == model.stage == model.engine == "mine"
+    assert_same_bits(full_grads(model), plain_grads(NamedLikeOurs))
+
+
+def plain_grads(make_model: type[nn.Module] = Stack) -> dict[str, Tensor]:
+    model = seeded(make_model)
+    mean_square(model, BATCH).backward()
+    return full_grads(model)
+
+
+def test_attributes_of_the_user_may_have_any_name() -> None:
+    run_ranks(train_named_like_ours, 2)
+
+
+# 20: gather for reading and for modification
+
+
+def modify_gathered(rank: int, world_size: int) -> None:
+    expected = full_parameters(seeded())
+    for options in LAYOUTS:
+        model = seeded(**options)
+        with gathered(model):
+            assert_same_bits(dict(model.named_parameters()), expected)
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+        weight = model.blocks[0].up.weight
+        with gathered(weight, writeback=True, source=1) as (full,), torch.no_grad():
+            full.fill_(float(rank))
+        assert torch.equal(full_parameters(model)["blocks.0.up.weight"], torch.ones(11, 8))
+        with pytest.raises(StateError, match=r"blocks\.0\.up\.weight"):
+            change_on_one_rank(weight, rank)
+        assert torch.equal(full_parameters(model)["blocks.0.up.weight"], torch.ones(11, 8))
+        with pytest.raises(ZeroDivisionError), gathered(model):
+            raise ZeroDivisionError
+        mean_square(model, BATCH).backward()
+
+
+@torch.no_grad()
+def change_on_one_rank(weight: nn.Parameter, rank: int) -> None:
+    with gathered(weight) as (full,):
+        if rank == 1:
+            full.zero_()
+
+
+def test_a_change_that_was_not_declared_is_an_error_on_all_ranks() -> None:
+    run_ranks(modify_gathered, 3)
+
+
+# 21: train, evaluate, train
+
+
+def switch_modes(rank: int, world_size: int) -> None:
+    for options in LAYOUTS:
+        runs = []
+        for settings in ({}, options):
+            model = seeded(**settings)
+            optimizer = adamw(model.parameters())
+            outputs = []
+            for step in range(4):
+                model.eval()
+                with torch.no_grad():
+                    outputs.append(model(BATCH))
+                if settings and step % 2:
+                    with gathered(model), torch.no_grad():
+                        assert torch.equal(model(BATCH), outputs[-1])
+                model.train()
+                mean_square(model, BATCH).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((outputs, full_parameters(model)))
+        for actual, expected in zip(runs[1][0], runs[0][0], strict=True):
+            assert torch.equal(actual, expected)
+        assert_same_bits(runs[1][1], runs[0][1])
+
+
+def test_training_and_evaluation_alternate() -> None:
+    run_ranks(switch_modes, 2)
+
+
+# 23, 24: gradients are means, and may be edited
+
+
+def edit_gradients(rank: int, world_size: int) -> None:
+    expected = plain_grads()
+    total = torch.nn.utils.get_total_norm(list(expected.values()))
+    for options in LAYOUTS:
+        model = seeded(**options)
+        (mean_square(model, BATCH) * (rank + 1)).backward()  # the ranks' mean is twice the first
+        grads = full_grads(model)
+        for name, grad in expected.items():
+            torch.testing.assert_close(grads[name], (grad + grad * 2 + grad * 3) / 3)
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.25)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        torch.testing.assert_close(torch.as_tensor(float(norm)), total * 0.5)
+        clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        torch.testing.assert_close(float(clipped), float(total) * 0.5)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert float(norm) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_gradients_are_means_over_ranks_and_norms_see_edits() -> None:
+    run_ranks(edit_gradients, 3)
+
+
+# 25: optimizer step counts
+
+
+def count_steps(rank: int, world_size: int) -> None:
+    for options in STAGES:
+        for precision in ("fp32", "bf16"):
+            model = seeded(precision=precision, **options)
+            optimizer = adamw(model.parameters())
+            for micro_batches in make_steps(world_size, 3, 2):
+                backward_all(model, micro_batches, mean_square, rank)
+                optimizer.step()
+                optimizer.zero_grad()
+            steps = {float(s["step"]) for s in full_state(model, optimizer).values()}
+            assert steps == {3.0}
+            assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_every_parameter_counts_as_many_steps_as_were_taken() -> None:
+    run_ranks(count_steps, 2)
+
+
+# 27: the last micro-batch is part of the average
+
+
+def accumulate_one_of_three(rank: int, world_size: int) -> None:
+    """Only one micro-batch of the window has a gradient that is not zero."""
+    expected = plain_grads()
+    for options in LAYOUTS:
+        for precision in ("fp32", "bf16"):
+            found = []
+            for position in range(3):
+                model = seeded(precision=precision, **options)
+                for number in range(3):
+                    with accumulate(model, last=number == 2):
+                        scale = float(number == position)
+                        (mean_square(model, BATCH).float() * scale).backward()
+                found.append(full_grads(model))
+            assert_same_bits(found[2], found[0])
+            assert_same_bits(found[1], found[0])
+            if precision == "fp32":
+                assert_same_bits(found[0], expected)
+
+
+def test_every_micro_batch_of_a_window_counts_alike() -> None:
+    run_ranks(accumulate_one_of_three, 2)
+
+
+# 28: autocast
+
+
+class Cast(Stack):
+    """Has a part that opts out of autocast, and a buffer that keeps its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x) * self.scale.float()
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(x.float(), self.head.weight.float().t().contiguous())
+
+
+def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(batch).float().square().mean() + model(batch * 0.5).float().mean()
+
+
+def compare_autocast(rank: int, world_size: int) -> None:
+    steps = make_steps(world_size, 3)
+    runs = []
+    for options in ({}, *LAYOUTS):
+        model = seeded(Cast, **options)
+        called = model if options else DistributedDataParallel(model)
+        optimizer = adamw(model.parameters())
+        losses = []
+        for (by_rank,) in steps:
+            loss = autocast_loss(called, by_rank[rank])
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.scale.dtype is torch.float64
+        runs.append((losses, full_parameters(model)))
+    for losses, parameters in runs[1:]:
+        assert losses == runs[0][0]
+        assert_same_bits(parameters, runs[0][1])
+
+
+@pytest.mark.filterwarnings("ignore:Detected a change in autograd graph")
+def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast() -> None:
+    run_ranks(compare_autocast, 2)
+
+
+# 38: experts
+
+
+def route_by_rank(rank: int, world_size: int) -> None:
+    for options in LAYOUTS:
+        model = seeded(Experts, **options)
+        optimizer = adamw(model.parameters())
+        for step in range(3):
+            routed_loss(model, (BATCH, (rank + step) % 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = full_parameters(model)
+        assert all(v.isfinite().all() for v in values.values())
+
+
+def test_experts_that_differ_by_rank_do_not_hang() -> None:
+    run_ranks(route_by_rank, 3, timeout_s=30)
+
+
+# 39: functorch and torch.autograd.grad
+
+
+def call_functionally(model: nn.Module, kind: str) -> Tensor:
+    if kind == "functional_call":
+        return torch.func.functional_call(model, dict(model.named_parameters()), (BATCH,))
+    if kind == "functional_call of others":
+        others = {n: torch.zeros(p.shape) for n, p in model.named_parameters()}
+        return torch.func.functional_call(model, others, (BATCH,))
+    if kind == "vmap":
+        return torch.func.vmap(model)(BATCH)
+    if kind == "jacrev":
+        return torch.func.jacrev(lambda x: mean_square(model, x))(BATCH)
+    if kind == "input gradient":
+        batch = BATCH.clone().requires_grad_()
+        return torch.autograd.grad(mean_square(model, batch), batch)[0]
+    loss = mean_square(model, BATCH)
+    return torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)[0]
+
+
+FUNCTIONAL = [
+    "functional_call",
+    "functional_call of others",
+    "vmap",
+    "jacrev",
+    "input gradient",
+    "parameter gradients",
+]
+
+
+def compare_functional(rank: int, world_size: int, kind: str) -> list[str]:
+    """Return what is neither right nor refused."""
+    expected = call_functionally(seeded(), kind)
+    wrong = []
+    for options in STAGES:
+        model = seeded(**options)
+        try:
+            found = call_functionally(model, kind)
+        except ShardwiseError:
+            pass
+        except Exception as error:
+            wrong.append(f"{options}: {type(error).__name__}: {error}")
+        else:
+            if (
+                found is None
+                or found.shape != expected.shape
+                or not torch.equal(torch.as_tensor(found), expected)
+            ):
+                wrong.append(f"{options}: another answer")
+        mean_square(model, BATCH).backward()  # whatever happened, the next step works
+    return wrong
+
+
+@pytest.mark.parametrize("kind", FUNCTIONAL)
+def test_functional_transforms_are_right_or_refused(kind: str) -> None:
+    assert run_ranks(compare_functional, 2, kind) == [[], []]
+
+
+# 41: windows are re-entered; a model that is dropped leaves nothing
+
+
+def reenter_windows(rank: int, world_size: int) -> None:
+    expected = plain_grads()
+    for options in STAGES:
+        model = seeded(**options)
+        with pytest.raises(ZeroDivisionError), accumulate(model, last=False):
+            raise ZeroDivisionError
+        with accumulate(model, last=False):
+            with accumulate(model, last=False):
+                (mean_square(model, BATCH) * 0.25).backward()
+            (mean_square(model, BATCH) * 0.25).backward()
+        with accumulate(model, last=False), accumulate(model, last=True):
+            (mean_square(model, BATCH) * 0.5).backward()
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, expected[name])
+
+
+def test_accumulation_windows_nest_and_survive_exceptions() -> None:
+    run_ranks(reenter_windows, 2)
+
+
+def drop_models(rank: int, world_size: int) -> list[bool]:
+    """Return for every stage whether the engine and a block are gone with the model."""
+    gone = []
+    for options in STAGES:
+        model = seeded(**options)
+        optimizer = adamw(model.parameters())
+        for _ in range(2):
+            mean_square(model, BATCH).backward()
+            optimizer.step()
+        watched = [weakref.ref(x) for x in (engine_of(model), model.blocks[0])]
+        watched += [weakref.ref(s.full) for u in engine_of(model).units for s in u.storages]
+        del model, optimizer
+        gc.collect()
+        gone.append(all(reference() is None for reference in watched))
+    return gone
+
+
+def test_a_model_that_is_dropped_frees_its_engine_hooks_and_memory() -> None:
+    assert run_ranks(drop_models, 2) == [[True] * 4] * 2
+
+
+def drop_in_flight(rank: int, world_size: int) -> None:
+    """Leave reductions, and gathers that were ahead, to the garbage collector."""
+    for turn in range(12):
+        model = shard(Stack(), stage=turn % 4)
+        mean_square(model, BATCH).backward()
+        del model
+        gc.collect()
+
+
+def test_a_model_may_be_dropped_with_reductions_in_flight() -> None:
+    run_ranks(drop_in_flight, 2, timeout_s=40)

@@ -1,0 +1,73 @@
+"""Models for tests: tiny, of sizes that no world size divides."""
+
+import torch
+from torch import Tensor, nn
+
+import zero_from_scratch as zero
+
+
+class Block(nn.Module):
+    """A unit: like children of a ModuleList are found as units."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width + 3)
+        self.down = nn.Linear(width + 3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Three blocks and a head."""
+
+    block_class: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block_class() for _ in range(3))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class InnerBranchBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + self.experts[which](x)
+
+
+class Experts(nn.Module):
+    """Units whose experts run or not, rank by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InnerBranchBlock() for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x, which)
+        return x
+
+
+def routed_loss(model: nn.Module, batch: tuple[Tensor, int]) -> Tensor:
+    return model(*batch).square().mean()
+
+
+class OddModel(zero.TinyModel):
+    """Sizes that no world size divides, tied weights, a scalar, and one that is never used."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__(width=width, num_blocks=3)
+        self.head.weight = self.embedding.weight
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.never_used = nn.Parameter(torch.zeros(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.temperature

@@ -1,0 +1,219 @@
+"""README and docs/: links resolve, names exist, code compiles, tables are right, examples run."""
+
+import ast
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.config import STAGES, Stage
+from shardwise.train.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAME = re.compile(r"\bshardwise((?:\.[A-Za-z_]\w*)+)")
+ADAM_MOMENTS = 2
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return [code for kind, code in FENCE.findall(page.read_text()) if kind == language]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_relative_link_resolves(page: Path) -> None:
+    links = [link for link in LINK.findall(prose(page)) if "://" not in link]
+    broken = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
+    assert not broken, f"{page_id(page)}: {broken}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_page_is_reached_from_the_index_or_the_readme(page: Path) -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    assert page == index or page.resolve() in linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_python_blocks_compile(page: Path) -> None:
+    for code in code_blocks(page, "python"):
+        ast.parse(code, page_id(page))
+
+
+def names_in(page: Path) -> Iterator[str]:
+    """Yield dotted names under shardwise, from code blocks and from inline code."""
+    blocks = [code for _, code in FENCE.findall(page.read_text())]
+    for code in (*blocks, *re.findall(r"`([^`\n]+)`", prose(page))):
+        yield from (match.strip(".") for match in NAME.findall(code))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_name_under_shardwise_exists(page: Path) -> None:
+    for name in names_in(page):
+        found: object = shardwise
+        for part in name.split("."):
+            if not hasattr(found, part):
+                found = importlib.import_module(f"shardwise.{name[: name.index(part)]}{part}")
+            else:
+                found = getattr(found, part)
+
+
+def test_every_cited_note_stands_in_the_code() -> None:
+    titles = {
+        title
+        for path in SOURCES
+        for title in re.findall(r"^Note \[(.+)\]$", path.read_text(), re.M)
+    }
+    for page in PAGES:
+        cited = re.findall(r"Note \[([^\]]+)\]", " ".join(page.read_text().split()))
+        assert set(cited) <= titles, f"{page_id(page)}: {set(cited) - titles}"
+
+
+def test_the_architecture_names_every_file_of_the_source() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    linked = {(page.parent / link).resolve() for link in LINK.findall(page.read_text())}
+    missing = [
+        page_id(path)
+        for path in SOURCES
+        if path.name not in ("__init__.py", "__main__.py") and path.resolve() not in linked
+    ]
+    assert not missing
+
+
+def test_the_architecture_quotes_the_table_of_stages() -> None:
+    quoted = code_blocks(ROOT / "docs" / "architecture.md", "python")[0]
+    assert quoted in (ROOT / "src" / "shardwise" / "config.py").read_text()
+
+
+def test_every_key_of_the_train_command_is_in_its_table() -> None:
+    page = ROOT / "docs" / "how-to" / "train-command.md"
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page.read_text(), re.MULTILINE)
+    fields = TrainConfig.model_fields
+    assert rows == [(key, field.description) for key, field in fields.items()]
+
+
+def test_every_error_is_explained() -> None:
+    page = (ROOT / "docs" / "how-to" / "when-something-fails.md").read_text()
+    errors = [n for n in dir(importlib.import_module("shardwise.errors")) if n[0].isupper()]
+    assert errors and all(f"`{name}`" in page for name in errors)
+
+
+def table_of_costs() -> dict[int, tuple[str, str, str]]:
+    """Return (fp32 bytes, bf16 bytes, passes) of the README's table, by stage, as formulas."""
+    rows = re.findall(
+        r"^\| (\d) \| [^|]+ \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    return {int(stage): (fp32, bf16, passes) for stage, fp32, bf16, passes in rows}
+
+
+def value_of(formula: str, num_ranks: int, num_micro_batches: int) -> float:
+    assert re.fullmatch(r"[\dNM+*/ ]+", formula), formula
+    result: float = eval(formula, {"N": num_ranks, "M": num_micro_batches})
+    return result
+
+
+def bytes_of(stage: Stage, compute_bytes: int, num_ranks: int) -> float:
+    """Count the bytes of one parameter: fp32 masters, gradients and moments, and full copies."""
+    state = 4 / num_ranks if stage.shards_state else 4.0
+    grad = 4.0 if stage.reduce_every == "step" else state
+    if stage.frees_after_backward:
+        value = state
+    elif compute_bytes == 4:  # the shard is a slice of the full copy
+        value = 4.0
+    else:
+        value = state + compute_bytes
+    return value + grad + ADAM_MOMENTS * state
+
+
+def passes_of(stage: Stage, num_micro_batches: int) -> int:
+    reductions = num_micro_batches if stage.reduce_every == "micro_batch" else 1
+    if not stage.shards_state:
+        return 2 * reductions  # the mean is gathered too: together an all-reduce
+    uses = (stage.frees_after_forward + stage.frees_after_backward) * num_micro_batches
+    return reductions + (uses or 1)  # a copy that is kept is gathered once, after the step
+
+
+def test_the_table_of_costs_follows_from_the_table_of_stages() -> None:
+    table = table_of_costs()
+    assert sorted(table) == [stage.number for stage in STAGES]
+    for stage in STAGES:
+        fp32, bf16, passes = table[stage.number]
+        for num_ranks in (2, 8, 1024):
+            for num_micro_batches in (1, 4):
+                sizes = num_ranks, num_micro_batches
+                assert value_of(fp32, *sizes) == pytest.approx(bytes_of(stage, 4, num_ranks))
+                assert value_of(bf16, *sizes) == pytest.approx(bytes_of(stage, 2, num_ranks))
+                assert value_of(passes, *sizes) == passes_of(stage, num_micro_batches)
+
+
+def run_example(arguments: list[str]) -> str:
+    """Run an example from the root as a reader would; if it hangs, end it with its ranks."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    assert process.returncode == 0, err
+    return out
+
+
+def losses_in(out: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_loop_of_the_readme_learns_on_two_ranks(stage: int) -> None:
+    out = run_example(["examples/train_loop.py", "--ranks", "2", "--stage", str(stage)])
+    first, *_, last = losses_in(out)
+    assert last < first / 2
+    assert f"stage {stage} over 2 ranks" in out and "Stats(param_shard_bytes=" in out
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_readme_runs_under_torchrun() -> None:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert losses_in(run_example([*run, "examples/train_loop.py"]))
+
+
+@pytest.mark.slow
+def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, an extra")
+    out = run_example(["examples/finetune_transformers.py", "--ranks", "2"])
+    first, *_, last = losses_in(out)
+    assert last < first / 2
+    assert out.splitlines()[-1].startswith("a unit is ")
