@@ -39,8 +39,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def draw_batch(random: torch.Generator) -> Tensor:
-    """Return ids [4, 32] of windows of the text; its characters are the tokens."""
-    ids = torch.tensor([ord(char) for char in TEXT * 3])
+    ids = torch.tensor([ord(char) for char in TEXT * 3])  # characters are the tokens
     starts = torch.randint(len(TEXT), (4,), generator=random)
     return torch.stack([ids[start : start + 32] for start in starts])
 
@@ -68,7 +67,7 @@ def finetune(device: torch.device) -> None:
     model.eval()
     prompt = torch.tensor([[ord(char) for char in "a unit is "]], device=device)
     with shardwise.gathered(model), torch.no_grad():  # inside: an ordinary model, whole
-        written = model.generate(
+        written = model.generate(  # type: ignore[misc]
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False
         )
     if rank == 0:

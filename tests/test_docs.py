@@ -86,6 +86,22 @@ def test_every_cited_note_stands_in_the_code() -> None:
         assert set(cited) <= titles, f"{page_id(page)}: {set(cited) - titles}"
 
 
+def test_every_cited_method_stands_in_the_code() -> None:
+    defined = {
+        f"{outer.name}.{inner.name}"
+        for path in SOURCES
+        for outer in ast.walk(ast.parse(path.read_text()))
+        if isinstance(outer, ast.ClassDef)
+        for inner in outer.body
+        if isinstance(inner, ast.FunctionDef)
+    }
+    classes = {name.split(".")[0] for name in defined} - {"Precision"}
+    for page in PAGES:
+        cited = re.findall(r"`([A-Z]\w+\.\w+)", prose(page))
+        wrong = {name for name in cited if name.split(".")[0] in classes} - defined
+        assert not wrong, f"{page_id(page)}: {wrong}"
+
+
 def test_the_architecture_names_every_file_of_the_source() -> None:
     page = ROOT / "docs" / "architecture.md"
     linked = {(page.parent / link).resolve() for link in LINK.findall(page.read_text())}

@@ -389,3 +389,18 @@ def check_reductions(layout: str) -> None:
 
 def test_reductions_of_the_whole_tensor_are_over_all_ranks() -> None:
     both_layouts(check_reductions)
+
+
+def check_tensors_cut_differently(rank: int, world_size: int) -> None:
+    """Rank 2 has no element of either gradient, and refuses as the others do."""
+    model = nn.ParameterDict({n: torch.ones(size) for n, size in (("a", 12), ("b", 12), ("c", 24))})
+    sharded = shard(nn.Sequential(model), layout="flat")
+    params = list(sharded.parameters())
+    for param in params:
+        param.grad = torch.ones(param.shape)
+    with pytest.raises(ShardError, match="not cut alike"):
+        params[0].grad + params[1].grad  # type: ignore[operator]
+
+
+def test_what_is_refused_is_refused_on_every_rank() -> None:
+    run_ranks(check_tensors_cut_differently, 3)

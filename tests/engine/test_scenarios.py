@@ -7,13 +7,13 @@ Scenario                                              Test
  4 accumulation equals one sum; backwards vary        test_parity: accumulation
  5 several backwards before one step                  test_models_calls: gradients add up over
  6 bounded number of collectives per step             here; exact bytes in test_traffic_memory
- 7 checkpointing, both kinds, nested                  test_models_calls: checkpointing
- 8 checkpointing: frozen, early stop, exceptions      test_models_calls, test_models_errors
- 9 frozen weights train (and save)                    test_models_parameters; save: later: checkpoint
+ 7 checkpointing, both kinds, nested                  test_models_checkpointing
+ 8 checkpointing: frozen, early stop, exceptions      test_models_checkpointing, test_models_errors
+ 9 frozen weights train (and save)                    test_models_parameters; later: checkpoint
 10 requires_grad toggled between steps                test_models_parameters: requires_grad
 11 unused parameters, no stale gradient               test_models_parameters: no gradient outlives
 12 a module used several times in one forward         test_models_calls: several times in a step
-13 tied weights (saved and loaded)                    test_models_parameters; save: later: checkpoint
+13 tied weights (saved and loaded)                    test_models_parameters; later: checkpoint
 14 odd sizes, fewer elements than ranks               test_models_parameters: scalar, empty and tiny
 15 zero-sized parameters, two groups, an empty group  test_models_parameters; an empty group: here
 16 outputs of every shape, None                       test_models_calls: outputs may come in
@@ -22,7 +22,7 @@ Scenario                                              Test
 19 sharded construction                               test_models_start
 20 gather for reading and for modification            here, test_refusals: gathered parameters
 21 train / eval / generate switches                   here, test_transformers: generation
-22 get and set full parameters, gradients, state      test_shard_tensor: read whole and written whole
+22 get and set full parameters, gradients, state      test_shard_tensor: read and written whole
 23 clip by editing gradients, then the norm agrees    here
 24 mean reduction                                     here
 25 optimizer step counts                              here, and every comparison with the oracle

@@ -32,7 +32,7 @@ def command(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=180)
     return process.returncode, out, err
 
 
@@ -133,7 +133,7 @@ def test_the_first_loss_is_the_same_on_1_2_and_3_ranks(tiny: Path) -> None:
 def test_a_signal_ends_all_ranks_after_their_step(tiny: Path, number: signal.Signals) -> None:
     process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, number)
@@ -147,7 +147,7 @@ def test_a_signal_ends_all_ranks_after_their_step(tiny: Path, number: signal.Sig
 def test_a_rank_that_dies_is_named(tiny: Path) -> None:
     process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

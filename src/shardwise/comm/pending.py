@@ -39,13 +39,11 @@ class ReduceItem:
     """Reduce-scatter of one segment: ``out`` (this rank's slot) becomes the mean over ranks.
 
     ``parts`` are (offset in the segment, flat tensor); what no part covers is left undefined.
-    ``in_place`` says that ``out`` is this rank's slot of the part itself.
     """
 
     segment: Segment
     parts: tuple[tuple[int, torch.Tensor], ...]
     out: torch.Tensor
-    in_place: bool = False
 
 
 # What was dropped before it was waited for (a model that is deleted with reductions in flight). The

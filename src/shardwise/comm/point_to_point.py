@@ -119,7 +119,7 @@ def _length(item: GatherItem, rank: int) -> int:
 class _Sum:
     """One range of this rank's slot: its own addend, the peers', and where the mean goes.
 
-    ``out`` may be the memory of ``own``, or of the addend of the lowest peer.
+    ``out`` may be the memory of the lowest peer's addend.
     """
 
     out: torch.Tensor
@@ -134,23 +134,20 @@ class _Sum:
         addends = [self.own if r == rank else self.peers[r] for r in range(num_ranks)]
         for begin in range(0, self.out.numel(), _BLOCK_NUMEL):
             out = self.out[begin : begin + _BLOCK_NUMEL]
-            _add_in_order([a[begin : begin + _BLOCK_NUMEL] for a in addends], out, rank == 0)
+            _add_in_order([a[begin : begin + _BLOCK_NUMEL] for a in addends], out)
             if divisor != 1:
                 out.div_(divisor)
 
 
-def _add_in_order(addends: Sequence[torch.Tensor], out: torch.Tensor, own_is_first: bool) -> None:
+def _add_in_order(addends: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if addends[0].dtype != out.dtype or len(addends) == 1:
         out.copy_(addends[0])
         for addend in addends[1:]:
             out.add_(addend)
         return
-    # Partial sums go where no addend still to come lies: this rank's own may lie in ``out``.
-    scratch = out if own_is_first else addends[0]
-    total = addends[0]
-    for addend in addends[1:-1]:
-        total = torch.add(total, addend, out=scratch)
-    torch.add(total, addends[-1], out=out)
+    torch.add(addends[0], addends[1], out=out)
+    for addend in addends[2:]:
+        out.add_(addend)
 
 
 def start_reduce_scatter(
@@ -231,8 +228,7 @@ def _receive_slots(
                 small.append(own)
                 small_sums.append(index)
             else:
-                fits = into_out and not item.in_place and own.dtype == out.dtype
-                place = out if fits else torch.empty_like(own)
+                place = out if into_out and own.dtype == out.dtype else torch.empty_like(own)
                 exchange.receive(peer, place)
                 sums[index].peers[peer] = place
             index += 1

@@ -116,11 +116,12 @@ def stats(model: nn.Module) -> Stats:
     slots = [s for u in engine.units for s in u.slots]
     grads = [g.to_local().nbytes for s in slots if isinstance(g := s.grad, ShardTensor)]
     partials = [t for s in slots for t in (s.partial, s.leaf.grad) if t is not None]
+    kept = sum(s.kept_bytes for s in storages)
     traffic = engine.comm.traffic
     return Stats(
         param_shard_bytes=sum(s.shard_bytes for s in storages),
-        param_full_bytes=sum(s.kept_bytes for s in storages),
-        param_full_peak_bytes=engine.ledger.peak,
+        param_full_bytes=kept,
+        param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,
         grad_partial_bytes=sum(t.nbytes for t in partials),
         sent_bytes=dict(traffic.sent_bytes),

@@ -238,6 +238,11 @@ class Engine:
         self._ensure_callback()
         if use.begun:
             return
+        if torch.is_grad_enabled():
+            raise StateError(
+                "backward(create_graph=True) through a sharded model: its parameters are freed "
+                "during the pass. Compute gradient penalties inside `with shardwise.gathered(...)`"
+            )
         use.begun = unit.in_backward = True
         use.done = False
         if use.versions != unit.read_versions():

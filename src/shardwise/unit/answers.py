@@ -130,23 +130,35 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return func(*_locals(args), **{k: _locals(v) for k, v in kwargs.items()})
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
         raise _refusal(name, shards)
-    return _run_whole(func, name, args, kwargs, shards)
+    return run_whole(func, name, args, kwargs, shards)
 
 
-def _run_whole(
+def run_whole(
     func: Any,
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     shards: Sequence[Sliced],
 ) -> Any:
-    """Run a function on full tensors; refuse when it wrote one (``inplace=True``): a lost change."""
+    """Run a function on full tensors; refuse where a write would be lost.
+
+    That is when it wrote one itself (``inplace=True``), or, outside a forward pass, when it made a
+    view through which the caller may write.
+    """
+    if "out" in kwargs:
+        raise _refusal(f"{name} with out=", shards)
     args, kwargs = whole(args), {k: whole(v) for k, v in kwargs.items()}
     fulls = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
     result = func(*args, **kwargs)
     if any(t._version != version for t, version in before):
         raise _refusal(f"{name}, in place,", shards)
+    if not torch.is_grad_enabled() and not any(t._owner and t._owner.in_use() for t in shards):
+        made = result if isinstance(result, list | tuple) else [result]
+        places = {full.untyped_storage().data_ptr() for full in fulls}
+        tensors = [m for m in made if isinstance(m, torch.Tensor) and m.numel()]
+        if any(m.untyped_storage().data_ptr() in places for m in tensors):
+            raise _refusal(f"{name} (a view, which may be written)", shards)
     return result
 
 

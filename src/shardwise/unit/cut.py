@@ -59,11 +59,15 @@ class Cut:
         return self.specs[dtype]
 
     def matches(self, other: "Cut") -> bool:
-        """Tell whether two tensors have the same elements on this rank."""
-        return self is other or (
-            (self.shape, self.lo, self.hi) == (other.shape, other.lo, other.hi)
-            and (self.layout is None) == (other.layout is None)
-        )
+        """Tell whether two tensors have the same elements on every rank; all ranks agree on it."""
+        if self is other or self.shape != other.shape:
+            return self is other
+        if self.layout is None or other.layout is None:
+            return self.layout is other.layout
+        ranks = range(self.layout.num_ranks)
+        ours = [self.layout.piece(self.index, r) for r in ranks]
+        theirs = [other.layout.piece(other.index, r) for r in ranks]
+        return [(p.lo, p.hi) for p in ours] == [(p.lo, p.hi) for p in theirs]
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""

@@ -20,14 +20,13 @@ class _Part:
     """The reduction of one storage: which slots take part, and where their means will lie.
 
     ``out`` is the buffer of this rank's slices ([S]), or of everything where state is replicated
-    ([P]); ``wholes`` are then the segments in it, each to be gathered. Without ``out`` the means
-    lie in the gradients themselves.
+    ([P]); ``wholes`` are then the segments in it, each to be gathered.
     """
 
     unit: Unit
     storage: Storage
     slots: list[Slot]
-    out: torch.Tensor | None
+    out: torch.Tensor
     wholes: list[tuple[Segment, torch.Tensor]]
 
 
@@ -70,12 +69,8 @@ class Reduction:
         wire_dtype = dtype if unit.has_local_sum else storage.full.dtype
         grads = [self._take(slot, wire_dtype) for slot in slots]
         replicated = not storage.stage.shards_state
-        in_place = wire_dtype == dtype == storage.master.dtype and self._comm.sends_uneven
-        if replicated and in_place:
-            return self._start_in_place(unit, storage, slots, grads)
         layout = storage.layout
-        numel = layout.full_numel if replicated else layout.shard_numel
-        out = torch.empty(numel, dtype=dtype, device=storage.master.device)
+        out = storage.grad_buffer(dtype)
         parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for slot, grad in zip(slots, grads, strict=True):
             placed = layout.params[slot.index]
@@ -99,19 +94,6 @@ class Reduction:
             self.used_here.add(slot)
             return grad
         return torch.zeros(slot.leaf.numel(), dtype=dtype, device=slot.leaf.device)
-
-    def _start_in_place(
-        self, unit: Unit, storage: Storage, slots: list[Slot], grads: list[torch.Tensor]
-    ) -> list[ReduceItem]:
-        """Reduce replicated gradients where autograd wrote them."""
-        items, wholes = [], []
-        for grad in grads:
-            segment = Segment(grad.numel(), -(-grad.numel() // storage.layout.num_ranks), 0, 0)
-            lo, hi = segment.bounds(storage.rank)
-            items.append(ReduceItem(segment, ((0, grad),), grad[lo:hi], in_place=True))
-            wholes.append((segment, grad))
-        self._parts.append(_Part(unit, storage, slots, None, wholes))
-        return items
 
     @torch.no_grad()
     def finish(self) -> dict[Slot, torch.Tensor]:
@@ -141,9 +123,7 @@ class Reduction:
         assert axis is not None
         site = self._comm.site("all_reduce", part.unit.name, part.unit.index)
         slots = [whole[slice(*segment.bounds(part.storage.rank))] for segment, whole in part.wholes]
-        if not slots and part.out is not None:
-            slots = [part.out]
-        for slot in slots:
+        for slot in slots or [part.out]:
             self._comm.all_reduce(slot, axis, site, self._comm.axes.num_ranks)
 
     def _gather_mean(self, part: _Part) -> None:
@@ -159,9 +139,6 @@ class Reduction:
         self._comm.start_all_gather(items, axis, site).wait()
 
     def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
-        if part.out is None:
-            pairs = zip(part.slots, part.wholes, strict=True)
-            return {slot: whole.view(slot.cut.shape) for slot, (_, whole) in pairs}
         means = {}
         dtype = part.storage.master.dtype
         for slot in part.slots:
@@ -173,9 +150,7 @@ class Reduction:
     @property
     def nbytes(self) -> int:
         """Bytes of the means, as long as the reduction is under way."""
-        outs = [p.out for p in self._parts if p.out is not None]
-        wholes = [w for p in self._parts if p.out is None for _, w in p.wholes]
-        return sum(t.nbytes for t in (*outs, *wholes))
+        return sum(part.out.nbytes for part in self._parts)
 
 
 @torch.no_grad()

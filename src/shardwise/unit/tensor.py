@@ -27,9 +27,9 @@ from shardwise.unit.answers import (
     answer,
     check_conversion,
     is_in_place,
+    run_whole,
     set_property,
     shards_in,
-    whole,
 )
 from shardwise.unit.operations import GRAD_FREE, LOCAL_FACTS, METADATA, WHOLE_PROPERTIES
 from shardwise.unit.sliced import Sliced
@@ -135,14 +135,21 @@ class ShardTensor(Sliced):
                 return func(*args, **kwargs)
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
+        elif name in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise ShardError(
+                f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "
+                "gradient is this rank's alone; read p.grad after loss.backward()"
+            )
         elif func is torch.autograd.grad:
             raise ShardError(
                 "torch.autograd.grad with respect to a sharded parameter would give this rank's "
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
         wants_grad = torch.is_grad_enabled() and name not in GRAD_FREE and not is_in_place(name)
-        if wants_grad and any(t.requires_grad and t._owner for t in shards_in(args, kwargs)):
-            return func(*whole(args), **{k: whole(v) for k, v in kwargs.items()})
+        if wants_grad:
+            shards = shards_in(args, kwargs)
+            if any(t.requires_grad and t._owner for t in shards):
+                return run_whole(func, name, args, kwargs, shards)
         return answer(func, name, args, kwargs)
 
     @classmethod
