@@ -211,6 +211,26 @@ def test_zero_grad_zeroes_or_drops_the_gradients() -> None:
     both_layouts(check_zero_grad)
 
 
+def check_kept_gradients(layout: str) -> None:
+    """Whoever keeps a gradient over the next step finds it unchanged."""
+    for stage in STAGES:
+        sharded = pair(layout, stage)[1]
+        tokens = torch.tensor([[0, 2, 6], [1, 3, 5]])
+        sharded(tokens).square().sum().backward()
+        kept = [p.grad for p in sharded.parameters()]
+        values = [g.full_tensor() for g in kept]  # type: ignore[union-attr]
+        for _ in range(2):
+            sharded.zero_grad()
+            (sharded(tokens) * 3).square().sum().backward()
+            for param, grad, value in zip(sharded.parameters(), kept, values, strict=True):
+                assert_bits(grad.full_tensor(), value, f"stage {stage}, {layout}")  # type: ignore[union-attr]
+                assert not torch.equal(param.grad.full_tensor(), value)  # type: ignore[union-attr]
+
+
+def test_a_gradient_that_is_kept_over_the_next_step_keeps_its_values() -> None:
+    both_layouts(check_kept_gradients, (1, 3))
+
+
 INITS: dict[str, Callable[[Tensor], object]] = {
     "normal": lambda t: nn.init.normal_(t, 1.0, 0.02),
     "uniform": lambda t: nn.init.uniform_(t, -1, 1),

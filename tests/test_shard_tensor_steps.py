@@ -227,3 +227,24 @@ def check_clip_value_and_non_finite(layout: str) -> None:
 
 def test_clipping_by_value_is_exact_and_a_nan_of_one_rank_is_seen_by_all() -> None:
     both_layouts(check_clip_value_and_non_finite)
+
+
+def check_freezing(layout: str) -> None:
+    tokens = torch.tensor([[0, 2, 6], [1, 3, 5]])
+    for stage in (0, 1, 2, 3):
+        models = pair(layout, stage)
+        for trains in (False, True):
+            for model in models:
+                model.zero_grad()
+                model.embed.weight.requires_grad_(trains)  # type: ignore[union-attr, operator]
+                model.blocks.requires_grad_(not trains)  # type: ignore[union-attr]
+                model(tokens).square().sum().backward()
+            for name, plain, param in named(models):
+                assert param.requires_grad == plain.requires_grad, name
+                assert (param.grad is None) == (plain.grad is None), f"{name}, stage {stage}"
+                if plain.grad is not None:
+                    torch.testing.assert_close(param.grad.full_tensor(), plain.grad, msg=name)
+
+
+def test_parameters_are_frozen_and_thawed_after_sharding() -> None:
+    both_layouts(check_freezing, (1, 2))

@@ -15,16 +15,17 @@ from torch.overrides import get_overridable_functions, resolve_name
 
 from ranks import run_ranks
 from shardwise import ShardTensor, shard
+from shardwise.errors import ShardError
 from shardwise.unit.norms import LazyNorm
 
 # These change the process, ask for other devices, tell where memory lies or leave it undefined, or
-# have tests of their own; torch's own chain_matmul forgets out= before it asks a subclass.
+# have tests of their own. torch's chain_matmul forgets out= before it asks a subclass.
 LEFT_OUT = """
 __deepcopy__ __delete__ __dlpack__ __dlpack_device__ __format__ __hash__ __reduce__ __reduce_ex__
 __repr__ __set__ __setstate__ __torch_function__ _typed_storage backward chain_matmul
 const_data_ptr cuda data_ptr empty_like fbgemm_pack_gemm_matrix_fp16 hpu ipu lobpcg mtia
-pin_memory register_hook register_post_accumulate_grad_hook share_memory_ storage storage_offset
-to_mkldnn untyped_storage xpu
+pin_memory register_hook register_post_accumulate_grad_hook share_memory_ slice_inverse storage
+storage_offset to_mkldnn untyped_storage xpu
 """
 # Of no other tensor do these have to be the same: where it lies, and how autograd sees it.
 LEFT_OUT_PROPERTIES = """
@@ -256,3 +257,46 @@ def test_no_function_of_torch_gives_a_local_answer() -> None:
         offenders = first[0] + [f"rank 1: {o}" for o in second[0] if o not in first[0]]
         assert not offenders, f"{layout}, {what}:\n" + "\n".join(offenders)
         assert 100 < first[1] < len(trials)
+
+
+LOCAL: dict[str, Callable[[Any], Any]] = {
+    "matmul": lambda t: t @ t.T,
+    "mm": lambda t: torch.mm(t, t),
+    "view": lambda t: t.view(-1),
+    "reshape": lambda t: t.reshape(2, 8),
+    "cat": lambda t: torch.cat([t, t]),
+    "stack": lambda t: torch.stack([t, t]),
+    "index": lambda t: t[0],
+    "slice": lambda t: t[1:3],
+    "set item": lambda t: t.__setitem__(0, 1.0),
+    "sort": lambda t: t.sort(),
+    "topk": lambda t: t.topk(2),
+    "argmax": lambda t: t.argmax(),
+    "cumsum": lambda t: t.cumsum(0),
+    "sum over a dim": lambda t: t.sum(dim=0),
+    "softmax": lambda t: t.softmax(-1),
+    "transpose": lambda t: t.t(),
+    "numpy": lambda t: t.numpy(),
+    "tolist": lambda t: t.tolist(),
+    "unique": lambda t: t.unique(),
+    "std": lambda t: t.std(),
+    "item of one element": lambda t: t[:1, :1].item(),
+    "iteration": lambda t: list(t),
+    "redistribute": lambda t: t.redistribute(),
+}
+
+
+def refuse(rank: int, world_size: int, layout: str) -> None:
+    gradient = Sweep(layout, "gradient")
+    model, tensor = gradient.model, gradient.fresh()[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    for t in (tensor, optimizer.state[model.t]["exp_avg"]):
+        for label, use in LOCAL.items():
+            with pytest.raises(ShardError, match="full_tensor"):
+                pytest.fail(f"{label} gave {use(t)}")
+
+
+def test_what_needs_the_whole_tensor_is_refused_on_gradients_and_optimizer_state() -> None:
+    for layout in ("rows", "flat"):
+        run_ranks(refuse, 2, layout)

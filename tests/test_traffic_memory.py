@@ -4,6 +4,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -54,12 +55,7 @@ TOKENS = torch.tensor([[0, 3, 6, 2], [1, 4, 5, 0]])
 
 
 def owned(shapes: Shapes, layout: str, num_ranks: int, rank: int) -> int:
-    """Return how many elements of a unit a rank owns, padding left out.
-
-    A ``replicated`` state is owned by nobody, and its gradients are cut one by one, evenly.
-    """
-    if layout == "replicated":
-        return sum(owned([s], "flat", num_ranks, rank) for s in shapes)
+    """Return how many elements of a unit a rank owns, padding left out."""
     if layout == "flat":
         total = sum(map(prod, shapes))
         slot = -(-total // num_ranks)
@@ -114,8 +110,6 @@ def expected_traffic(
     the last unit of the forward pass are gathered once only.
     """
     gathers = list(UNITS)
-    if stage == 0:
-        layout = "replicated"
     if stage == 3:
         gathers += UNITS[1:-1]
     sent = {
@@ -205,12 +199,11 @@ def check_hybrid(rank: int, world_size: int) -> None:
             on_shard = {k: v for k, v in sent.items() if k.startswith("shard.")}
             expected, _ = expected_traffic(stage, layout, 2, rank % 2, num_params)
             assert on_shard == expected, (stage, layout)
-            slots = [padded(u, layout, 2) * 4 for u in UNITS]
-            both_ways = sum(v for k, v in sent.items() if k in ("replicate.all_reduce",))
-            # Over two ranks each sends its half of every slot in both phases, one element more or
-            # less; a segment is reduced by itself at stage 0.
-            slack = 2 * 4 * sum(len(u) for u in UNITS)
-            assert abs(both_ways - sum(slots)) <= slack, (stage, layout, both_ways, sum(slots))
+            # An all-reduce over two ranks sends each element once, from either. Shard buffers are
+            # reduced as they lie, padding included; at stage 0 there are none.
+            count = padded if stage else partial(owned, rank=rank % 2)
+            slices = sum(count(u, layout, 2) for u in UNITS) * 4
+            assert sent["replicate.all_reduce"] == slices, (stage, layout)
             assert sent["replicate.flags"] == num_params
             assert set(sent) <= {*expected, "replicate.all_reduce", "replicate.flags"}, sent
 
@@ -265,9 +258,7 @@ def check_persistent(rank: int, world_size: int) -> None:
                 assert measured == held.param_shard_bytes + held.param_full_bytes, label
                 slices = numel if replicated else mine
                 assert held.grad_shard_bytes == slices * 4, label
-                in_place = replicated and precision == "fp32"  # they lie where autograd wrote them
-                buffers = numel if in_place else full if replicated else shards
-                assert storage_bytes(grads) == buffers * 4, label
+                assert storage_bytes(grads) == (full if replicated else shards) * 4, label
                 assert held.grad_partial_bytes == 0, label
                 state = [
                     v._local_tensor

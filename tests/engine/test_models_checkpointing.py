@@ -1,4 +1,4 @@
-"""Activation checkpointing of both kinds, nested, around units and inside them, with frozen layers."""
+"""Activation checkpointing of both kinds, nested, around and inside units, with frozen layers."""
 
 from typing import Any
 

@@ -38,6 +38,10 @@ class Order:
         self._backward_at = _find(self._backward, unit, self._backward_at + 1)
         return None if self._backward_at < 0 else self._backward[self._backward_at + 1 :]
 
+    def forget(self) -> None:
+        """Drop what was recorded for a backward pass that will not come."""
+        self._recorded = []
+
     def end_step(self) -> None:
         """Make what was recorded the prediction for the next step."""
         if self._recorded:

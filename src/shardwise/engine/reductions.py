@@ -28,7 +28,7 @@ class Reductions:
         self._comm = comm
         self._bucket: list[Unit] = []
         self._in_flight: list[Reduction] = []
-        self._done: list[tuple[Reduction, dict[Slot, torch.Tensor]]] = []
+        self._settled: list[Reduction] = []
         self._flags: tuple[list[Slot], torch.Tensor, list[Pending]] | None = None
 
     @property
@@ -38,7 +38,7 @@ class Reductions:
 
     @property
     def _all(self) -> list[Reduction]:
-        return [r for r, _ in self._done] + self._in_flight
+        return self._settled + self._in_flight
 
     def is_waiting(self, unit: Unit) -> bool:
         """Tell whether a unit is in the bucket, its reduction not started yet."""
@@ -62,12 +62,13 @@ class Reductions:
         self._bucket = []
         reduction.start()
         self._in_flight.append(reduction)
-        while len(self._in_flight) > self._config.reduces_in_flight:
-            self._finish_oldest()
+        self._settle(self._config.reduces_in_flight)
 
-    def _finish_oldest(self) -> None:
-        reduction = self._in_flight.pop(0)
-        self._done.append((reduction, reduction.finish()))
+    def _settle(self, num_left: int) -> None:
+        """Wait for the oldest reductions until ``num_left`` are in flight."""
+        while len(self._in_flight) > num_left:
+            self._in_flight[0].settle()
+            self._settled.append(self._in_flight.pop(0))
 
     def close(self) -> None:
         """Start what is left, and the flags of Note [Gradients of some ranks only]."""
@@ -82,27 +83,27 @@ class Reductions:
 
     def finish(self) -> None:
         """Complete every reduction and set ``p.grad``. **State** REDUCING -> REDUCED."""
-        while self._in_flight:
-            self._finish_oldest()
-        if not self._done:
+        self._settle(0)
+        if not self._settled:
             return
         used = self._used_here() | self._used_elsewhere()
-        for _, means in self._done:
-            for slot, mean in means.items():
+        for reduction in self._settled:
+            for slot, mean in reduction.finish().items():
                 if slot in used:
                     add_to_grad(slot, mean)
-        self._settle()
+        self._end()
 
     def drop(self) -> None:
         """Complete every reduction and forget the results, after a backward pass that raised."""
-        while self._in_flight:
-            self._finish_oldest()
+        self._settle(0)
+        for reduction in self._settled:
+            reduction.finish()
         self._bucket, self._flags = [], None
-        self._settle()
+        self._end()
 
-    def _settle(self) -> None:
-        units = {unit for reduction, _ in self._done for unit in reduction.units}
-        self._done = []
+    def _end(self) -> None:
+        units = {unit for reduction in self._settled for unit in reduction.units}
+        self._settled = []
         for unit in units:
             unit.enter_grad_state(GradState.REDUCED)
             unit.forget_grads_if_none()

@@ -84,6 +84,8 @@ class Engine:
         records = torch.is_grad_enabled()
         if not self._stack and not in_backward:
             self._check_call(unit, records)
+            if records and not unit.uses:
+                self._order.forget()  # no graph of before is alive
         recomputes = in_backward and unit.in_backward
         self._stack.append((unit, None, in_backward))
         unit.start_unshard()

@@ -1,5 +1,5 @@
 """One unit: its ShardTensors, its storage, how it is filled, unsharded and reduced.
 
 Reading order: ``states``, ``operations``, ``norms``, ``cut``, ``sliced``, ``answers``, ``tensor``,
-``storage``, ``unit``, ``materialize``, ``reduce``.
+``storage``, ``partial``, ``unit``, ``materialize``, ``reduce``.
 """

@@ -40,6 +40,7 @@ class Reduction:
         self._reduce_dtype = reduce_dtype
         self._parts: list[_Part] = []
         self._pending: Pending | None = None
+        self._gathers: list[Pending] = []
 
     def start(self) -> None:
         """Hand the gradients to the transport, from where autograd wrote them.
@@ -96,23 +97,29 @@ class Reduction:
         return torch.zeros(slot.leaf.numel(), dtype=dtype, device=slot.leaf.device)
 
     @torch.no_grad()
-    def finish(self) -> dict[Slot, torch.Tensor]:
-        """Wait; return this rank's slice of the mean for every parameter that took part.
+    def settle(self) -> None:
+        """Wait for the addends and sum them; start what comes second.
 
         Over a replicate axis the slices are summed second; at stage 0 the mean is gathered, so
         that every rank has all of it.
         """
-        axes = self._comm.axes
-        unit = self.units[0]
-        with span("wait_reduce", unit.name):
-            if self._pending is not None:
-                self._pending.wait()
-                self._pending = None
+        if self._pending is None:
+            return
+        with span("wait_reduce", self.units[0].name):
+            self._pending.wait()
+            self._pending = None
             for part in self._parts:
-                if axes.replicate is not None:
+                if self._comm.axes.replicate is not None:
                     self._sum_over_replicas(part)
-                if not part.storage.stage.shards_state:
-                    self._gather_mean(part)
+                if part.wholes:
+                    self._gathers.append(self._start_gather(part))
+
+    def finish(self) -> dict[Slot, torch.Tensor]:
+        """Wait; return this rank's slice of the mean for every parameter that took part."""
+        self.settle()
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers = []
         found: dict[Slot, torch.Tensor] = {}
         for part in self._parts:
             found.update(self._means(part))
@@ -126,17 +133,15 @@ class Reduction:
         for slot in slots or [part.out]:
             self._comm.all_reduce(slot, axis, site, self._comm.axes.num_ranks)
 
-    def _gather_mean(self, part: _Part) -> None:
+    def _start_gather(self, part: _Part) -> Pending:
         axis = self._comm.axes.shard
-        if axis.size == 1:
-            return
         items = []
         for segment, whole in part.wholes:
             begin = axis.rank * segment.slot_numel
             own = whole[begin : begin + segment.slot_numel]
             items.append(GatherItem(segment, own, whole, True))
         site = self._comm.site("all_gather", part.unit.name, part.unit.index)
-        self._comm.start_all_gather(items, axis, site).wait()
+        return self._comm.start_all_gather(items, axis, site)
 
     def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
         means = {}

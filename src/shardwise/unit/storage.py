@@ -166,10 +166,11 @@ class Storage:
 
         On the CPU the buffer of the step before is used again unless something still refers to it
         (``p.grad``, or a tensor that the user kept): fresh memory costs a page fault per 4 KiB,
-        a tenth of a training step. On other devices the allocator does this itself.
+        a tenth of a training step. On other devices the allocator does this itself, and a stage
+        that frees its parameters is chosen for memory, not for speed.
         """
         numel = self.layout.shard_numel if self.stage.shards_state else self.layout.full_numel
-        if self.master.device.type != "cpu":
+        if self.master.device.type != "cpu" or self.stage.frees_after_backward:
             return torch.empty(numel, dtype=dtype, device=self.master.device)
         kept = self._grad_buffer
         if kept is None or kept.dtype != dtype or _num_references(kept) > self._grad_references:

@@ -5,9 +5,9 @@ its gradient on the way from one to the other.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
 from shardwise.trace import span
 from shardwise.unit.cut import Cut
+from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
     PARAM_TRANSITIONS,
@@ -158,6 +159,11 @@ class Slot:
         self._watch()
 
     # -- gradients on their way
+    def drop_partial(self) -> None:
+        """Forget the unreduced gradient."""
+        self.leaf.grad = self.partial = None
+        self.unit.forget_grads_if_none()
+
     @property
     def has_partial(self) -> bool:
         """Tell whether this rank has a gradient of this parameter that is not reduced."""
@@ -187,64 +193,6 @@ class Slot:
         if grad.dtype != dtype:
             grad = grad.to(dtype)
         return grad.contiguous().view(-1)
-
-
-class PartialGrad(torch.Tensor):
-    """What ``p.grad`` gives inside an accumulation window: there is a gradient, but no mean yet.
-
-    It can be asked for its metadata and be dropped (``zero_grad``); anything else raises.
-    """
-
-    _slot: Slot
-
-    def full_tensor(self) -> NoReturn:
-        """Refuse: there is no mean to gather yet."""
-        raise _not_reduced("full_tensor", [self._slot])
-
-    def to_local(self) -> NoReturn:
-        """Refuse: there is no mean to slice yet."""
-        raise _not_reduced("to_local", [self._slot])
-
-    @classmethod
-    def of(cls, slot: Slot) -> "PartialGrad":
-        """Stand in for the unreduced gradient of ``slot``."""
-        made: PartialGrad = torch.empty(0).expand(0).as_subclass(cls)
-        made._slot = slot
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Allow dropping the gradient; refuse to read it."""
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "requires_grad_", "detach_", "__repr__", "__hash__"):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if name in ("zero_", "_foreach_zero_"):
-            for grad in args[0] if name == "_foreach_zero_" else args[:1]:
-                if isinstance(grad, PartialGrad):
-                    grad._slot.leaf.grad = grad._slot.partial = None
-                    grad._slot.unit.forget_grads_if_none()
-            return None
-        slots = [a._slot for a in _flatten(args) if isinstance(a, PartialGrad)]
-        raise _not_reduced(name, slots)
-
-
-def _not_reduced(name: str, slots: Sequence[Slot]) -> StateError:
-    return StateError(
-        f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, because "
-        "the accumulation window is still open. Run the window's last micro-batch under "
-        "`shardwise.accumulate(model, last=True)` before clipping or stepping"
-    )
-
-
-def _flatten(args: tuple[object, ...]) -> list[object]:
-    return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
 
 
 class Unit:

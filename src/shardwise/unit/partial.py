@@ -1,0 +1,74 @@
+"""What ``p.grad`` is inside an accumulation window."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from shardwise.errors import StateError
+
+
+class Holder(Protocol):
+    """What holds the unreduced gradient: a slot of a unit."""
+
+    name: str
+
+    def drop_partial(self) -> None:
+        """Forget the unreduced gradient."""
+
+
+class PartialGrad(torch.Tensor):
+    """What ``p.grad`` gives inside an accumulation window: there is a gradient, but no mean yet.
+
+    It can be asked for its metadata and be dropped (``zero_grad``); anything else raises.
+    """
+
+    _slot: Holder
+
+    def full_tensor(self) -> NoReturn:
+        """Refuse: there is no mean to gather yet."""
+        raise _not_reduced("full_tensor", [self._slot])
+
+    def to_local(self) -> NoReturn:
+        """Refuse: there is no mean to slice yet."""
+        raise _not_reduced("to_local", [self._slot])
+
+    @classmethod
+    def of(cls, slot: Holder) -> "PartialGrad":
+        """Stand in for the unreduced gradient of ``slot``."""
+        made: PartialGrad = torch.empty(0).expand(0).as_subclass(cls)
+        made._slot = slot
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Allow dropping the gradient; refuse to read it."""
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "requires_grad_", "detach_", "__repr__", "__hash__"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in ("zero_", "_foreach_zero_"):
+            for grad in args[0] if name == "_foreach_zero_" else args[:1]:
+                if isinstance(grad, PartialGrad):
+                    grad._slot.drop_partial()
+            return None
+        slots = [a._slot for a in _flatten(args) if isinstance(a, PartialGrad)]
+        raise _not_reduced(name, slots)
+
+
+def _not_reduced(name: str, slots: Sequence[Holder]) -> StateError:
+    return StateError(
+        f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, because "
+        "the accumulation window is still open. Run the window's last micro-batch under "
+        "`shardwise.accumulate(model, last=True)` before clipping or stepping"
+    )
+
+
+def _flatten(args: tuple[object, ...]) -> list[object]:
+    return [x for a in args for x in (a if isinstance(a, list | tuple) else (a,))]
