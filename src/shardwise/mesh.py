@@ -63,6 +63,11 @@ def resolve_axes(
     if shard_axis is not None:
         if shard_axis == replicate_axis:
             raise ConfigError(f"shard_axis and replicate_axis are both {shard_axis!r}")
+        if replicate_axis is not None and names.index(replicate_axis) > names.index(shard_axis):
+            raise ConfigError(
+                f"replicate_axis={replicate_axis!r} comes after shard_axis={shard_axis!r} in the "
+                f"mesh {names}; build it as (replicate, shard), so that shards are neighbours"
+            )
         chosen = (shard_axis,) if replicate_axis is None else (replicate_axis, shard_axis)
         mesh = mesh if chosen == names else mesh[chosen]
     elif replicate_axis is not None:

@@ -20,7 +20,7 @@ from shardwise.trace import Traffic
 # Message tags have 31 bits: model, unit, kind (2) and piece (8).
 _MODELS = 1 << 9
 _UNITS_PER_MODEL = 1 << 12
-_NUMBERS = count()
+_NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
 class Comm:
@@ -146,7 +146,9 @@ def all_reduce_scalars(
 ) -> list[float]:
     """Return the sums of a few numbers over the ranks of ``group``, in float64."""
     group = group or dist.group.WORLD
-    device = "cpu" if "gloo" in str(dist.get_backend(group)) else "cuda"
+    accelerator = torch.accelerator.current_accelerator()
+    is_gloo = accelerator is None or "gloo" in str(dist.get_backend(group))
+    device = torch.device("cpu") if is_gloo else accelerator
     total = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(total, group=group)
     return total.tolist()

@@ -100,8 +100,9 @@ def _write_back(
 
 def _refuse_changes(engine: Engine, slots: list[Slot], changed: list[bool]) -> None:
     flags = torch.tensor(changed, dtype=torch.uint8, device=slots[0].leaf.device)
-    anywhere = engine.comm.max(flags, engine.comm.axes.shard, _SITE).tolist()
-    names = [s.name for s, flag in zip(slots, anywhere, strict=True) if flag]
+    for axis in engine.comm.axes.all:
+        flags = engine.comm.max(flags, axis, _SITE)
+    names = [s.name for s, flag in zip(slots, flags.tolist(), strict=True) if flag]
     if names:
         raise StateError(
             f"gathered(): {', '.join(names[:5])} changed inside the context on some rank, which "

@@ -71,14 +71,22 @@ class Reductions:
             self._settled.append(self._in_flight.pop(0))
 
     def close(self) -> None:
-        """Start what is left, and the flags of Note [Gradients of some ranks only]."""
+        """Start what is left, and the flags of Note [Gradients of some ranks only].
+
+        What comes after a reduction (stage 0, a replicate axis) is started here too, so that no
+        collective is left for the first reader of ``p.grad``, who may be one rank alone.
+        """
         self._start_bucket()
+        if self._comm.axes.replicate is not None or not self._config.stage.shards_state:
+            self._settle(0)
         if not self._all or self._comm.axes.num_ranks == 1:
             return
         slots = [s for r in self._all for u in r.units for s in u.slots if s.leaf.requires_grad]
         used = self._used_here()
-        device = slots[0].leaf.device
-        flags = torch.tensor([s in used for s in slots], dtype=torch.uint8, device=device)
+        flags = torch.ones(len(slots), dtype=torch.uint8, device=slots[0].leaf.device)
+        missing = [i for i, slot in enumerate(slots) if slot not in used]
+        if missing:
+            flags[missing] = 0
         self._flags = slots, flags, self._comm.start_any(flags, _FLAGS)
 
     def finish(self) -> None:

@@ -3,8 +3,8 @@
 Note [One backward pass]
 The hooks on a unit's outputs call `before_backward`, those on its inputs `after_use`. The input's
 hook fires when autograd reaches the node that made the input: by autograd's order (later nodes
-first) every node of the unit has run by then. A unit without such an input is done when all its
-gradients are there, or at the end. `end_backward` is queued once per backward pass and closes
+first) every node of the unit has run by then. A unit without such an input is closed when another
+one's backward begins, or at the end. `end_backward` is queued once per backward pass and closes
 whatever is still open. A `Use` lives in the graph through the hooks, so a graph that is dropped
 without a backward pass leaves nothing behind.
 """
@@ -22,7 +22,7 @@ from shardwise.engine.nest import map_tensors, tensors_in
 from shardwise.engine.order import Order
 from shardwise.engine.prefetch import units_to_prefetch
 from shardwise.engine.reductions import Reductions
-from shardwise.errors import CollectiveError, StateError
+from shardwise.errors import CollectiveError, ShardError, StateError
 from shardwise.trace import FullBytes
 from shardwise.unit.states import GradState, ParamState
 from shardwise.unit.tensor import ShardTensor
@@ -33,6 +33,13 @@ _LOOKAHEAD_UNITS = 16
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _changed_since_forward(unit: Unit) -> StateError:
+    return StateError(
+        f"unit '{unit.name or '(root)'}': its parameters were changed between forward and backward "
+        "(an optimizer step or a load in between); run backward first"
+    )
 
 
 class Engine:
@@ -49,6 +56,7 @@ class Engine:
         self._stack: list[tuple[Unit, Use | None, bool]] = []
         self._ahead: set[int] = set()
         self._backward_task: int | None = None
+        self._unhooked: list[tuple[Unit, Use]] = []
         self._reductions = Reductions(config, comm)
         self._prefetch_bytes = 0
         self._num_calls = 0
@@ -96,7 +104,8 @@ class Engine:
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not recomputes:
-            use = Use(unit.read_versions())
+            enclosing = tuple(u for u, _, _ in self._stack[:-1])
+            use = Use(unit.read_versions(), enclosing)
             unit.uses.add(use)
             self._stack[-1] = (unit, use, in_backward or upcoming == [])
             self._hook_inputs(unit, use, args, kwargs)
@@ -147,8 +156,14 @@ class Engine:
         if not self._stack or self._stack[-1][0] is not unit:
             return
         _, use, keep = self._stack.pop()
-        unit.unbind()
-        if isinstance(sys.exc_info()[1], CollectiveError):
+        written = unit.unbind()
+        if output is not None and written:
+            raise ShardError(
+                f"parameter '{written}' was written inside the forward pass (max_norm=, or in "
+                "place under no_grad); it is a copy there and the change would be lost. Change it "
+                "between steps, on model.parameters()"
+            )
+        if output is None and isinstance(sys.exc_info()[1], CollectiveError):
             return  # other gathers may never end: whoever sends them may have stopped as this rank
         if use is not None and not self._hook_outputs(unit, use, output):
             use.spent, use = True, None
@@ -211,21 +226,18 @@ class Engine:
         """Unshard a unit whose parameter is used outside its module, until backward ends."""
         unit.finish_unshard()
         if torch.is_grad_enabled():
+            if not unit.used_outside:
+                unit.outside_versions = unit.read_versions()
             unit.used_outside = True
         elif not unit.in_backward and unit is not self.units[0]:
             self._ahead.add(unit.index)
 
     def on_grad(self, unit: Unit) -> None:
-        """Count a gradient; a unit that no input hook will close is done when it has all.
-
-        The root is left to `end_backward`: other units may use its parameters.
-        """
+        """Note that one full parameter of the unit has its gradient."""
         self._ensure_callback()
         unit.num_grads += 1
-        if unit.num_grads < len(unit.slots) or unit is self.units[0] or unit.used_outside:
-            return
-        if not any(u.has_input_hook and u.is_open for u in unit.uses):
-            self._after_backward(unit)
+        if unit.used_outside and unit.outside_versions != unit.read_versions():
+            raise _changed_since_forward(unit)
 
     # -- backward
     def _ensure_callback(self) -> None:
@@ -248,10 +260,10 @@ class Engine:
         use.begun = unit.in_backward = True
         use.done = False
         if use.versions != unit.read_versions():
-            raise StateError(
-                f"unit '{unit.name or '(root)'}': its parameters were changed between forward and "
-                "backward (an optimizer step or a load in between); run backward first"
-            )
+            raise _changed_since_forward(unit)
+        self._close_unhooked(unit, use)
+        if not use.has_input_hook and unit is not self.units[0]:
+            self._unhooked.append((unit, use))
         if unit.backward_reads_params:
             unit.start_unshard()
         self._ahead.discard(unit.index)
@@ -259,6 +271,20 @@ class Engine:
         self._prefetch([i for i in upcoming if self.units[i].backward_reads_params])
         if unit.backward_reads_params:
             unit.finish_unshard()
+
+    def _close_unhooked(self, begun: Unit, its_use: Use) -> None:
+        """Close the units without an input hook whose backward must be over by now.
+
+        Backward takes nodes in the reverse order of forward, so a unit is over when one that is not
+        inside it begins. Never close one because its gradients are all there: which are there may
+        differ from rank to rank, and the order of reductions must not.
+        """
+        waiting, self._unhooked = self._unhooked, []
+        for unit, use in waiting:
+            if unit in its_use.enclosing or unit.contains(begun):
+                self._unhooked.append((unit, use))
+            else:
+                self.after_use(unit, use)
 
     def after_use(self, unit: Unit, use: Use) -> None:
         """Close one use of the unit; the last one closes the unit."""
@@ -288,7 +314,7 @@ class Engine:
                 unit.enter_grad_state(GradState.PARTIAL)
             unit.has_local_sum = True
             for slot in unit.slots:
-                slot.keep_partial(self.config.precision.reduce or slot.leaf.dtype)
+                slot.keep_partial(self.config.precision.reduce or slot.storage.master.dtype)
 
     def end_backward(self) -> None:
         """Close the backward pass: reduce what is left, free what is full."""
@@ -312,6 +338,7 @@ class Engine:
             unit.reshard()
         self._ahead.clear()
         self._stack.clear()
+        self._unhooked.clear()
         self._backward_task = None
 
     # -- gradients

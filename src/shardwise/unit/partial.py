@@ -12,6 +12,8 @@ class Holder(Protocol):
     """What holds the unreduced gradient: a slot of a unit."""
 
     name: str
+    storage: Any
+    cut: Any
 
     def drop_partial(self) -> None:
         """Forget the unreduced gradient."""
@@ -36,7 +38,9 @@ class PartialGrad(torch.Tensor):
     @classmethod
     def of(cls, slot: Holder) -> "PartialGrad":
         """Stand in for the unreduced gradient of ``slot``."""
-        made: PartialGrad = torch.empty(0).expand(0).as_subclass(cls)
+        made: PartialGrad = (
+            slot.storage.master.new_empty(()).expand(slot.cut.shape).as_subclass(cls)
+        )
         made._slot = slot
         return made
 

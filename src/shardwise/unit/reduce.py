@@ -164,5 +164,6 @@ def add_to_grad(slot: Slot, mean: torch.Tensor) -> None:
     if slot.grad is None:
         slot.grad = ShardTensor.wrap(mean, slot.cut)
     else:
+        slot.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
         grad = slot.grad
         (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)

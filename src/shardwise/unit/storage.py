@@ -178,6 +178,10 @@ class Storage:
             self._grad_buffer, self._grad_references = kept, _num_references(kept)
         return kept
 
+    def forget_grad_buffer(self) -> None:
+        """Do not keep the gradient buffer for the next step."""
+        self._grad_buffer = None
+
     @torch.no_grad()
     def fill(self, index: int, full: torch.Tensor) -> None:
         """Set parameter ``index`` from its full value: keep this rank's slice."""

@@ -53,9 +53,10 @@ class Use:
     graph may be run again (``retain_graph``), but nothing waits for that.
     """
 
-    __slots__ = ("__weakref__", "begun", "done", "has_input_hook", "spent", "versions")
+    __slots__ = ("__weakref__", "begun", "done", "enclosing", "has_input_hook", "spent", "versions")
 
-    def __init__(self, versions: tuple[int, ...]) -> None:
+    def __init__(self, versions: tuple[int, ...], enclosing: tuple["Unit", ...]) -> None:
+        self.enclosing = enclosing
         self.begun = False
         self.done = False
         self.spent = False
@@ -212,12 +213,18 @@ class Unit:
         self.grad_state = GradState.EMPTY
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         self.used_outside = False
+        self.outside_versions: tuple[int, ...] = ()
         self.in_backward = False
         self.has_local_sum = False
         self.num_grads = 0
         self._bind_depth = 0
         self._pending: Pending | None = None
         self._bindings: list[tuple[dict[str, Any], str, Slot]] = []
+        self._versions: list[int] = []
+
+    def contains(self, other: "Unit") -> bool:
+        """Tell whether the other unit's module lies inside this one's."""
+        return not self.name or other.name.startswith(f"{self.name}.")
 
     def add(self, slot: Slot) -> None:
         """Register a parameter, in every module that uses it."""
@@ -301,15 +308,21 @@ class Unit:
                     "load_state_dict(assign=True) or an assignment; do that before shard()"
                 )
             params[attribute] = slot.leaf
+        self._versions = [slot.leaf._version for _, _, slot in self._bindings]
 
-    def unbind(self) -> None:
-        """Put the ShardTensors back into the modules."""
+    def unbind(self) -> str | None:
+        """Put the ShardTensors back; return the name of a parameter that was written meanwhile."""
         if self._bind_depth == 0:
-            return
+            return None
         self._bind_depth -= 1
-        if self._bind_depth == 0:
-            for params, attribute, slot in self._bindings:
-                params[attribute] = slot.param
+        if self._bind_depth:
+            return None
+        written = None
+        for (params, attribute, slot), version in zip(self._bindings, self._versions, strict=True):
+            params[attribute] = slot.param
+            if slot.leaf._version != version:
+                written = slot.name
+        return written
 
     def unbind_all(self) -> None:
         """Put the ShardTensors back after a forward pass that was cut short."""
