@@ -246,7 +246,7 @@ class Unit:
     @property
     def backward_reads_params(self) -> bool:
         """Tell whether backward needs the full parameters; an embedding's needs the ids alone."""
-        return type(self.module) is not nn.Embedding
+        return type(self.module).forward is not nn.Embedding.forward
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
