@@ -4,7 +4,7 @@ A stage is a row of data: it says how long full parameters and gradients live, a
 in the package branches on the stage's number.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -117,7 +117,7 @@ def resolve_config(
     return ShardConfig(
         stage=row,
         layout=layout,  # type: ignore[arg-type]
-        precision=replace(precision),
+        precision=precision,
         reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
         prefetch_bytes=prefetch_bytes,
     )

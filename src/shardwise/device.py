@@ -28,12 +28,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Start the allocator's peak anew (CUDA); a process's resident peak cannot be reset here."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def fork_rng_devices(device: torch.device) -> list[torch.device]:
     """Return the devices whose generators ``torch.random.fork_rng`` has to save."""
     return [device] if device.type == "cuda" else []

@@ -1,9 +1,5 @@
 """Bytes and durations, written for people: the one formatter of the project."""
 
-KIB = 2**10
-MIB = 2**20
-GIB = 2**30
-
 
 def format_bytes(num_bytes: float) -> str:
     """Write a byte count with a binary unit and three significant digits, e.g. ``1.50 GiB``."""

@@ -5,7 +5,6 @@ its gradient on the way from one to the other.
 """
 
 import weakref
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -263,8 +262,6 @@ class Unit:
             if items and self.comm.axes.shard.size > 1:
                 site = self.comm.site("all_gather", self.name, self.index)
                 self._pending = self.comm.start_all_gather(items, self.comm.axes.shard, site)
-            elif items:
-                _copy_sources(items)
 
     def finish_unshard(self) -> None:
         """Wait until the full parameters may be read."""
@@ -356,9 +353,3 @@ class Unit:
 
     def _enter(self, state: ParamState) -> None:
         self.param_state = check_transition(PARAM_TRANSITIONS, self.name, self.param_state, state)
-
-
-def _copy_sources(items: Sequence[GatherItem]) -> None:
-    for item in items:
-        if not item.in_place:
-            item.full[: item.source.numel()].copy_(item.source)
