@@ -1,7 +1,9 @@
 # What this project can do from a fresh checkout; only Python 3.11+ is needed (PYTHON=... to choose one).
 #   make demo    train the example on this machine     make check   linter, formatter, types
 #   make test    the whole test suite                  make bench   time one training step
-#   make venv    only make and fill .venv              make clean   remove .venv and caches
+#   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
+#   make soak    long campaigns of faults              make fuzz    hostile checkpoints, by the million
+#   make clean   remove .venv and caches
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,11 +14,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help venv demo test check format bench clean
+.PHONY: help venv demo test check format bench bench-ckpt soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,4s/^# *//p' Makefile
+	@sed -n '2,6s/^# *//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
@@ -50,6 +52,18 @@ format: $(DEV_STAMP)
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py
+
+bench-ckpt: $(RUN_STAMP)
+	$(BIN)/python benchmarks/checkpoint.py
+
+SEED ?= 0
+TRIALS ?= 1000
+
+soak: $(DEV_STAMP)
+	$(BIN)/python tests/campaigns/soak.py all --trials $(TRIALS) --seed $(SEED)
+
+fuzz: $(DEV_STAMP)
+	$(BIN)/python tests/campaigns/fuzz.py --trials $(TRIALS)000 --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

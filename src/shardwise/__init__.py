@@ -11,6 +11,8 @@ Reading order, which is also the import order (a file imports only from what sta
     comm/                     collectives on flat tensors
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
+    checkpoint/               state on disk: written, committed, found, checked, read
+    convert/                  other people's checkpoints, in and out
     train/                    the recipe behind `shardwise train`
     cli/                      parse, call, print
 
@@ -20,25 +22,43 @@ Names are imported on first use, so that the command line answers without loadin
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.checkpoints import Checkpoints, load, save
     from shardwise.config import Precision
     from shardwise.engine.accumulate import accumulate
     from shardwise.engine.api import shard, stats
     from shardwise.engine.describe import describe
     from shardwise.engine.gathered import gathered
+    from shardwise.engine.replicas import check_replicas
     from shardwise.unit.tensor import ShardTensor
 
 _HOMES = {
+    "Checkpoints": "shardwise.checkpoint.checkpoints",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",
+    "check_replicas": "shardwise.engine.replicas",
     "describe": "shardwise.engine.describe",
     "gathered": "shardwise.engine.gathered",
+    "load": "shardwise.checkpoint.checkpoints",
+    "save": "shardwise.checkpoint.checkpoints",
     "shard": "shardwise.engine.api",
     "stats": "shardwise.engine.api",
 }
 
 __version__ = "0.1.0"
-__all__ = ["Precision", "ShardTensor", "accumulate", "describe", "gathered", "shard", "stats"]
+__all__ = [
+    "Checkpoints",
+    "Precision",
+    "ShardTensor",
+    "accumulate",
+    "check_replicas",
+    "describe",
+    "gathered",
+    "load",
+    "save",
+    "shard",
+    "stats",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,3 +31,25 @@ def peak_memory_bytes(device: torch.device) -> int:
 def fork_rng_devices(device: torch.device) -> list[torch.device]:
     """Return the devices whose generators ``torch.random.fork_rng`` has to save."""
     return [device] if device.type == "cuda" else []
+
+
+def accelerator_generator(device: torch.device) -> torch.Tensor | None:
+    """Return the state of the device's default generator, uint8 on the CPU; None for the CPU."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_accelerator_generator(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of the device's default generator."""
+    torch.cuda.set_rng_state(state, device)
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return host memory for copies from ``device``: uint8 [num_bytes], touched, page-locked."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def wait_for_copies(devices: set[torch.device]) -> None:
+    """Return when what was copied from these devices without waiting has arrived."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()

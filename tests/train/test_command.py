@@ -129,9 +129,17 @@ def test_the_first_loss_is_the_same_on_1_2_and_3_ranks(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks_after_their_step(tiny: Path, number: signal.Signals) -> None:
-    process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
+@pytest.mark.parametrize(
+    ("number", "flags", "hint"),
+    [
+        (signal.SIGINT, ["--save-every", 90_000], "; it is saved, go on with --resume auto"),
+        (signal.SIGTERM, [], ""),
+    ],
+)
+def test_a_signal_ends_all_ranks_after_their_step(
+    tiny: Path, number: signal.Signals, flags: list[object], hint: str
+) -> None:
+    process = command("train", tiny, "--ranks", 2, "--steps", 100_000, *flags)
     path = tiny.parent / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
@@ -140,7 +148,9 @@ def test_a_signal_ends_all_ranks_after_their_step(tiny: Path, number: signal.Sig
     code, out, err = finish(process)
     assert (code, err) == (130, "")
     lines = metrics(path.parent)
-    assert out.strip() == f"stopped after step {lines[-1]['step']}, as asked"
+    last = max(line["step"] for line in lines)
+    assert out.strip() == f"stopped after step {last}, as asked{hint}"
+    assert (path.parent / "checkpoints" / f"step-{last:08d}").exists() is bool(flags)
 
 
 @pytest.mark.slow

@@ -41,6 +41,11 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("kv_heads: 3\n", ["kv_heads: expected a divisor of heads 8", "3"]),
         ("steps: 5\nwarmup_steps: 6\n", ["warmup_steps: expected at most steps 5", "6"]),
         ("min_lr: 1\n", ["min_lr: expected at most lr"]),
+        ("resume: atuo\n", ["resume: expected 'auto', 'never' or the step", "mean 'auto'"]),
+        ("resume: true\n", ["resume: expected 'auto', 'never' or the step", "got True"]),
+        ("resume: 0\n", ["resume: expected 'auto', 'never' or the step", "got 0"]),
+        ("save_every: -1\n", ["save_every: expected greater than or equal to 0", "-1"]),
+        ("keep_every: 5\n", ["keep_every: expected keep_last beside it"]),
         ("[1, 2]\n", ["expected `key: value` lines", "list"]),
         ("a: b: c\n", ["expected YAML"]),
     ],
@@ -80,6 +85,11 @@ def test_a_global_batch_decides_accumulation(world_size: int, accumulation: int)
     config = resolve_batch(TrainConfig(micro_batch=2, global_batch=24), world_size)
     assert (config.accumulation, config.global_batch) == (accumulation, 24)
     assert resolve_batch(config, world_size) == config
+
+
+@pytest.mark.parametrize("flag", ["40", 40])
+def test_a_step_to_resume_from_is_a_number(flag: object) -> None:
+    assert load_config(None, {"resume": flag}).resume == 40
 
 
 def test_a_global_batch_that_does_not_divide_is_an_error() -> None:

@@ -108,6 +108,112 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+def dropping(**keys: object) -> TrainConfig:
+    return SMALL.model_copy(update={"dropout": 0.25, **keys})
+
+
+def test_without_dropout_training_draws_nothing_and_gives_the_bits_of_evaluation() -> None:
+    model = Decoder(SMALL, vocab=11)
+    ids, targets = torch.randint(11, (2, 2, 10))
+    before = torch.get_rng_state()
+    loss = model.train()(ids, targets)
+    loss.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model.eval()(ids, targets), loss)
+
+
+def test_dropout_changes_no_parameter_and_no_evaluation() -> None:
+    torch.manual_seed(0)
+    plain = Decoder(SMALL, vocab=11).eval()
+    torch.manual_seed(0)
+    model = Decoder(dropping(), vocab=11).eval()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    ids = torch.randint(11, (2, 10))
+    before = torch.get_rng_state()
+    assert torch.equal(model(ids), plain(ids))
+    assert torch.equal(
+        generate(model, ids[0], num_tokens=9, seq=16), generate(plain, ids[0], 9, seq=16)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_draws_anew_in_each_training_pass_and_the_same_from_the_same_state() -> None:
+    model = Decoder(dropping(), vocab=11)
+    ids, targets = torch.randint(11, (2, 2, 10))
+    state = torch.get_rng_state()
+    first, second = model(ids, targets), model(ids, targets)
+    torch.set_rng_state(state)
+    assert torch.equal(model(ids, targets), first)
+    assert first != second
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_block_drops_probabilities_and_both_updates(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[tuple[str, tuple[int, ...], float]] = []
+    plain_dropout, plain_attention = F.dropout, F.scaled_dot_product_attention
+
+    def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+        dropped.append(("dropout", tuple(x.shape), p if training else 0.0))
+        return plain_dropout(x, p, training)
+
+    def attention(query: Tensor, *args: Tensor, dropout_p: float, **keys: object) -> Tensor:
+        dropped.append(("attention", tuple(query.shape), dropout_p))
+        return plain_attention(query, *args, dropout_p=dropout_p, **keys)
+
+    monkeypatch.setattr(F, "dropout", dropout)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    model = Decoder(dropping(kv_heads=kv_heads), vocab=11)
+    ids = torch.randint(11, (2, 10))
+    model(ids)
+    block = [("attention", (2, 4, 10, 8)), ("dropout", (2, 10, 32)), ("dropout", (2, 10, 32))]
+    places = [("dropout", (2, 10, 32)), *block, *block]
+    assert dropped == [(*place, 0.25) for place in places]
+    dropped.clear()
+    model.eval()(ids)
+    assert dropped == [(*place, 0.0) for place in places]
+
+
+def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up() -> None:
+    block = Decoder(dropping(layers=1, dropout=0.5), vocab=11).blocks[0]
+    nn.init.zeros_(block.attention.out.weight)  # leaves the feed-forward's update alone
+    x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(9, 8, torch.device("cpu"))
+    update = block.eval()(x, cos, sin) - x
+    dropped = block.train()(x, cos, sin) - x
+    kept = dropped != 0
+    assert 0.4 < kept.float().mean() < 0.6
+    torch.testing.assert_close(dropped, torch.where(kept, 2 * update, 0.0), atol=1e-6, rtol=1e-4)
+
+
+def test_the_mean_over_many_passes_with_dropout_is_the_pass_without() -> None:
+    torch.manual_seed(0)
+    layer = Attention(32, heads=4, kv_heads=2, out_std=0.3, dropout=0.5)
+    x, (cos, sin) = torch.randn(1, 6, 32), rotary_tables(6, 8, torch.device("cpu"))
+    with torch.no_grad():
+        passes = torch.cat([layer(x, cos, sin) for _ in range(2000)])
+        expected = layer.eval()(x, cos, sin)
+    assert (passes.std(0) > 0.1 * expected.std()).all()
+    torch.testing.assert_close(
+        passes.mean(0, keepdim=True), expected, atol=0.15 * float(expected.std()), rtol=0
+    )
+
+
+def test_activation_checkpointing_draws_the_same_dropout_again() -> None:
+    plain = Decoder(dropping(), vocab=11)
+    recomputing = Decoder(dropping(activation_checkpointing=True), vocab=11)
+    recomputing.load_state_dict(plain.state_dict())
+    ids, targets = torch.randint(11, (2, 2, 10))
+    states = []
+    for model in (plain, recomputing):
+        torch.manual_seed(3)
+        model(ids, targets).backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    for one, other in zip(plain.parameters(), recomputing.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_it_can_be_built_on_the_meta_device_and_filled_module_by_module() -> None:
     with torch.device("meta"):
         model = Decoder(SMALL, vocab=11)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from shardwise.cli.ckpt import app as ckpt_app
+
 __all__ = ["app", "main"]
 
 _PASSED_ON = {
@@ -19,6 +21,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(ckpt_app, name="ckpt")
 
 
 @app.callback()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
@@ -79,9 +79,22 @@ def _train(
             sys.stderr.write(f"shardwise train: {error}\n")
         return _BAD_CONFIG
     except ShardwiseError as error:
+        if _is_same_on_all_ranks(error):
+            if is_first:
+                sys.stderr.write(f"shardwise train: {error}\n")
+            return _FAILED
         where = f"rank {place.rank}: " if place is not None else ""
         sys.stderr.write(f"shardwise train: {where}{error}\n")
         return _FAILED
+
+
+def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
+    """Tell whether one rank may speak for all."""
+    from shardwise.train.loop import NonFiniteLossError
+    from shardwise.train.replay import ReplayError
+
+    same = CheckpointError, ReplicaError, ReplayError, NonFiniteLossError
+    return isinstance(error, same)
 
 
 def _start(
@@ -107,14 +120,19 @@ def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     from shardwise.train.loop import train
     from shardwise.train.summary import format_result
 
-    result = train(check_run(config, place.world_size), place, stop)
-    if place.rank == 0:
-        if result.stopped:
-            sys.stdout.write(f"stopped after step {result.steps}, as asked\n")
-        else:
-            sys.stdout.write(format_result(result) + "\n")
-        sys.stdout.flush()
-    return INTERRUPTED if result.stopped else 0
+    def say(line: str) -> None:
+        if place.rank == 0:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+    result = train(check_run(config, place.world_size), place, stop, say)
+    if not result.stopped:
+        say(format_result(result))
+        return 0
+    kept = result.saved_step == result.steps
+    hint = "; it is saved, go on with --resume auto" if kept else ""
+    say(f"stopped after step {result.steps}, as asked{hint}")
+    return INTERRUPTED
 
 
 def _signature() -> inspect.Signature:
@@ -142,7 +160,10 @@ def _flag_type(annotation: Any) -> tuple[Any, str | None]:
     """Return the type that typer parses, and the choices of a Literal as metavar."""
     options = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is not Literal and options:
-        return _flag_type(options[0])
+        kinds = [_flag_type(option) for option in options]
+        if len(kinds) == 1:
+            return kinds[0]
+        return str, "|".join(metavar or kind.__name__.upper() for kind, metavar in kinds)
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
         return type(choices[0]), "|".join(str(choice) for choice in choices)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from shardwise.comm import coalesced, point_to_point
+from shardwise.comm.control import Control, SoloControl
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axes, Axis
@@ -24,10 +25,16 @@ _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
 class Comm:
-    """The collectives over the axes of one sharded model, with counts of what they sent."""
+    """The collectives over the axes of one sharded model, with counts of what they sent.
 
-    def __init__(self, axes: Axes, device: torch.device) -> None:
+    ``control`` carries small exchanges on a group apart from training's; without one, this rank
+    stands for itself.
+    """
+
+    def __init__(self, axes: Axes, device: torch.device, control: Control | None = None) -> None:
         self.axes = axes
+        self.device = device
+        self.control: Control = control or SoloControl()
         self.traffic = Traffic()
         self._number = 0
         self._transports: dict[str, ModuleType] = {

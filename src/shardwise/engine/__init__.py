@@ -1,5 +1,6 @@
 """When: in which order units are gathered, used, reduced and freed.
 
-Reading order: ``nest``, ``order``, ``prefetch``, ``reductions``, ``runtime``, ``hooks``, ``api``,
-``accumulate``, ``gathered``, ``describe``.
+Reading order: ``nest``, ``order``, ``prefetch``, ``reductions``, ``runtime``, ``hooks``,
+``agreement`` (were all ranks started alike), ``api``, ``accumulate``, ``gathered``, ``describe``,
+``replicas`` (do copies have the same bits).
 """

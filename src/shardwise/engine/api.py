@@ -1,6 +1,7 @@
 """``shard()``: from a module to a sharded module, in place."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -8,8 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.comm.control import control_over
 from shardwise.config import Precision, resolve_config
 from shardwise.device import current_device
+from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.hooks import register_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
@@ -46,18 +49,25 @@ def shard(
     by its modules' ``reset_parameters()``, or by ``init(module)``.
 
     **Cost** one broadcast of the model from the first rank; at most one unit in full beside the
-    model as it came.
+    model as it came. One small gloo group beside training's.
 
-    **Raises** ConfigError, before anything is changed, naming the setting and the remedy.
+    **Raises** ConfigError, before anything is changed, naming the setting and the remedy; on all
+    ranks when they differ in version, setting or model, or when one of them refuses.
     """
-    config = resolve_config(stage, layout, precision, reduce_every, prefetch_bytes)
-    _check_model(model)
-    specs = partition_into_units(model, units)
-    device = find_device(specs)
+    try:
+        config = resolve_config(stage, layout, precision, reduce_every, prefetch_bytes)
+        _check_model(model)
+        specs = partition_into_units(model, units)
+        device = find_device(specs)
+    except ConfigError as refusal:
+        _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
+        raise
     device_type = device.type if device is not None else _default_device_type(mesh)
     axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
     device = device or current_device(device_type)
-    comm = Comm(axes, device)
+    comm = Comm(axes, device, control_over(axes))
+    if comm.control.num_ranks > 1:
+        agree(comm.control, start_facts(model, specs, config, axes, init), "shard()")
     comm.agree_on_number(device)
     ledger = FullBytes()
     engine = Engine(config, comm, ledger)
@@ -74,6 +84,23 @@ def shard(
         register_hooks(engine, unit)
     setattr(model, _ATTRIBUTE, engine)
     return model
+
+
+def _tell_other_ranks(
+    refusal: ConfigError,
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    shard_axis: str | None,
+    replicate_axis: str | None,
+) -> None:
+    """Meet the other ranks in their `agree`; return when all of them refuse alike."""
+    first = next((p.device.type for p in model.parameters() if not p.is_meta), None)
+    axes = None
+    with suppress(Exception):  # without axes the others cannot be told; the refusal is what counts
+        device_type = first or _default_device_type(mesh)
+        axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
+    if axes is not None:
+        agree(control_over(axes), refusal_facts(refusal), "shard()")
 
 
 def _default_device_type(mesh: DeviceMesh | None) -> str:

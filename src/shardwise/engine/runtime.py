@@ -10,7 +10,7 @@ without a backward pass leaves nothing behind.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +52,8 @@ class Engine:
         self.units: list[Unit] = []
         self.is_last_micro_batch = True
         self.suspended = False
+        self.broken: str | None = None  # why the parameters are not to be used
+        self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
         self._order = Order(())
         self._stack: list[tuple[Unit, Use | None, bool]] = []
         self._ahead: set[int] = set()
@@ -119,8 +121,12 @@ class Engine:
                 f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
                 "come and go during the call; use it inside `with shardwise.gathered(model):`"
             )
+        if self.broken is not None:
+            raise StateError(f"the model's parameters are not to be used: {self.broken}")
         if not records:
             return
+        for check in self.before_pass:
+            check()
         self._num_calls += 1
         if self._num_calls & (self._num_calls - 1):
             return  # the walk is for the 1st, 2nd, 4th, 8th ... call: it costs a millisecond

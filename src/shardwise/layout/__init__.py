@@ -1,4 +1,5 @@
 """Integers only: which modules form units, and where every element of a unit lies.
 
-Reading order: ``segments`` (where), then ``units`` (which).
+Reading order: ``segments`` (where), ``units`` (which), then ``boxes`` (a range as boxes; who owns
+it).
 """

@@ -12,12 +12,16 @@ In both, what a rank owns of one parameter is one contiguous range of its elemen
 a rank's slots lie one after the other in its shard buffer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
-from shardwise.config import LayoutName
+if TYPE_CHECKING:
+    from shardwise.config import LayoutName
 
 
 @dataclass(frozen=True)

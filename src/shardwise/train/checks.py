@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig, resolve_batch
 from shardwise.train.text import find_documents, load_tokenizer
 
-__all__ = ["check_output", "check_run", "metrics_path"]
+__all__ = ["check_output", "check_run", "checkpoints_path", "metrics_path"]
+
+_MAX_SHOWN = 8
 
 
 def metrics_path(config: TrainConfig) -> Path:
     """Return where the metrics of a run go."""
     return config.output / "metrics.jsonl"
+
+
+def checkpoints_path(config: TrainConfig) -> Path:
+    """Return where the checkpoints of a run go."""
+    return config.output / "checkpoints"
 
 
 def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -36,14 +45,37 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
 
 
 def check_output(config: TrainConfig) -> None:
-    """Refuse to write over the metrics of an earlier run.
+    """Refuse to write over an earlier run, or to resume from what is not there.
 
     Raises:
-        ConfigError: the file has content and overwrite is false.
+        ConfigError: with `resume: never`, there are checkpoints, or metrics and overwrite is false;
+            with `resume: <step>`, that step is not there, or newer ones are.
     """
-    path = metrics_path(config)
-    if not config.overwrite and path.exists() and path.stat().st_size > 0:
+    if config.resume == "auto":
+        return
+    folder, path = checkpoints_path(config), metrics_path(config)
+    steps = steps_in(RealFiles(), folder)
+    if config.resume == "never":
+        if steps:
+            raise ConfigError(
+                f"output: {folder} holds checkpoints of an earlier run (newest: step {steps[0]}); "
+                "go on with --resume auto, choose another output, or move that folder away "
+                "(overwrite does not touch checkpoints)"
+            )
+        if not config.overwrite and path.exists() and path.stat().st_size > 0:
+            raise ConfigError(
+                f"output: {path} holds the metrics of an earlier run; "
+                "choose another output, or set `overwrite: true` (--overwrite)"
+            )
+        return
+    if config.resume not in steps:
+        there = ", ".join(map(str, steps[:_MAX_SHOWN])) or "none"
         raise ConfigError(
-            f"output: {path} holds the metrics of an earlier run; "
-            "choose another output, or set `overwrite: true` (--overwrite)"
+            f"resume: {folder} has no checkpoint of step {config.resume}; it has {there}"
+        )
+    newer = [step_name(step) for step in steps if step > config.resume]
+    if newer:
+        raise ConfigError(
+            f"resume: {folder} holds checkpoints after step {config.resume} ({newer[0]}), which "
+            "the run would come upon; move them away, or go on with --resume auto"
         )

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shardwise.errors import ConfigError
 
@@ -37,6 +44,9 @@ class TrainConfig(BaseModel):
     vocab: int | None = _key(None, "Model", "vocabulary; unset: the tokenizer's size", gt=0)
     seq: int = _key(256, "Model", "tokens in a window", gt=0)
     tied_head: bool = _key(False, "Model", "share the embedding with the output head")
+    dropout: float = _key(
+        0.0, "Model", "share of activations zeroed in training; 0 draws nothing", ge=0, lt=1
+    )
 
     stage: Literal[0, 1, 2, 3] = _key(3, "Sharding", "ZeRO stage")
     layout: Literal["rows", "flat"] = _key("rows", "Sharding", "how parameters are cut")
@@ -78,12 +88,41 @@ class TrainConfig(BaseModel):
     prompt: str = _key("def ", "Data", "text that the sample continues", min_length=1)
     sample_tokens: int = _key(160, "Data", "length of the sample at the end", ge=0)
 
+    save_every: int = _key(
+        0, "Checkpoints", "steps between checkpoints, and one at the end; 0 saves none", ge=0
+    )
+    keep_last: int | None = _key(
+        None, "Checkpoints", "newest checkpoints to keep; unset: all", gt=0
+    )
+    keep_every: int | None = _key(
+        None, "Checkpoints", "beside keep_last, keep those of each multiple of this step", gt=0
+    )
+    resume: Literal["auto", "never"] | int = _key(
+        "never", "Checkpoints", "auto: from the newest checkpoint, if there is one; or from a step"
+    )
+    save_in_background: bool = _key(
+        True, "Checkpoints", "write checkpoints behind the steps that follow"
+    )
+    check_replicas_every: int = _key(
+        0, "Checkpoints", "steps between comparisons of what ranks hold alike; 0: never", ge=0
+    )
+    replay_every: int = _key(
+        0, "Checkpoints", "steps between steps computed twice and compared; 0: never", ge=0
+    )
+
     output: Path = _key(Path("runs/train"), "Run", "folder for metrics, config and tokens")
     overwrite: bool = _key(False, "Run", "replace the metrics of an earlier run")
     ranks: int | None = _key(
         None, "Run", "local ranks to launch; under torchrun its own count is used", gt=0
     )
     threads: int | None = _key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
+
+    @field_validator("resume", mode="before")
+    @classmethod
+    def _check_resume(cls, value: Any) -> Any:
+        if value in ("auto", "never") or (str(value).isdecimal() and int(value) > 0):
+            return value
+        raise ValueError("expected 'auto', 'never' or the step of a checkpoint")
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
@@ -101,6 +140,8 @@ class TrainConfig(BaseModel):
             )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: expected at most lr {self.lr}, got {self.min_lr}")
+        if self.keep_every and not self.keep_last:
+            raise ValueError("keep_every: expected keep_last beside it; without it all are kept")
         return self
 
 

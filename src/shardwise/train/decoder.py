@@ -3,6 +3,9 @@
 Every module that owns parameters has `reset_parameters`, and no module owns a buffer, so the
 decoder can be built on the meta device and filled unit by unit.
 
+In training, `dropout` zeroes that share of the embeddings, of the attention probabilities and of
+each update before it is added to the stream, and scales the rest up; in `eval()` it does nothing.
+
 B windows, T positions, D dim, H query heads, K key/value heads, E = D / H, V vocabulary.
 """
 
@@ -65,8 +68,11 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention in which H / K query heads share a key/value head."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, out_std: float) -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, out_std: float, dropout: float = 0.0
+    ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
         self.query = Projection(dim, dim)
         self.key = Projection(dim, kv_heads * self.head_dim)
@@ -83,6 +89,7 @@ class Attention(nn.Module):
             apply_rotary(query, cos, sin),
             apply_rotary(key, cos, sin),
             value,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
             enable_gqa=self.heads != self.kv_heads,
         )
@@ -111,16 +118,20 @@ class Block(nn.Module):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         dim, out_std = config.dim, _INIT_STD / math.sqrt(2 * config.layers)
+        self.dropout = config.dropout
         hidden = 32 * max(1, round(config.ffn_multiple * dim / 32))
         self.attention_norm = nn.RMSNorm(dim, eps=1e-5)
-        self.attention = Attention(dim, config.heads, config.kv_heads or config.heads, out_std)
+        kv_heads = config.kv_heads or config.heads
+        self.attention = Attention(dim, config.heads, kv_heads, out_std, config.dropout)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=1e-5)
         self.feed_forward = FeedForward(dim, hidden, out_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Add both updates: [B, T, D] -> [B, T, D]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        updated: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        attended = self.attention(self.attention_norm(x), cos, sin)
+        x = x + F.dropout(attended, self.dropout, self.training)
+        transformed = self.feed_forward(self.feed_forward_norm(x))
+        updated: Tensor = x + F.dropout(transformed, self.dropout, self.training)
         return updated
 
 
@@ -128,14 +139,15 @@ class Decoder(nn.Module):
     """A Llama-style language model.
 
     Args:
-        config: the model keys (dim, layers, heads, kv_heads, ffn_multiple, seq, tied_head) and
-            activation_checkpointing.
+        config: the model keys (dim, layers, heads, kv_heads, ffn_multiple, seq, tied_head,
+            dropout) and activation_checkpointing.
         vocab: V, at least the tokenizer's size.
     """
 
     def __init__(self, config: TrainConfig, vocab: int) -> None:
         super().__init__()
         self.head_dim = config.dim // config.heads
+        self.dropout = config.dropout
         self.checkpointed = config.activation_checkpointing
         self.embedding = TokenEmbedding(vocab, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -149,7 +161,7 @@ class Decoder(nn.Module):
 
         Shapes: ids and targets int64 [B, T].
         """
-        x = self.embedding(ids)
+        x = F.dropout(self.embedding(ids), self.dropout, self.training)
         cos, sin = rotary_tables(ids.shape[1], self.head_dim, x.device)
         for block in self.blocks:
             if self.checkpointed and torch.is_grad_enabled():

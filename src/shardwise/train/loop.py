@@ -1,7 +1,8 @@
 """The training loop: plain PyTorch around a sharded model.
 
 What is not plain: `shardwise.accumulate` names the last micro-batch, and once a step the ranks add
-up their losses together with the wish to stop, so that all end after the same step.
+up their losses together with what all must know at the same step: a wish to stop, a save that
+failed, a step that gave other bits when it was computed again.
 """
 
 from __future__ import annotations
@@ -18,23 +19,41 @@ from torch import Tensor
 import shardwise
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import peak_memory_bytes
-from shardwise.errors import ShardwiseError
+from shardwise.engine.replicas import check_replicas
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import generate
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.metrics import MetricsFile, ProgressBar
+from shardwise.train.replay import compute_twice, raise_difference
+from shardwise.train.saves import Resumed, RunCheckpoints
 from shardwise.train.schedule import learning_rate
 from shardwise.train.setup import Run, join_ranks, prepare_run
 from shardwise.train.summary import RunResult, StateBytes, count_state
 from shardwise.train.windows import rank_indices, read_windows
 
-__all__ = ["NonFiniteLossError", "evaluate", "train", "train_step"]
+__all__ = ["NonFiniteLossError", "evaluate", "train", "train_prepared", "train_step"]
 
 
 class NonFiniteLossError(ShardwiseError, ArithmeticError):
     """The loss became infinite or not a number; further steps would be lost."""
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """What one step was on this rank; loss is the mean over its own micro-batches."""
+
+    loss: float
+    lr: float
+    grad_norm: float
+    state: StateBytes
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What a replay compares beside the state, by name."""
+        return {"the loss of its own windows": self.loss, "the gradient norm": self.grad_norm}
 
 
 @dataclass(frozen=True)
@@ -46,86 +65,140 @@ class StepReport:
     grad_norm: float
     stop: bool
     state: StateBytes
+    save_failed: bool = False
 
 
-def train(config: TrainConfig, place: RankPlace, stop: StopRequest) -> RunResult:
+def train(
+    config: TrainConfig,
+    place: RankPlace,
+    stop: StopRequest,
+    say: Callable[[str], None] = lambda line: None,
+) -> RunResult:
     """Run the whole training as one rank; every rank calls this with the same config.
 
     Args:
         config: as `check_run` returned it.
         place: which rank this process is.
         stop: once requested on any rank, all ranks end after their current step.
+        say: is called with lines for people, before the first step.
 
     Raises:
         ConfigError: the run cannot start.
         NonFiniteLossError: the loss is not a number.
+        CheckpointError: a checkpoint could not be saved or loaded.
+        ReplicaError, ReplayError: bits differ that must not.
     """
     started_s = time.perf_counter()
     with join_ranks(place, config.threads) as device:
-        result = _train_as_rank(prepare_run(config, place, device), stop)
+        result = train_prepared(prepare_run(config, place, device), stop, say)
     result.wall_s = time.perf_counter() - started_s
     return result
 
 
-def _train_as_rank(run: Run, stop: StopRequest) -> RunResult:
+def train_prepared(
+    run: Run, stop: StopRequest, say: Callable[[str], None] = lambda line: None
+) -> RunResult:
+    """Take all steps of a run that `prepare_run` made; see `train`."""
     config, place = run.config, run.place
     first = place.rank == 0
-    if first:
-        (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    with (
-        MetricsFile(metrics_path(config) if first else None) as metrics,
-        ProgressBar(config.steps, shown=first) as bar,
-    ):
-        result = _train_all_steps(run, stop, metrics, bar)
-    if not result.stopped:
+    with RunCheckpoints(run) as saves:  # holds the folder before a file in it changes
+        resumed = saves.resume(say)
+        done = resumed.step if resumed is not None else 0
+        if first:
+            (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        with (
+            MetricsFile(metrics_path(config) if first else None, done) as metrics,
+            ProgressBar(config.steps, shown=first, num_done=done) as bar,
+        ):
+            _write_load(metrics, resumed)
+            result = RunResult(unigram_entropy=run.stream.unigram_entropy, first_step=done + 1)
+            result.steps = done
+            _train_all_steps(run, stop, metrics, bar, saves, result)
+            saves.finish(metrics)
+    result.saved_step, result.save_stall_s = saves.saved_step, saves.stall_s
+    if result.losses and not result.stopped:
         result.sample = _sample(run)
     result.peak_bytes_of_ranks = _of_all_ranks(place, peak_memory_bytes(run.device))
     result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
     return result
 
 
-def _train_all_steps(
-    run: Run, stop: StopRequest, metrics: MetricsFile, bar: ProgressBar
-) -> RunResult:
-    config = run.config
-    result = RunResult(unigram_entropy=run.stream.unigram_entropy)
-    tokens_per_step = run.global_batch * config.seq
-    peak_key = "peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes"
-    for step in range(1, config.steps + 1):
-        sent_before, started_s = _sent_bytes(run), time.perf_counter()
-        report = train_step(run, step, stop)
-        step_s = time.perf_counter() - started_s
+def _write_load(metrics: MetricsFile, resumed: Resumed | None) -> None:
+    if resumed is not None:
         metrics.write(
-            step=step,
-            loss=report.loss,
-            lr=report.lr,
-            grad_norm=report.grad_norm,
-            tokens_per_s=tokens_per_step / step_s,
-            step_s=step_s,
-            tokens=step * tokens_per_step,
-            state_bytes=report.state.total_bytes,
-            sent_bytes=_sent_bytes(run) - sent_before,
-            **{peak_key: peak_memory_bytes(run.device)},
+            step=resumed.step,
+            load_s=resumed.load_s,
+            loaded_bytes=resumed.num_bytes,
+            load_bytes_per_s=resumed.num_bytes / resumed.load_s,
         )
+
+
+def _train_all_steps(
+    run: Run,
+    stop: StopRequest,
+    metrics: MetricsFile,
+    bar: ProgressBar,
+    saves: RunCheckpoints,
+    result: RunResult,
+) -> None:
+    config = run.config
+    tokens_per_step = run.global_batch * config.seq
+    for step in range(result.first_step, config.steps + 1):
+        sent_before, started_s = _sent_bytes(run), time.perf_counter()
+        report = train_step(run, step, stop, saves.failed)
+        step_s = time.perf_counter() - started_s
+        _write_step(run, metrics, step, report, step_s, _sent_bytes(run) - sent_before)
         result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
         bar.advance(
             f"loss {report.loss:.3f}  {result.tokens_per_s:,.0f} tokens/s  "
             f"state {format_bytes(report.state.total_bytes)}  "
             f"peak {format_bytes(peak_memory_bytes(run.device))}"
         )
-        if not math.isfinite(report.loss) and config.precision != "fp16":
-            raise NonFiniteLossError(
-                f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
-                "warmup_steps, or set grad_clip"
-            )
+        if report.save_failed:
+            saves.finish(metrics)
+            raise CheckpointError("another rank could not save; its message says why")
+        _check_numbers(run, step, report, saves, metrics)
         result.stopped = report.stop
         is_last = step == config.steps or result.stopped
         if config.eval_windows and not result.stopped and _is_due(step, config.eval_every, is_last):
             result.eval_loss = evaluate(run)
             metrics.write(step=step, eval_loss=result.eval_loss)
+        saves.after_step(step, is_last, metrics)  # last: what this step wrote is not lost
         if result.stopped:
             break
-    return result
+
+
+def _write_step(
+    run: Run, metrics: MetricsFile, step: int, report: StepReport, step_s: float, sent_bytes: int
+) -> None:
+    tokens_per_step = run.global_batch * run.config.seq
+    peak_key = "peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes"
+    metrics.write(
+        step=step,
+        loss=report.loss,
+        lr=report.lr,
+        grad_norm=report.grad_norm,
+        tokens_per_s=tokens_per_step / step_s,
+        step_s=step_s,
+        tokens=step * tokens_per_step,
+        state_bytes=report.state.total_bytes,
+        sent_bytes=sent_bytes,
+        **{peak_key: peak_memory_bytes(run.device)},
+    )
+
+
+def _check_numbers(
+    run: Run, step: int, report: StepReport, saves: RunCheckpoints, metrics: MetricsFile
+) -> None:
+    """Raise if the loss is not a number, or if copies of the state differ between ranks."""
+    config = run.config
+    if not math.isfinite(report.loss) and config.precision != "fp16":
+        raise NonFiniteLossError(
+            f"the loss of step {step} is {report.loss}; lower lr ({config.lr:g}), lengthen "
+            "warmup_steps, or set grad_clip"
+        )
+    if _is_multiple(step, config.check_replicas_every):
+        check_replicas(run.model, run.optimizer)
 
 
 def _sent_bytes(run: Run) -> int:
@@ -133,14 +206,38 @@ def _sent_bytes(run: Run) -> int:
 
 
 def _is_due(step: int, every: int, is_last: bool) -> bool:
-    return is_last or (every > 0 and step % every == 0)
+    return is_last or _is_multiple(step, every)
 
 
-def train_step(run: Run, step: int, stop: StopRequest) -> StepReport:
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False) -> StepReport:
     """Take one optimizer step over the global batch.
 
-    Cost: one collective of two numbers beside those of the model.
+    Cost: one collective of four numbers beside those of the model.
+
+    Raises:
+        ReplayError: the step was computed twice and gave other bits, on any rank.
     """
+    difference = 0
+    if _is_multiple(step, run.config.replay_every):
+        local, difference = compute_twice(
+            run, lambda: _compute_step(run, step), lambda result: result.numbers
+        )
+    else:
+        local = _compute_step(run, step)
+    sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0]
+    loss, num_stopping, num_failed, num_differing = all_reduce_scalars([float(s) for s in sums])
+    if num_differing:
+        raise_difference(run, step, difference, local.numbers)
+    return StepReport(
+        loss, local.lr, local.grad_norm, num_stopping > 0, local.state, num_failed > 0
+    )
+
+
+def _compute_step(run: Run, step: int) -> LocalStep:
     config, model, optimizer = run.config, run.model, run.optimizer
     lr = learning_rate(config, step)
     for group in optimizer.param_groups:
@@ -158,9 +255,7 @@ def train_step(run: Run, step: int, stop: StopRequest) -> StepReport:
     run.scaler.update()
     state = count_state(model, optimizer)
     optimizer.zero_grad()
-    mean = loss_sum.item() / run.accumulation / run.place.world_size
-    loss_mean, num_stopping = all_reduce_scalars([mean, float(stop.requested)])
-    return StepReport(loss_mean, lr, _number(norm), num_stopping > 0, state)
+    return LocalStep(loss_sum.item() / run.accumulation, lr, _number(norm), state)
 
 
 @torch.no_grad()
@@ -168,8 +263,10 @@ def evaluate(run: Run) -> float:
     """Return the mean loss over the held-out windows, nats per token.
 
     Every rank takes the same number of forward passes; places beyond the last window weigh zero.
+    Draws nothing: dropout is off.
     """
     config, place = run.config, run.place
+    run.model.eval()
     per_pass = config.micro_batch * place.world_size
     total, count = 0.0, 0.0
     for number in range(math.ceil(config.eval_windows / per_pass)):
@@ -182,6 +279,7 @@ def evaluate(run: Run) -> float:
             logits.transpose(1, 2), targets[:real].to(run.device), reduction="sum"
         )
         total, count = total + float(losses), count + real * config.seq
+    run.model.train()
     total, count = all_reduce_scalars([total, count])
     return total / count
 
@@ -191,6 +289,7 @@ def _sample(run: Run) -> str:
     config = run.config
     if not config.sample_tokens:
         return ""
+    run.model.eval()
     ids = torch.tensor(list(run.tokenizer.encode(config.prompt)), dtype=torch.int64)
     ids = generate(
         run.model,

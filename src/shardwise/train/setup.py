@@ -6,11 +6,16 @@ interpreter ends may abort the process ("terminate called without an active exce
 may keep the group: not the sharded model, whose hooks form reference cycles and are collected
 first, and not `torch.distributed.nn.functional`, which takes the group that exists when it is
 imported as a default argument (the first optimizer step imports it), and is imported before.
+
+Note [Generators of the ranks]
+All ranks draw the weights from `seed`. From then on each draws for itself (dropout), or the ranks'
+masks would be the same; the seeds follow from `seed` and the rank.
 """
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,6 +119,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         layout=config.layout,
         reduce_every=config.reduce_every,
     )
+    torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
     optimizer = torch.optim.AdamW(
         _decay_groups(model, config.weight_decay),
         lr=config.lr,
@@ -122,6 +128,12 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     return Run(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler)
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    """Return a rank's seed; torch looks at 32 bits of it, and adding keeps the ranks apart."""
+    digest = hashlib.blake2b(f"ranks of seed {seed}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") + rank
 
 
 def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -73,6 +73,7 @@ class RunResult:
     """What a run came to so far; losses in nats per token."""
 
     unigram_entropy: float
+    first_step: int = 1
     steps: int = 0
     tokens: int = 0
     losses: list[float] = field(default_factory=list)
@@ -83,6 +84,8 @@ class RunResult:
     peak_bytes_of_ranks: list[int] = field(default_factory=list)
     sample: str = ""
     stopped: bool = False
+    saved_step: int | None = None
+    save_stall_s: float = 0.0
     wall_s: float = 0.0
 
     def add_step(
@@ -90,7 +93,7 @@ class RunResult:
     ) -> None:
         """Note one step; the speed shown leans on the last ten or so."""
         now = num_tokens / step_s
-        kept = _SPEED_MEMORY if self.steps else 0.0
+        kept = _SPEED_MEMORY if self.losses else 0.0
         self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * now
         self.steps, self.tokens, self.state = step, self.tokens + num_tokens, state
         self.losses.append(loss)
@@ -104,11 +107,13 @@ class RunResult:
 
 def format_result(result: RunResult) -> str:
     """Write a finished run for people: loss, speed, bytes per rank, sample."""
+    if not result.losses:
+        return f"nothing left to do: step {result.steps} is the last one; raise steps to go on"
     state = result.state
     per_param = state.replicated_bytes / max(1, state.num_params)
     largest = max(result.state_bytes_of_ranks, default=0)
     lines = [
-        f"{result.steps} steps, {result.tokens:,} tokens in {result.wall_s:.0f} s "
+        f"{len(result.losses)} steps, {result.tokens:,} tokens in {result.wall_s:.0f} s "
         f"({result.tokens_per_s:,.0f} tokens/s at the end)",
         f"loss          {result.loss:.3f} nats per token (last steps)"
         + (f", {result.eval_loss:.3f} held out" if result.eval_loss is not None else ""),
@@ -127,6 +132,13 @@ def format_result(result: RunResult) -> str:
             for rank, num_bytes in enumerate(result.peak_bytes_of_ranks)
         ),
     ]
+    if result.first_step > 1:
+        lines.append(f"resumed       from step {result.first_step - 1}, to step {result.steps}")
+    if result.saved_step is not None:
+        lines.append(
+            f"checkpoints   the last of step {result.saved_step}; saving stopped training for "
+            f"{result.save_stall_s:.2f} s in all"
+        )
     if result.sample:
         lines += [
             "sample",

@@ -1,0 +1,192 @@
+"""One safetensors file: its header, built and parsed; the dtypes that it knows.
+
+Note [A file is a safetensors file that DCP reads]
+Our files are plain safetensors files: eight bytes of header length, a JSON header, the tensors one
+after the other. The header's ``__metadata__`` says where in the whole tensor each one belongs, in
+the words of torch's ``HuggingFaceStorageReader``, so that stock ``dcp.load`` reads, and reshards,
+these files as they are. Keys are unique in a file, so the second box of a tensor goes to a second
+file. The words are constants in ``torch/distributed/checkpoint/_hf_utils.py``; a test holds them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.strict_json import loads
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.checkpoint.files import Reader
+
+_MAX_DIMS = 32
+MAX_HEADER_BYTES = 100 << 20  # the safetensors library's own limit
+_LENGTH_BYTES = 8
+
+# Spelling in safetensors: (bytes per element, name in torch).
+_DTYPES: Mapping[str, tuple[int, str]] = {
+    "F64": (8, "float64"),
+    "I64": (8, "int64"),
+    "U64": (8, "uint64"),
+    "C64": (8, "complex64"),
+    "F32": (4, "float32"),
+    "I32": (4, "int32"),
+    "U32": (4, "uint32"),
+    "BF16": (2, "bfloat16"),
+    "F16": (2, "float16"),
+    "I16": (2, "int16"),
+    "U16": (2, "uint16"),
+    "I8": (1, "int8"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+}
+_NAMES = {f"torch.{name}": spelling for spelling, (_, name) in _DTYPES.items()}
+
+
+def is_dtype(name: str) -> bool:
+    """Tell whether a file can hold this dtype."""
+    return name in _DTYPES
+
+
+def element_bytes(name: str) -> int:
+    """Return the bytes per element of a dtype as safetensors spells it."""
+    return _DTYPES[name][0]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype for safetensors' spelling."""
+    import torch
+
+    found: torch.dtype = getattr(torch, _DTYPES[name][1])
+    return found
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """Return safetensors' spelling. **Raises** CheckpointError when it has none."""
+    if str(dtype) not in _NAMES:
+        raise CheckpointError(f"{where}: safetensors files hold no {dtype}; convert it first")
+    return _NAMES[str(dtype)]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, sharing memory; writing there is seen by it."""
+    import torch
+
+    found: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a file: bytes [begin, end) after the header; its place in the whole tensor."""
+
+    key: str
+    dtype: str
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def place(boxes: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]]) -> list[Stored]:
+    """Lay boxes (key, dtype, lengths, offsets) one after the other in a file."""
+    placed, begin = [], 0
+    for key, dtype, lengths, offsets in boxes:
+        end = begin + prod(lengths) * element_bytes(dtype)
+        placed.append(Stored(key, dtype, lengths, offsets, begin, end))
+        begin = end
+    return placed
+
+
+def build_header(stored: Sequence[Stored], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the bytes before the tensors. See Note [A file is a safetensors file ...]."""
+    sharding = {s.key: {"saved_offsets": s.offsets} for s in stored}
+    described: dict[str, str] = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+    }
+    header: dict[str, Any] = {"__metadata__": described if metadata is None else dict(metadata)}
+    for s in stored:
+        header[s.key] = {"dtype": s.dtype, "shape": s.lengths, "data_offsets": (s.begin, s.end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a file by key, and where their bytes begin.
+
+    **Raises** DamagedCheckpoint when the header is not whole, or does not cover the file exactly.
+    """
+    if reader.size < _LENGTH_BYTES:
+        raise DamagedCheckpoint(f"{where}: {reader.size} bytes are no safetensors file")
+    length = bytearray(_LENGTH_BYTES)
+    reader.read_into(0, memoryview(length))
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > min(MAX_HEADER_BYTES, reader.size - _LENGTH_BYTES):
+        raise DamagedCheckpoint(
+            f"{where}: its header claims {header_bytes} bytes; the file has {reader.size}"
+        )
+    text = bytearray(header_bytes)
+    reader.read_into(_LENGTH_BYTES, memoryview(text))
+    begin = _LENGTH_BYTES + header_bytes
+    return parse_header(bytes(text), reader.size - begin, where), begin
+
+
+def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, Stored]:
+    """Check a header against the number of bytes behind it; return the tensors by key."""
+    header = loads(text, where)
+    if not isinstance(header, dict):
+        raise DamagedCheckpoint(f"{where}: its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    offsets = _saved_offsets(metadata, where)
+    stored = [_stored(key, entry, offsets.get(key), where) for key, entry in header.items()]
+    stored.sort(key=lambda s: (s.begin, s.end))
+    expected = 0
+    for s in stored:
+        if s.begin != expected:
+            raise DamagedCheckpoint(
+                f"{where}: tensor '{s.key}' begins at byte {s.begin}, expected {expected}"
+            )
+        expected = s.end
+    if expected != data_bytes:
+        raise DamagedCheckpoint(f"{where}: tensors take {expected} bytes, got {data_bytes}")
+    return {s.key: s for s in stored}
+
+
+def _saved_offsets(metadata: Any, where: str) -> dict[str, Any]:
+    text = metadata.get("DCP_SHARDING_INFO", "{}") if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise DamagedCheckpoint(f"{where}: __metadata__ is no map of strings")
+    info = loads(text.encode(), where)
+    if not isinstance(info, dict) or not all(isinstance(v, dict) for v in info.values()):
+        raise DamagedCheckpoint(f"{where}: DCP_SHARDING_INFO is no map")
+    return {key: value.get("saved_offsets") for key, value in info.items()}
+
+
+def _stored(key: str, entry: Any, offsets: Any, where: str) -> Stored:
+    try:
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        places = (0,) * len(shape) if offsets is None else tuple(offsets)
+        numbers = (*shape, *places, begin, end)
+        well_formed = all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+        fits = len(places) == len(shape) <= _MAX_DIMS
+        if not (well_formed and dtype in _DTYPES and fits):
+            raise ValueError(entry)
+    except (TypeError, KeyError, ValueError):
+        raise DamagedCheckpoint(f"{where}: tensor '{key}' is not described right") from None
+    if end - begin != prod(shape) * element_bytes(dtype):
+        raise DamagedCheckpoint(
+            f"{where}: tensor '{key}' of {dtype} {shape} takes {end - begin} bytes, expected "
+            f"{prod(shape) * element_bytes(dtype)}"
+        )
+    return Stored(key, dtype, shape, places, begin, end)

@@ -1,0 +1,398 @@
+"""The seam to the disk: all that checkpoint code may ask of a file system, and the real one.
+
+Tests put a disk that fails, or one that forgets what was not synced, in the place of `RealFiles`.
+
+Note [What is durable]
+~~~~~~~~~~~~~~~~~~~~~~
+A written file survives a power cut only after `Writer.sync`, and its name only after `sync_folder`
+of the folder that holds it; the same goes for renamed, removed and made ones. `make_folders` is the
+one call that syncs by itself. After a failed sync nothing is known: the file has to be written anew
+(the kernel may have dropped the pages, and a second sync would say that all is well).
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Literal, Protocol, Self
+
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+_CALL_BYTES = 64 << 20  # at most this much in one system call, so that a kill is soon answered
+_CALL_BUFFERS = 1024  # IOV_MAX of Linux and macOS
+_NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
+_AT_CWD = -100
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name in a folder. A link is ``other``, whatever it leads to; ``size`` is of files."""
+
+    name: str
+    kind: Literal["file", "folder", "other"]
+    size: int
+    inode: int
+
+
+class Writer(Protocol):
+    """A new file, written from its start to its end."""
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """Append all bytes of all buffers, in order."""
+
+    def sync(self) -> None:
+        """Return when the bytes would survive a power cut."""
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Reader(Protocol):
+    """A file to be read at any place; ``size`` is its size when it was opened."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from ``offset``. **Raises** DamagedCheckpoint if the file is shorter."""
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Lock(Protocol):
+    """A lock file that this process holds; the kernel drops the lock if the process dies."""
+
+    def write(self, text: str) -> None:
+        """Replace what the file says, as a rule who holds it."""
+
+    def release(self) -> None:
+        """Let others lock; the file stays. Releasing twice is harmless."""
+
+
+class Files(Protocol):
+    """A file system. **Raises** OSError with errno and filename from every call."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder that does not exist."""
+
+    def make_folders(self, path: Path) -> None:
+        """Make a folder and those above it as far as they are missing, durably."""
+
+    def create(self, path: Path) -> Writer:
+        """Make a file that does not exist."""
+
+    def open(self, path: Path) -> Reader:
+        """Open a regular file. **Raises** CheckpointError if it is anything else."""
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the folder's names would survive a power cut."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename at once. **Raises** FileExistsError if the target exists."""
+
+    def exchange(self, a: Path, b: Path) -> None:
+        """Swap two names at once. **Raises** OSError (ENOSYS, EINVAL) where that is unknown."""
+
+    def list(self, path: Path) -> list[Entry]:
+        """Return what is in a folder, sorted by name."""
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file, or a link but not what it leads to."""
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+
+    def free_bytes(self, path: Path) -> int:
+        """Return how many bytes this user may still write there."""
+
+    def lock(self, path: Path) -> Lock | None:
+        """Lock a file, made if missing; None if somebody else holds it."""
+
+
+class RealFiles:
+    """The operating system's files. See Note [What is durable]."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder that does not exist."""
+        os.mkdir(path)
+
+    def make_folders(self, path: Path) -> None:
+        """Make a folder and those above it as far as they are missing, durably."""
+        made = [p for p in path.parents if not p.exists()]
+        os.makedirs(path, exist_ok=True)
+        # An older process may have made `path` and died before its sync, so it is always synced.
+        for folder in (path, *made):
+            with suppress(PermissionError):  # a folder one may write to but not read
+                self.sync_folder(folder.parent)
+
+    def create(self, path: Path) -> Writer:
+        """Make a file that does not exist."""
+        return _Writer(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o644))
+
+    def open(self, path: Path) -> Reader:
+        """Open a regular file. **Raises** CheckpointError if it is anything else."""
+        fd = _open_regular(path, os.O_RDONLY)
+        return _Reader(path, fd, os.fstat(fd).st_size)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the folder's names would survive a power cut."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with _named(path):
+                os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that has no such call: no more to do
+                raise
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename at once. **Raises** FileExistsError if the target exists."""
+        try:
+            _rename(source, target, _NO_REPLACE)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+            # Not atomic, but the lock of the run keeps other writers of this program away.
+            if os.path.lexists(target):
+                raise _os_error(errno.EEXIST, source, target) from None
+            os.rename(source, target)
+
+    def exchange(self, a: Path, b: Path) -> None:
+        """Swap two names at once. **Raises** OSError (ENOSYS, EINVAL) where that is unknown."""
+        _rename(a, b, _EXCHANGE)
+
+    def list(self, path: Path) -> list[Entry]:
+        """Return what is in a folder, sorted by name."""
+        entries = []
+        with os.scandir(path) as found:
+            for item in found:
+                with suppress(FileNotFoundError):  # removed by somebody since
+                    entries.append(_entry(item.name, item.stat(follow_symlinks=False)))
+        return sorted(entries, key=lambda entry: entry.name)
+
+    def remove_file(self, path: Path) -> None:
+        """Remove a file, or a link but not what it leads to."""
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+    def free_bytes(self, path: Path) -> int:
+        """Return how many bytes this user may still write there."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+    def lock(self, path: Path) -> Lock | None:
+        """Lock a file, made if missing; None if somebody else holds it."""
+        fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            with _named(path):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except BaseException:
+            os.close(fd)
+            raise
+        return _Lock(path, fd)
+
+
+def remove_tree(files: Files, path: Path) -> None:
+    """Remove a folder that holds only files, if it is there; links are never followed.
+
+    **Raises** CheckpointError, with nothing removed, if ``path`` is no folder or holds another.
+    """
+    kinds = {entry.name: entry.kind for entry in files.list(path.parent)}
+    if path.name not in kinds:
+        return
+    if kinds[path.name] != "folder":
+        raise CheckpointError(f"{path} was to be removed but is no folder: remove it by hand")
+    entries = files.list(path)
+    if folders := [entry.name for entry in entries if entry.kind == "folder"]:
+        raise CheckpointError(
+            f"{path} was to be removed but holds the folder {folders[0]!r}, which no checkpoint "
+            "does: remove it by hand"
+        )
+    for entry in entries:
+        files.remove_file(path / entry.name)
+    files.remove_folder(path)
+
+
+def read_text(files: Files, path: Path, limit: int) -> str:
+    """Return a whole file of UTF-8 text.
+
+    **Raises** DamagedCheckpoint if it is longer than ``limit`` bytes or no UTF-8.
+    """
+    with files.open(path) as reader:
+        if reader.size > limit:
+            raise DamagedCheckpoint(
+                f"{path} has {reader.size} bytes, at most {limit} were expected: it is damaged or "
+                "not a file of this program"
+            )
+        data = bytearray(reader.size)
+        reader.read_into(0, memoryview(data))
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpoint(f"{path} should be UTF-8 text but is not: {error}") from error
+
+
+class _Descriptor:
+    """An open file that is closed once."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with _named(self._path):
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class _Writer(_Descriptor):
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        rest = deque(view.cast("B") for view in buffers if view.nbytes)
+        while rest:
+            batch, free = [], _CALL_BYTES
+            for view in islice(rest, _CALL_BUFFERS):
+                batch.append(view[:free])
+                free -= len(batch[-1])
+                if not free:
+                    break
+            with _named(self._path):
+                written = os.writev(self._fd, batch)  # Python repeats it after a signal
+            while written:  # it may have written less than was asked for
+                view = rest.popleft()
+                if written < len(view):
+                    rest.appendleft(view[written:])
+                written = max(0, written - len(view))
+
+    def sync(self) -> None:
+        with _named(self._path):
+            os.fsync(self._fd)
+
+
+class _Reader(_Descriptor):
+    def __init__(self, path: Path, fd: int, size: int) -> None:
+        super().__init__(path, fd)
+        self.size = size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        rest = buffer.cast("B") if buffer.nbytes else buffer
+        end = offset + rest.nbytes
+        while rest.nbytes:
+            with _named(self._path):
+                count = os.preadv(self._fd, [rest[:_CALL_BYTES]], end - len(rest))
+            if not count:
+                raise DamagedCheckpoint(
+                    f"{self._path}: expected at least {end} bytes, the file has "
+                    f"{os.fstat(self._fd).st_size}: it was cut short; load another checkpoint"
+                )
+            rest = rest[count:]
+
+
+class _Lock(_Descriptor):
+    def write(self, text: str) -> None:
+        data = text.encode()
+        with _named(self._path):
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            # Said aloud, as a forked child may hold a copy of the descriptor.
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.close()
+
+
+def _entry(name: str, status: os.stat_result) -> Entry:
+    if stat.S_ISREG(status.st_mode):
+        return Entry(name, "file", status.st_size, status.st_ino)
+    return Entry(name, "folder" if stat.S_ISDIR(status.st_mode) else "other", 0, status.st_ino)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """Open what is a regular file itself: a link would lead out, a pipe or a device could hang."""
+    try:
+        fd = os.open(path, flags | _NO_LINKS | os.O_NONBLOCK, 0o644)
+    except OSError:
+        with suppress(OSError):
+            _check_regular(path, os.lstat(path).st_mode)
+        raise
+    try:
+        _check_regular(path, os.fstat(fd).st_mode)
+    except CheckpointError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_regular(path: Path, mode: int) -> None:
+    kinds = {
+        stat.S_IFLNK: "symbolic link",
+        stat.S_IFDIR: "folder",
+        stat.S_IFIFO: "pipe",
+        stat.S_IFSOCK: "socket",
+    }
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(
+            f"{path} should be a regular file but is a {kinds.get(stat.S_IFMT(mode), 'device')}; "
+            "remove it, or load another checkpoint"
+        )
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Calls on descriptors do not know the file's name; say it in their errors."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _os_error(number: int, a: Path, b: Path) -> OSError:
+    return OSError(number, os.strerror(number), str(a), None, str(b))
+
+
+@cache
+def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is not None:
+        text, number = ctypes.c_char_p, ctypes.c_int
+        function.argtypes = (number, text, number, text, ctypes.c_uint)
+    return function
+
+
+def _rename(a: Path, b: Path, flags: int) -> None:
+    call = _renameat2()
+    if call is None:
+        raise _os_error(errno.ENOSYS, a, b)
+    if call(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), flags):
+        raise _os_error(ctypes.get_errno(), a, b)

@@ -1,0 +1,238 @@
+"""Load a checkpoint into a sharded model: choose it, check it against the model, read, apply.
+
+Note [Damage while loading]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Tensors are read straight into the parameters, since a second copy of them may not fit. If a chunk
+turns out to be damaged half way, the parameters are of two checkpoints; from the first byte read to
+the last one checked the engine therefore refuses every forward pass (`Engine.broken`). A good load,
+as a rule that of the next older checkpoint, ends this.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
+from shardwise.checkpoint.generators import derive_generators, set_generators
+from shardwise.checkpoint.manifest import Manifest, parse_manifest
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.restore import (
+    Matched,
+    apply_optimizer,
+    match_model,
+    match_optimizer,
+    optimizer_targets,
+    read_targets,
+)
+from shardwise.checkpoint.sealed import MANIFEST
+from shardwise.checkpoint.state import module_states
+from shardwise.checkpoint.together import together
+from shardwise.comm.control import Control
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.unit.unit import Slot
+
+_SIZE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the folder, its step, the user's own state, bytes that this rank read.
+
+    ``skipped`` says, for each newer checkpoint that could not be used, why.
+    """
+
+    path: Path
+    step: int | None
+    run: str
+    extra: Mapping[str, Any]
+    num_bytes: int
+    num_ranks_saved: int
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be loaded, and where to."""
+
+    files: Files
+    control: Control
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = True
+    cast: bool = False
+    restore_generators: bool = True
+    progress: Callable[[int], None] | None = None
+
+
+def load_newest(request: Request, folder: Path) -> Loaded | None:
+    """Load the newest checkpoint of a folder that verifies, loudly if it is not the newest of all.
+
+    Returns None if the folder holds no checkpoint. **Raises** CheckpointError, the same on all
+    ranks, if all are damaged, or if one does not fit the model (an older one would not either).
+    """
+    skipped: list[str] = []
+    below: int | None = None
+    while True:
+        chosen = _choose(request, folder, below, skipped)
+        if chosen is None:
+            if skipped:
+                raise CheckpointError(f"{folder}: no checkpoint can be used: " + "; ".join(skipped))
+            return None
+        path, step, manifest = chosen
+        try:
+            return _load(request, path, manifest, tuple(skipped))
+        except DamagedCheckpoint as error:
+            skipped.append(str(error))
+            below = step
+            _warn(request.control, path, str(error))
+
+
+def load_one(request: Request, path: Path) -> Loaded:
+    """Load the checkpoint of this folder, and no other."""
+    found: list[tuple[Manifest, bytes]] = []
+
+    def check() -> None:
+        if request.control.rank == 0:
+            found.append(check_quickly(request.files, path))
+
+    together(request.control, check)
+    said = request.control.broadcast(found[0][1] if found else b"")
+    manifest = found[0][0] if found else parse_manifest(said, str(path / MANIFEST))
+    return _load(request, path, manifest, ())
+
+
+def _choose(
+    request: Request, folder: Path, below: int | None, skipped: list[str]
+) -> tuple[Path, int, Manifest] | None:
+    """Let rank 0 find the highest step under ``below`` that passes the quick check."""
+    found: list[tuple[Manifest | None, bytes]] = []
+
+    def look() -> None:
+        if request.control.rank == 0:
+            found.append(_look(request, folder, below))
+
+    together(request.control, look)
+    manifest, said = found[0] if found else (None, b"")
+    said = request.control.broadcast(said)
+    size = int.from_bytes(said[:_SIZE_BYTES], "little")
+    word = json.loads(said[_SIZE_BYTES : _SIZE_BYTES + size])
+    skipped += word["skipped"]
+    if word["step"] is None:
+        return None
+    path = folder / step_name(word["step"])
+    if manifest is None:
+        manifest = parse_manifest(said[_SIZE_BYTES + size :], str(path / MANIFEST))
+    return path, word["step"], manifest
+
+
+def _look(request: Request, folder: Path, below: int | None) -> tuple[Manifest | None, bytes]:
+    """Return the manifest of the newest that passes, and the word on it for the other ranks."""
+    skipped, chosen, manifest, data = [], None, None, b""
+    for step in steps_in(request.files, folder):
+        if below is not None and step >= below:
+            continue
+        path = folder / step_name(step)
+        try:
+            manifest, data = check_quickly(request.files, path)
+            chosen = step
+            break
+        except DamagedCheckpoint as error:
+            skipped.append(str(error))
+            _warn(request.control, path, str(error))
+    word = json.dumps({"step": chosen, "skipped": skipped}).encode()
+    return manifest, len(word).to_bytes(_SIZE_BYTES, "little") + word + data
+
+
+def _warn(control: Control, path: Path, reason: str) -> None:
+    if control.rank == 0:
+        warnings.warn(
+            f"checkpoint {path.name} is damaged and passed over: {reason}. The next older one is "
+            "taken",
+            stacklevel=2,
+        )
+
+
+def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
+    """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
+    control, model, optimizer = request.control, request.model, request.optimizer
+    engine = engine_of(model)
+    same_ranks = manifest.num_ranks == control.num_ranks
+    # A rank that did not save goes on with the own state of one that did.
+    checkpoint = Checkpoint(request.files, path, manifest, control.rank % manifest.num_ranks)
+    found: list[tuple[Matched, list[dict[str, Any]]]] = []
+    values: dict[str, Any] = {}
+
+    def match() -> None:
+        matched = match_model(checkpoint, model, strict=request.strict, cast=request.cast)
+        groups = match_optimizer(checkpoint, optimizer, matched) if optimizer is not None else []
+        values.update(checkpoint.values_of(checkpoint.rank))
+        missing = [key for key in request.extra if key not in values["extra"]]
+        if missing:
+            raise CheckpointError(
+                f"extra: the checkpoint has no {missing[0]!r}; it has {sorted(values['extra'])}"
+            )
+        found.append((matched, groups))
+
+    def read() -> None:
+        matched, groups = found[0]
+        states: dict[Slot, dict[str, Any]] = {}
+        targets = list(matched.targets)
+        if optimizer is not None:
+            states, more = optimizer_targets(checkpoint, optimizer, matched)
+            targets += more
+        for num_bytes in read_targets(checkpoint, targets):
+            if request.progress is not None:
+                request.progress(num_bytes)
+        if optimizer is not None:
+            apply_optimizer(optimizer, groups, states)
+
+    try:
+        together(control, match)
+        engine.finish_reductions()
+        engine.broken = f"a load of {path} did not come to its end; load a whole checkpoint first"
+        together(control, read)
+    finally:
+        checkpoint.close()
+    together(control, lambda: _apply_values(request, values, same_ranks))
+    for slot, _ in found[0][0].slots:
+        slot.write_grad(None)
+    engine.broken = None
+    return Loaded(
+        path,
+        manifest.step,
+        manifest.run,
+        values["extra"],
+        checkpoint.num_bytes,
+        manifest.num_ranks,
+        skipped,
+    )
+
+
+def _apply_values(request: Request, values: Mapping[str, Any], same_ranks: bool) -> None:
+    states = values["extra"]
+    for key, target in request.extra.items():
+        load = getattr(target, "load_state_dict", None)
+        if callable(load):
+            load(states[key])
+    for name, module in module_states(request.model):
+        if name in values["modules"]:
+            module.set_extra_state(values["modules"][name])
+    generators = values["generators"]
+    if not request.restore_generators or not generators:
+        return
+    device = engine_of(request.model).comm.device
+    if same_ranks:
+        set_generators(generators, device)
+    else:
+        derive_generators(generators, request.control.rank, device)

@@ -1,0 +1,277 @@
+"""Read one checkpoint: only the bytes that are asked for, each chunk checked before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardwise.checkpoint.chunks import Chunk, ChunkReader
+from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
+from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
+from shardwise.checkpoint.rank_index import BoxPlace, OwnRow, RankIndex, check_index, parse_index
+from shardwise.checkpoint.sealed import MANIFEST, MAX_PART_BYTES, file_name, index_name
+from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
+from shardwise.errors import DamagedCheckpoint
+from shardwise.layout.boxes import Box, Overlap, owners_of
+
+if TYPE_CHECKING:
+    import torch
+
+_VALUES = ("extra", "modules", "generators")
+
+
+def read_small(files: Files, path: Path) -> bytes:
+    """Return the bytes of a manifest or an index. **Raises** DamagedCheckpoint if it is missing."""
+    try:
+        with files.open(path) as reader:
+            if reader.size > MAX_PART_BYTES:
+                raise DamagedCheckpoint(f"{path}: {reader.size} bytes are too many for its kind")
+            data = bytearray(reader.size)
+            reader.read_into(0, memoryview(data))
+            return bytes(data)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpoint(f"{path}: it is missing") from None
+
+
+class Checkpoint:
+    """One checkpoint of ours, as a `Source`; opens what it needs when it needs it.
+
+    ``rank`` is the saved rank whose own state is read, where ranks differ.
+    """
+
+    def __init__(
+        self, files: Files, folder: Path, manifest: Manifest | None = None, rank: int = 0
+    ) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.where = str(folder)
+        self._files = files
+        self._reader = ChunkReader(files, folder)
+        if manifest is None:
+            manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
+        self.manifest = manifest
+        self._numbers = {row.info: n for n, row in enumerate(manifest.tensors)}
+        self._indexes: dict[int, RankIndex] = {}
+        self._cuts: dict[tuple[int | None, ...], list[tuple[int, int, Box, int, int]]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read so far, the manifest left out."""
+        return self._reader.num_bytes
+
+    @property
+    def opened(self) -> set[str]:
+        """The files that were opened so far, the manifest left out."""
+        return self._reader.opened
+
+    # -- checkpoint.source.Source
+    @property
+    def tensors(self) -> Sequence[TensorInfo]:
+        """Every tensor, in the manifest's order."""
+        return tuple(self._numbers)
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step it was saved at."""
+        return self.manifest.step
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Further names of shared parameters."""
+        return self.manifest.tied
+
+    @cached_property
+    def optimizer(self) -> OptimizerInfo | None:
+        """The optimizer's groups and values."""
+        from shardwise.checkpoint.values import decode
+
+        row = self.manifest.optimizer
+        if row is None:
+            return None
+        own = {i.state: i for i in self._numbers if i.kind == "optimizer" and not i.name}
+
+        def tensor(place: str) -> torch.Tensor:
+            info = own.pop(place, None)  # each stands in one place only
+            if info is None:
+                raise DamagedCheckpoint(f"{self.where}: the optimizer's '{place}' is missing")
+            return self.read(info, 0, info.numel).view(info.shape)
+
+        return optimizer_info(row, lambda value: decode(value, tensor))
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The user's own state, as this rank saved it."""
+        return self.values_of(self.rank)["extra"]
+
+    @cached_property
+    def _own(self) -> dict[TensorInfo, OwnRow]:
+        """Buffers and optimizer tensors of which this rank had one of its own."""
+        return {row.info: row for row in self.index_of(self.rank).own if row.kind != "extra"}
+
+    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+        """Return elements [lo, hi) of the flattened tensor, on the CPU."""
+        import torch
+
+        out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
+        self._read(self.chunks(tensor, lo, hi, memory_of(out)))
+        return out
+
+    def is_cut(self, tensor: TensorInfo) -> bool:
+        """Tell whether the ranks that saved held slices of it; else it was whole on each."""
+        return self.manifest.tensors[self._numbers[tensor]].layout is not None
+
+    # -- what a rank reads
+    def chunks(self, tensor: TensorInfo, lo: int, hi: int, out: memoryview) -> list[Chunk]:
+        """List what must be read to fill ``out`` with the bytes of elements [lo, hi).
+
+        **Cost** at most two chunks more than was asked for, from the files of those ranks only that
+        hold some of it; opens the indexes of those ranks.
+        """
+        if tensor in self._own:
+            return _chunks_of_own(self.rank, self._own[tensor], lo, hi, out)
+        number = self._numbers[tensor]
+        key, width = tensor.key, element_bytes(tensor.dtype)
+        chunks: list[Chunk] = []
+        for rank, place, box, begin, end in self._parts(number, lo, hi):
+            found = self._find(number, place, box, rank)
+            chunks += _chunks(
+                Stretch(file_name(rank, place), key, found.begin, found.digests),
+                (box.hi - box.lo) * width,
+                (begin - box.lo) * width,
+                (end - box.lo) * width,
+                out[(begin - lo) * width : (end - lo) * width],
+            )
+        return chunks
+
+    def _parts(self, number: int, lo: int, hi: int) -> list[tuple[int, int, Box, int, int]]:
+        """Return (rank, file, box, begin, end) for each box that has some of elements [lo, hi)."""
+        row, manifest = self.manifest.tensors[number], self.manifest
+        # A parameter and its optimizer state are cut alike.
+        same = (row.layout, row.index, number % manifest.num_replicas, lo, hi)
+        if row.layout is not None and same in self._cuts:
+            return self._cuts[same]
+        if row.layout is None:
+            owners = [Overlap(row.rank, lo, hi)]
+        else:
+            layout = manifest.built_layouts[row.layout]
+            owners = [
+                Overlap(manifest.writer_of(number, o.rank), o.lo, o.hi)
+                for o in owners_of(layout, row.index or 0, lo, hi)
+            ]
+        self._cuts[same] = [
+            (owner.rank, place, box, max(box.lo, owner.lo), min(box.hi, owner.hi))
+            for owner in owners
+            for place, box in enumerate(manifest.boxes_of(number, owner.rank))
+            if max(box.lo, owner.lo) < min(box.hi, owner.hi)
+        ]
+        return self._cuts[same]
+
+    def read_chunks(self, chunks: Sequence[Chunk]) -> Iterator[int]:
+        """Read and check chunks; yield bytes as they come. **Raises** DamagedCheckpoint."""
+        return self._reader.read(chunks)
+
+    def index_of(self, rank: int) -> RankIndex:
+        """Return the index of a rank, read and checked on first use."""
+        if rank not in self._indexes:
+            name = index_name(rank)
+            path = self.folder / name
+            data = read_small(self._files, path)
+            self._reader.opened.add(name)
+            self._reader.num_bytes += len(data)
+            expected = self.manifest.ranks[rank]
+            if len(data) != expected.index_bytes or digest_of(data) != expected.digest:
+                raise DamagedCheckpoint(f"{path}: it is not the one that the manifest names")
+            index = parse_index(data, str(path))
+            check_index(self.manifest, rank, index, str(path))
+            self._indexes[rank] = index
+        return self._indexes[rank]
+
+    def values_of(self, rank: int) -> dict[str, Any]:
+        """Return the values of a rank, decoded, with their tensors."""
+        import torch
+
+        from shardwise.checkpoint.values import decode
+
+        index = self.index_of(rank)
+        own = {row.name: row for row in index.own if row.kind == "extra"}
+        where = str(self.folder / index_name(rank))
+
+        def tensor(place: str) -> torch.Tensor:
+            row = own.pop(place, None)  # each stands in one place only
+            if row is None:
+                raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
+            out = torch.empty(row.shape, dtype=torch_dtype(row.dtype))
+            self._read(_chunks_of_own(rank, row, 0, row.info.numel, memory_of(out)))
+            return out
+
+        values = {key: decode(value, tensor) for key, value in index.values.items()}
+        wrong = [k for k in _VALUES if not isinstance(values.setdefault(k, {}), dict)]
+        if wrong:
+            raise DamagedCheckpoint(f"{where}: there are no values under '{wrong[0]}'")
+        if own:
+            raise DamagedCheckpoint(f"{where}: no value has the tensor '{next(iter(own))}'")
+        return values
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    def _read(self, chunks: Sequence[Chunk]) -> None:
+        for _ in self._reader.read(chunks):
+            pass
+
+    def _find(self, number: int, place: int, box: Box, rank: int) -> BoxPlace:
+        """Return where a box lies. **Raises** DamagedCheckpoint if it is not there in its size."""
+        row = self.manifest.tensors[number]
+        found = self.index_of(rank).box_places.get((number, place))
+        expected = (box.hi - box.lo) * element_bytes(row.dtype)
+        if found is None or found.end - found.begin != expected:
+            raise DamagedCheckpoint(
+                f"{self.folder / index_name(rank)}: tensor '{row.name}' is cut otherwise than the "
+                f"manifest says: expected {expected} bytes for {box}, got {found}"
+            )
+        return found
+
+
+class Stretch(NamedTuple):
+    """One box in a file: the file, the tensor, where it begins, and the digests of its chunks."""
+
+    name: str
+    key: str
+    begin: int
+    digests: str
+
+
+def _chunks(
+    box: Stretch, box_bytes: int, first: int, last: int, out: memoryview
+) -> Iterator[Chunk]:
+    """Yield the chunks around bytes [first, last) of a box of ``box_bytes``."""
+    name, key, box_begin, digests = box
+    if len(digests) != num_chunks(box_bytes) * DIGEST_CHARS:
+        raise DamagedCheckpoint(f"{name}: tensor '{key}' has not one digest for each chunk")
+    for number in range(first // CHUNK_BYTES, num_chunks(last)):
+        begin = number * CHUNK_BYTES
+        end = min(begin + CHUNK_BYTES, box_bytes)
+        lo, hi = max(begin, first), min(end, last)
+        yield Chunk(
+            name,
+            box_begin + begin,
+            end - begin,
+            digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
+            key,
+            lo - begin,
+            hi - begin,
+            out[lo - first : hi - first],
+        )
+
+
+def _chunks_of_own(rank: int, row: OwnRow, lo: int, hi: int, out: memoryview) -> list[Chunk]:
+    width = element_bytes(row.dtype)
+    box = Stretch(file_name(rank, 0), row.info.key, row.begin, row.digests)
+    return (
+        list(_chunks(box, row.info.numel * width, lo * width, hi * width, out)) if hi > lo else []
+    )

@@ -1,0 +1,85 @@
+"""A checkpoint of whatever format, as a table of tensors that are read by slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["param", "buffer", "optimizer", "extra"]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint: what it is, its dtype (safetensors spelling), its full shape.
+
+    ``name`` is the fully qualified name of the parameter or buffer; for ``extra`` it is where the
+    tensor stands in the user's own state. ``state`` is the optimizer's key (``exp_avg``), else "".
+    """
+
+    kind: Kind
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    state: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def key(self) -> str:
+        """The name under which files hold it: a parameter's own; unique in a checkpoint."""
+        if self.kind == "optimizer":
+            return f"optim.state.{self.name}.{self.state}"
+        return f"extra.{self.name}" if self.kind == "extra" else self.name
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """What an optimizer has beside tensors; parameters are named, never numbered.
+
+    ``groups`` are torch's param_groups with ``params`` as a list of names; ``state`` are, by
+    parameter and key, the values that are no tensors.
+    """
+
+    class_name: str
+    groups: tuple[Mapping[str, Any], ...]
+    state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """Tensors and values of one checkpoint; nothing of it is in memory before it is asked for."""
+
+    where: str  # the folder or file, for messages
+
+    @property
+    def tensors(self) -> Sequence[TensorInfo]:
+        """Every tensor, in the order in which reading is fastest."""
+
+    @property
+    def step(self) -> int | None:
+        """The optimizer step it was saved at, if it says."""
+
+    @property
+    def optimizer(self) -> OptimizerInfo | None:
+        """The optimizer's groups and values, if it holds any."""
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The user's own state."""
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Further names of shared parameters, each with the name that holds the data."""
+
+    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+        """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
+
+        **Raises** DamagedCheckpoint naming the file and the tensor when its bytes are not right.
+        """

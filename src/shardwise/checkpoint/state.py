@@ -1,0 +1,242 @@
+"""A model and its optimizer as a table of tensors, each with this rank's elements of it.
+
+Note [What is saved]
+~~~~~~~~~~~~~~~~~~~~
+Parameters in their master dtype, frozen ones too; a low-precision copy is never saved, as the
+gather derives it. Persistent buffers. The optimizer's tensors: those cut like their parameter are
+saved by slices, others (step counts) once. A buffer or a plain optimizer tensor that differs
+between ranks is saved by each rank for itself. Gradients are not saved.
+
+At stage 0, where every rank has everything, each rank still writes only the slice that it would own
+at another stage: replicas are written once, by all ranks together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.container import dtype_name
+from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
+from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.values import encode
+from shardwise.engine.api import engine_of
+from shardwise.engine.runtime import Engine
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.unit.states import GradState
+from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Slot
+
+# Wrappers that put a part of their own into the names of what they wrap.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of the table: ``data`` are this rank's elements of it, flat.
+
+    With a layout it is parameter ``index`` of ``layouts[layout]``, from element ``lo`` on; without
+    one it is whole here.
+    """
+
+    info: TensorInfo
+    data: torch.Tensor
+    layout: int | None = None
+    index: int | None = None
+    lo: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """All training state of one rank, not yet copied."""
+
+    stage: int
+    num_shards: int
+    num_replicas: int
+    layouts: tuple[LayoutRow, ...]
+    sharded: tuple[Item, ...]
+    whole: tuple[Item, ...]
+    tied: Mapping[str, str]
+    optimizer: OptimizerRow | None
+    own: tuple[Item, ...]
+    values: Mapping[str, Any]
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the parts of activation checkpointing and torch.compile."""
+    return _WRAPPERS.sub("", name)
+
+
+def slot_names(slot: Slot) -> tuple[str, ...]:
+    """Return every name of a parameter; the first one is that under which it is saved."""
+    return tuple(clean_name(use.name) for use in slot.uses)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to the state, by name."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield clean_name(f"{prefix}.{key}" if prefix else key), buffer
+
+
+def module_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that keep a state of their own beside parameters and buffers, by name."""
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield clean_name(name), module
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    generators: Mapping[str, Any],
+) -> Table:
+    """List everything that a checkpoint of this moment holds. See Note [What is saved].
+
+    **Raises** StateError in the middle of an accumulation window or after a load that failed,
+    ConfigError for an optimizer of another model, CheckpointError for state that cannot be written,
+    naming it.
+    """
+    engine = engine_of(model)
+    _check_moment(engine)
+    storages = [storage for unit in engine.units for storage in unit.storages]
+    layouts = tuple(
+        LayoutRow(kind=s.layout.kind, shapes=tuple(p.shape for p in s.layout.params))
+        for s in storages
+    )
+    numbers = {id(storage): number for number, storage in enumerate(storages)}
+    slots = [slot for unit in engine.units for slot in unit.slots]
+    sharded = [_sliced(slot, "", slot.param, numbers) for slot in slots]
+    whole: list[Item] = []
+    row = None
+    if optimizer is not None:
+        row = _collect_optimizer(optimizer, slots, numbers, sharded, whole)
+    for name, buffer in persistent_buffers(model):
+        whole.append(_whole(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
+    values, own = _own_values(model, extra, generators)
+    axes = engine.comm.axes
+    return Table(
+        stage=engine.config.stage.number,
+        num_shards=axes.shard.size,
+        num_replicas=axes.replicate.size if axes.replicate else 1,
+        layouts=layouts,
+        sharded=tuple(sharded),
+        whole=tuple(whole),
+        tied={name: slot_names(s)[0] for s in slots for name in slot_names(s)[1:]},
+        optimizer=row,
+        own=own,
+        values=values,
+    )
+
+
+def names_of_params(slots: list[Slot], optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
+    """Return the slots of each of the optimizer's groups. **Raises** ConfigError for strangers."""
+    by_param = {id(slot.param): slot for slot in slots}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if id(param) not in by_param:
+                raise ConfigError(
+                    f"optimizer: parameter {place} of group {number} {tuple(param.shape)} is not "
+                    "one of the sharded model's; build the optimizer from model.parameters() after "
+                    "shard(), and keep other parameters in an optimizer of their own (extra=)"
+                )
+        groups.append([by_param[id(param)] for param in group["params"]])
+    return groups
+
+
+def _check_moment(engine: Engine) -> None:
+    if engine.broken is not None:
+        raise StateError(f"save(): the model's parameters are not to be used: {engine.broken}")
+    engine.finish_reductions()
+    partial = [u.name or "(root)" for u in engine.units if u.grad_state is GradState.PARTIAL]
+    if partial or not engine.is_last_micro_batch:
+        where = f"unit '{partial[0]}' holds gradients of" if partial else "this is inside of"
+        raise StateError(
+            f"save(): {where} an accumulation window that is not over, and a checkpoint has no "
+            "gradients: they would be lost. Save after optimizer.step() and zero_grad()"
+        )
+
+
+def _sliced(slot: Slot, state: str, tensor: Any, numbers: Mapping[int, int]) -> Item:
+    storage, name = slot.storage, slot_names(slot)[0]
+    piece = storage.layout.piece(slot.index, storage.rank)
+    local = tensor.to_local().reshape(-1)
+    data = local[piece.lo - slot.cut.lo : piece.hi - slot.cut.lo]
+    kind = "optimizer" if state else "param"
+    dtype = dtype_name(local.dtype, name)
+    info = TensorInfo(kind, name, dtype, slot.cut.shape, state)  # type: ignore[arg-type]
+    return Item(info, data, numbers[id(storage)], slot.index, piece.lo)
+
+
+def _whole(info: TensorInfo, tensor: torch.Tensor) -> Item:
+    dtype = dtype_name(tensor.dtype, info.key)
+    data = tensor.detach().contiguous().reshape(-1)
+    return Item(TensorInfo(info.kind, info.name, dtype, info.shape, info.state), data)
+
+
+def _collect_optimizer(
+    optimizer: torch.optim.Optimizer,
+    slots: list[Slot],
+    numbers: Mapping[int, int],
+    sharded: list[Item],
+    whole: list[Item],
+) -> OptimizerRow:
+    """Add the optimizer's tensors to the lists; return what else it has."""
+    by_group = names_of_params(slots, optimizer)
+    values: dict[str, dict[str, Any]] = {}
+    for slot in (slot for group in by_group for slot in group):
+        name = slot_names(slot)[0]
+        for key, value in optimizer.state.get(slot.param, {}).items():
+            if isinstance(value, ShardTensor):
+                if not value._cut.matches(slot.cut):
+                    raise CheckpointError(
+                        f"optimizer state '{key}' of '{name}' is cut otherwise than its parameter: "
+                        f"{value._cut.shape} against {slot.cut.shape}"
+                    )
+                sharded.append(_sliced(slot, key, value, numbers))
+            elif isinstance(value, torch.Tensor):
+                whole.append(
+                    _whole(TensorInfo("optimizer", name, "", tuple(value.shape), key), value)
+                )
+            else:
+                values.setdefault(name, {})[key] = value
+    groups = [
+        {**group, "params": [slot_names(slot)[0] for slot in of_group]}
+        for group, of_group in zip(optimizer.param_groups, by_group, strict=True)
+    ]
+    encoded_groups, tensors = encode(groups, "groups")
+    encoded_state, tensors = encode(values, "state", tensors)
+    for place, tensor in tensors.items():
+        whole.append(_whole(TensorInfo("optimizer", "", "", tuple(tensor.shape), place), tensor))
+    class_name = type(optimizer).__name__
+    return OptimizerRow(class_name=class_name, groups=encoded_groups, state=encoded_state)
+
+
+def _own_values(
+    model: nn.Module, extra: Mapping[str, Any], generators: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[Item, ...]]:
+    """Return this rank's values for its index, and the tensors that they hold."""
+    states = {key: _state_of(value) for key, value in extra.items()}
+    encoded_extra, tensors = encode(states, "extra")
+    modules = {name: module.get_extra_state() for name, module in module_states(model)}
+    encoded_modules, tensors = encode(modules, "modules", tensors)
+    values = {"extra": encoded_extra, "modules": encoded_modules, "generators": dict(generators)}
+    own = tuple(
+        _whole(TensorInfo("extra", place, "", tuple(tensor.shape)), tensor)
+        for place, tensor in tensors.items()
+    )
+    return values, own
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state of a scheduler, a scaler, a loader; other values as they are."""
+    state_dict = getattr(value, "state_dict", None)
+    return state_dict() if callable(state_dict) else value

@@ -1,0 +1,83 @@
+"""JSON in bytes, read strictly: what two readers could understand in two ways is refused.
+
+It imports no torch, so that a checkpoint can be looked at and verified without it.
+"""
+
+import itertools
+import json
+import math
+import re
+import reprlib
+from collections import Counter
+from typing import Any, NoReturn
+
+from shardwise.errors import CheckpointError
+
+MAX_DEPTH = 64
+_MAX_DIGITS = 4300  # Python's own default; the time to read an int is quadratic in it
+
+
+def dumps(value: Any) -> bytes:
+    """Write what `encode` returned as compact UTF-8 JSON; keys keep their order."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8")
+
+
+def loads(data: bytes, where: str) -> Any:
+    """Read JSON strictly: what two readers could understand in two ways is refused.
+
+    **Raises** CheckpointError for what is no JSON in UTF-8, keys that come twice, numbers that are
+    not finite or have more than 4300 digits, nesting beyond 64 levels and halves of characters.
+    """
+    try:
+        text = data.decode("utf-8")
+        if _json_depth(text) > MAX_DEPTH:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_refuse_constant,
+        )
+        if "\\u" in text:
+            dumps(value)  # an escape may be half of a character, which UTF-8 cannot write
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where}: expected JSON as Shardwise writes it: {error}. The file is damaged or was "
+            "not written by Shardwise; load another checkpoint"
+        ) from None
+    return value
+
+
+def _json_depth(text: str) -> int:
+    """Count the deepest nesting without recursion; right up to the first error of syntax."""
+    bare = text.replace("\\\\", "").replace('\\"', "")  # now each quote opens or closes a string
+    brackets = re.sub(r"[^][{}]+", "", "".join(bare.split('"')[::2]))
+    steps = (1 if bracket in "[{" else -1 for bracket in brackets)
+    return max(itertools.accumulate(steps, initial=0))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {reprlib.repr(twice)} stands twice in one object")
+    return made
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {reprlib.repr(digits)} is not finite")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")

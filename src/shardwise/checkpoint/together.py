@@ -1,0 +1,74 @@
+"""Work that all ranks do at once: it succeeds on all of them, or all raise the same error."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from shardwise.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpoint,
+    ShardwiseError,
+    StateError,
+)
+
+if TYPE_CHECKING:
+    from shardwise.comm.control import Control
+
+_TEXT_BYTES = 1024
+_KINDS: tuple[type[ShardwiseError], ...] = (
+    CheckpointError,
+    DamagedCheckpoint,
+    ConfigError,
+    StateError,
+)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def together(control: Control, work: Callable[[], bytes | None], row_bytes: int = 0) -> list[bytes]:
+    """Run ``work`` on every rank; return the rows of ``row_bytes`` that it returned, in rank order.
+
+    **Cost** one exchange; a second one when a rank failed. ``work`` must not communicate.
+
+    **Raises** on every rank the error of the first rank that failed, with its rank in the text.
+    """
+    failure: Exception | None = None
+    row = bytes(row_bytes)
+    try:
+        row = work() or row
+    except Exception as error:  # told to the others below, and raised there and here
+        failure = error
+    assert len(row) == row_bytes
+    rows = control.exchange(bytes([failure is not None]) + row)
+    if not any(r[0] for r in rows):
+        return [r[1:] for r in rows]
+    _raise_first(control, failure)
+
+
+def _raise_first(control: Control, failure: Exception | None) -> NoReturn:
+    kind = next((n for n, k in enumerate(_KINDS) if type(failure) is k), 0)
+    said = explain(failure).encode(errors="backslashreplace")  # a name may be no UTF-8
+    text = said[:_TEXT_BYTES].decode(errors="ignore").encode()
+    row = bytes([failure is not None, kind]) + text.ljust(_TEXT_BYTES, b"\0")
+    rows = control.exchange(row)
+    rank, first = next((n, r) for n, r in enumerate(rows) if r[0])
+    message = first[2:].rstrip(b"\0").decode()
+    others = sum(r[0] for r in rows) - 1
+    if others:
+        message += f" (and {others} other ranks failed)" if others > 1 else " (and one other rank)"
+    where = f"rank {rank}: " if control.num_ranks > 1 else ""
+    raise _KINDS[first[1]](where + message) from failure
+
+
+def explain(failure: Exception | None) -> str:
+    """Write an error for people: what could not be done, where, and why."""
+    if isinstance(failure, OSError) and failure.errno is not None:
+        where = f"{failure.filename}: " if failure.filename else ""
+        wanted = f". {failure.wanted}" if hasattr(failure, "wanted") else ""
+        hint = "; free some space, then save again" if failure.errno in _NO_SPACE else ""
+        return f"{where}{failure.strerror} (errno {failure.errno}){wanted}{hint}"
+    if isinstance(failure, ShardwiseError):
+        return str(failure)
+    return f"{type(failure).__name__}: {failure}"

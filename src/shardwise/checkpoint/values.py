@@ -1,0 +1,313 @@
+"""State that is no tensor, as JSON and back: every type and every bit, and never a pickle.
+
+What JSON has a form for stays as it is; the rest is an object with a tag, ``{"$": "tuple", "of":
+[1, 2]}``. A dict that cannot stay (keys that are no text, or a key "$" of its own) is ``{"$":
+"dict", "keys": [...], "values": [...]}``. A tensor is ``{"$": "tensor", "of": place}``; its bytes
+lie elsewhere. A tag is looked up in a table, so no file can name code to run.
+
+Depth counts JSON's own levels (a tuple takes two): a value may have 48, a file 64, so that a value
+which could be saved can be read, whatever few levels the file has around it.
+"""
+
+import reprlib
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.leaves import LEAF_READERS, is_plain, read_text, write_leaf
+from shardwise.checkpoint.strict_json import MAX_DEPTH, dumps, loads
+from shardwise.errors import CheckpointError
+
+__all__ = ["decode", "dumps", "encode", "loads"]
+
+_MAX_VALUE_DEPTH = 48
+_MAX_COLLISIONS = 1000
+
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "none": None,
+    **{kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)},
+}
+_SEQUENCES: dict[type, str] = {
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    deque: "deque",
+}
+_MAPPINGS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "OrderedDict",
+    Counter: "Counter",
+    defaultdict: "defaultdict",
+}
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where a value stands: in words, as a tensor's place (none inside keys), and how deep."""
+
+    where: str
+    place: str | None
+    depth: int = 0
+
+    def inside(self, key: Any, levels: int) -> "_Spot":
+        place = None
+        if self.place is not None:
+            place = f"{self.place}.{_text(key)}" if self.place else _text(key)
+        return _Spot(f"{self.where}[{_shown(key)}]", place, self.depth + levels)
+
+    def as_key(self, levels: int) -> "_Spot":
+        return _Spot(f"a key or member of {self.where}", None, self.depth + levels)
+
+
+def encode(
+    value: Any, where: str, before: Mapping[str, torch.Tensor] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the value for `dumps`, and the tensors that it held by their place in it.
+
+    A place is made of the keys on the way, joined by dots ("scheduler.base.0"), and relative to
+    ``value``. Tensors are detached, and copied only if they are lazily conjugated. What stands in
+    two places becomes two. ``before`` are the tensors of another value that is saved beside this
+    one: they are returned too, and no place is given twice.
+
+    **Raises** CheckpointError for what is no data (functions, objects, shards of parameters), for
+    cycles and for nesting beyond 48 levels; it names the place as ``where['scheduler'][0]``.
+    """
+    encoder = _Encoder()
+    encoder.tensors.update(before or {})
+    return encoder.encode(value, _Spot(where, "")), encoder.tensors
+
+
+def decode(value: Any, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
+    """Return what `encode` was given; ``tensors`` gives the tensor of a place.
+
+    **Raises** CheckpointError for everything that `encode` does not write.
+    """
+    return _Decoder(tensors).decode(value, _Spot(where, None))
+
+
+class _Encoder:
+    """One walk over one value."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._open: set[int] = set()  # containers that the walk is inside of
+
+    def encode(self, value: Any, spot: _Spot) -> Any:
+        if is_plain(value):
+            return value
+        kind = type(value)
+        if kind is list or kind in _SEQUENCES or kind in _MAPPINGS:
+            return self._container(value, spot)
+        if isinstance(value, torch.Tensor):
+            return {"$": "tensor", "of": self._tensor(value, spot)}
+        try:
+            leaf = write_leaf(value)
+        except ValueError as error:
+            _refuse(spot, str(error))
+        if leaf is not None:
+            return leaf
+        _refuse(
+            spot,
+            f"a {kind.__module__}.{kind.__qualname__} is not data; a checkpoint holds numbers, "
+            "text, plain containers and tensors, never functions or objects. Give its "
+            "state_dict(), or its values in a dict or list",
+        )
+
+    def _container(self, value: Any, spot: _Spot) -> Any:
+        if id(value) in self._open:
+            _refuse(spot, "it contains itself; save each part once, without the way back")
+        if spot.depth >= _MAX_VALUE_DEPTH:
+            _refuse(
+                spot,
+                f"containers lie in one another more than {_MAX_VALUE_DEPTH} levels deep (a "
+                "tuple or set counts as two); save it as a flat list or dict",
+            )
+        self._open.add(id(value))
+        try:
+            if type(value) in _MAPPINGS:
+                return self._mapping(value, spot)
+            return self._sequence(value, spot)
+        finally:
+            self._open.discard(id(value))
+
+    def _sequence(self, value: Iterable[Any], spot: _Spot) -> Any:
+        if isinstance(value, set | frozenset):
+            members = self._keys(value, spot)
+            members.sort(key=dumps)  # its order differs from process to process
+            return {"$": _SEQUENCES[type(value)], "of": members}
+        plain = type(value) is list
+        levels = 1 if plain else 2
+        members = [
+            member if is_plain(member) else self.encode(member, spot.inside(i, levels))
+            for i, member in enumerate(value)
+        ]
+        if plain:
+            return members
+        tagged: dict[str, Any] = {"$": _SEQUENCES[type(value)], "of": members}
+        return tagged | {"maxlen": value.maxlen} if isinstance(value, deque) else tagged
+
+    def _mapping(self, value: Mapping[Any, Any], spot: _Spot) -> Any:
+        plain = type(value) is dict and all(
+            type(key) is str and key != "$" and is_plain(key) for key in value
+        )
+        levels = 1 if plain else 2
+        values = [
+            member if is_plain(member) else self.encode(member, spot.inside(key, levels))
+            for key, member in value.items()
+        ]
+        if plain:
+            return dict(zip(value, values, strict=True))
+        tagged: dict[str, Any] = {"$": _MAPPINGS[type(value)], "keys": self._keys(value, spot)}
+        tagged["values"] = values
+        if isinstance(value, defaultdict):
+            names = [n for n, kind in _FACTORIES.items() if kind is value.default_factory]
+            if not names:
+                _refuse(
+                    spot,
+                    f"the default_factory {reprlib.repr(value.default_factory)} of a defaultdict "
+                    "is code, not data; save dict(...) of it",
+                )
+            tagged["factory"] = names[0]
+        return tagged
+
+    def _keys(self, keys: Iterable[Any], spot: _Spot) -> list[Any]:
+        return [self.encode(key, spot.as_key(2)) for key in keys]
+
+    def _tensor(self, value: torch.Tensor, spot: _Spot) -> str:
+        if isinstance(value, DTensor):
+            _refuse(
+                spot,
+                "it is a shard of a larger tensor; put parameters into the model and their state "
+                "into the optimizer, which are saved as such, or give t.full_tensor()",
+            )
+        if type(value) is not torch.Tensor:
+            _refuse(
+                spot, f"a {type(value).__name__} is not a plain tensor; give t.detach().clone()"
+            )
+        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+            _refuse(
+                spot,
+                "a sparse, quantized or meta tensor has no plain bytes; give a dense tensor",
+            )
+        if spot.place is None:
+            _refuse(spot, "a tensor cannot be a key; give its value, t.item() or t.tolist()")
+        place, number = spot.place, 2
+        while place in self.tensors:  # {"a.b": t} and {"a": {"b": t}} have the same place
+            place, number = f"{spot.place}~{number}", number + 1
+        self.tensors[place] = value.detach().resolve_conj().resolve_neg()
+        return place
+
+
+class _Decoder:
+    """One walk over one value that was read."""
+
+    def __init__(self, tensors: Callable[[str], torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def decode(self, value: Any, spot: _Spot) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is not list and kind is not dict:
+            _refuse(spot, f"expected a value read from JSON, got a {kind.__name__}")
+        if spot.depth >= MAX_DEPTH:
+            _refuse(spot, f"it is nested deeper than {MAX_DEPTH} levels")
+        if kind is list:
+            return [self.decode(member, spot.inside(i, 1)) for i, member in enumerate(value)]
+        if "$" not in value:
+            return {key: self.decode(member, spot.inside(key, 1)) for key, member in value.items()}
+        return self._tagged(value, spot)
+
+    def _tagged(self, value: dict[str, Any], spot: _Spot) -> Any:
+        tag, fields = value["$"], {key: of for key, of in value.items() if key != "$"}
+        make = _READERS.get(tag) if isinstance(tag, str) else None
+        if make is None and tag != "tensor":
+            _refuse(spot, f"unknown tag {reprlib.repr(tag)}; a newer Shardwise may have written it")
+        for name in ("of", "keys", "values"):
+            if tag in _CONTAINER_TAGS and name in fields:
+                # The list of members is no container of the user's: only its members are walked.
+                if type(fields[name]) is not list:
+                    _refuse(spot, f"expected a list as {name!r} of a {tag}")
+                inside = _Spot(spot.where, None, spot.depth + 1)
+                fields[name] = self.decode(fields[name], inside)
+        try:
+            if make is None:
+                return self._tensor(**fields)
+            return make(**fields)
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error) as e:
+            reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+            _refuse(spot, f"not a {tag} as Shardwise writes it: {reason[:200]}")
+
+    def _tensor(self, of: Any) -> torch.Tensor:
+        return self._tensors(read_text(of))
+
+
+def _text(key: Any) -> str:
+    try:
+        return str(key).encode("utf-8", "backslashreplace").decode()
+    except ValueError:  # an int with more digits than Python writes
+        return type(key).__name__
+
+
+def _shown(key: Any) -> str:
+    try:
+        return reprlib.repr(key)
+    except ValueError:
+        return type(key).__name__
+
+
+def _refuse(spot: _Spot, reason: str) -> NoReturn:
+    raise CheckpointError(f"{spot.where}: {reason}")
+
+
+def _check_hashes(keys: Any) -> None:
+    """Refuse keys that were chosen to collide: making a dict of them takes quadratic time."""
+    if len(keys) - len({hash(key) for key in keys}) > _MAX_COLLISIONS:
+        raise ValueError("keys of one hash")
+
+
+def _read_set(of: Any) -> set[Any]:
+    _check_hashes(of)
+    members = set(of)
+    if len(members) != len(of):
+        raise ValueError("a member stands in it twice")
+    return members
+
+
+def _read_deque(of: Any, maxlen: Any) -> deque[Any]:
+    if maxlen is not None and (type(maxlen) is not int or not len(of) <= maxlen):
+        raise ValueError(f"{len(of)} members, and a maxlen of {reprlib.repr(maxlen)}")
+    return deque(of, maxlen)
+
+
+def _read_dict(keys: Any, values: Any) -> dict[Any, Any]:
+    _check_hashes(keys)
+    made = dict(zip(keys, values, strict=True))
+    if len(made) != len(keys):
+        raise ValueError("a key stands in it twice")
+    return made
+
+
+def _read_defaultdict(keys: Any, values: Any, factory: Any) -> defaultdict[Any, Any]:
+    return defaultdict(_FACTORIES[read_text(factory)], _read_dict(keys, values))
+
+
+_CONTAINER_TAGS = {*_SEQUENCES.values(), *_MAPPINGS.values()}
+_READERS: dict[str, Callable[..., Any]] = {
+    **LEAF_READERS,
+    "tuple": lambda of: tuple(of),
+    "set": _read_set,
+    "frozenset": lambda of: frozenset(_read_set(of)),
+    "deque": _read_deque,
+    "dict": _read_dict,
+    "OrderedDict": lambda keys, values: OrderedDict(_read_dict(keys, values)),
+    "Counter": lambda keys, values: Counter(_read_dict(keys, values)),
+    "defaultdict": _read_defaultdict,
+}

@@ -1,0 +1,373 @@
+"""Write one checkpoint: every rank its own files, then one rename that makes them a checkpoint.
+
+Note [Commit]
+~~~~~~~~~~~~~
+1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target; the others learn the nonce.
+2. Every rank writes its tensors there, hashing the memory as it goes, then its index; each file is
+   synced. The ranks exchange a row: whether it worked, and the size and digest of the index.
+3. Rank 0 writes the manifest with those rows, syncs it and the folder, renames the folder to its
+   name, and syncs the folder above. A last exchange, and `write_checkpoint` returns.
+
+So a folder of that name is complete, and complete for good once the call has returned; everything
+else is a leftover. A failure anywhere raises the same error on all ranks, and rank 0 removes what
+was written. Nothing points at a checkpoint but its name.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.container import Stored, build_header, place
+from shardwise.checkpoint.digest import CHUNK_BYTES, chunk_digests, digest_of
+from shardwise.checkpoint.files import Files, Writer, remove_tree
+from shardwise.checkpoint.manifest import IndexRow, Manifest, TensorRow
+from shardwise.checkpoint.presence import check_presence
+from shardwise.checkpoint.rank_index import BoxRow, FileRow, OwnRow, RankIndex
+from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal
+from shardwise.checkpoint.together import together
+from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
+from shardwise.layout.boxes import Box
+
+if TYPE_CHECKING:
+    from shardwise.comm.control import Control
+
+TEMPORARY = ".tmp-"
+_NONCE_BYTES = 4
+_DIGEST_BYTES = 16
+_BATCH_BYTES = 8 * CHUNK_BYTES
+_BATCH_BUFFERS = 256
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes.
+
+    ``read(number, box)`` returns the bytes of a box of tensor ``number`` of the manifest; ``own``
+    are tensors of this rank alone, whole; ``values`` go into its index. One tensor at a time is
+    asked for.
+    """
+
+    rank: int
+    read: Callable[[int, Box], memoryview]
+    own: Sequence[tuple[TensorRow, Callable[[], memoryview]]]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the ranks wrote: the checkpoint's folder, the bytes of all ranks and of this one."""
+
+    path: Path
+    num_bytes: int
+    rank_bytes: int
+
+
+def write_checkpoint(
+    files: Files,
+    control: Control,
+    target: Path,
+    nonce: bytes,
+    manifest: Manifest,
+    part: Part,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Written:
+    """Write and commit one checkpoint; all ranks call it. See Note [Commit].
+
+    ``manifest`` has no ``ranks`` yet and is the same on all ranks; ``nonce`` is rank 0's.
+
+    **Cost** this rank's bytes once to disk; three exchanges of at most 34 bytes per rank.
+
+    **Raises** CheckpointError, the same on all ranks; the target is as it was then.
+    """
+    first = control.rank == 0
+    assert len(nonce) == _NONCE_BYTES
+    rows = together(
+        control, lambda: _begin(files, target, nonce, manifest, replace, first), len(nonce) + 16
+    )
+    folder = target.parent / f"{TEMPORARY}{target.name}-{rows[0][: len(nonce)].hex()}"
+    try:
+        _check_same(rows, len(nonce))
+        rows = together(
+            control, lambda: write_rank(files, folder, manifest, part, progress), _ROW_BYTES
+        )
+    except CollectiveError:
+        raise  # the others may be writing still; what they leave is found by the next run
+    except CheckpointError:
+        if first:
+            _discard(files, folder)
+        raise
+    ranks = [_index_row(row) for row in rows]
+    together(
+        control,
+        lambda: _commit(files, folder, target, manifest, ranks, replace) if first else None,
+    )
+    mine = ranks[control.rank]
+    return Written(
+        target,
+        sum(row.index_bytes + row.file_bytes for row in ranks),
+        mine.index_bytes + mine.file_bytes,
+    )
+
+
+def _begin(
+    files: Files, target: Path, nonce: bytes, manifest: Manifest, replace: bool, first: bool
+) -> bytes:
+    """Make the temporary folder; return the nonce and a digest of what this rank means to save."""
+    meant = manifest.model_dump_json(include={"run", "step", "stage", "layouts", "tensors", "tied"})
+    if first:
+        files.make_folders(target.parent)
+        exists = any(entry.name == target.name for entry in files.list(target.parent))
+        if exists and not replace:
+            raise CheckpointError(
+                f"{target} exists already; save under another name or step, or pass replace=True"
+            )
+        files.make_folder(target.parent / f"{TEMPORARY}{target.name}-{nonce.hex()}")
+    return nonce + bytes.fromhex(digest_of(meant.encode()))
+
+
+def _check_same(rows: Sequence[bytes], begin: int) -> None:
+    other = [n for n, row in enumerate(rows) if row[begin:] != rows[0][begin:]]
+    if other:
+        raise CheckpointError(
+            f"rank {other[0]} has other tensors to save than rank 0: parameters, optimizer state, "
+            "step, run and stage must agree. Was an optimizer stepped on some ranks only?"
+        )
+
+
+def write_rank(
+    files: Files, folder: Path, manifest: Manifest, part: Part, progress: Progress | None = None
+) -> bytes:
+    """Write the files and the index of one rank, synced; return the row for the manifest."""
+    boxes: dict[int, list[tuple[int, Box]]] = {}
+    for number, file, box in manifest.all_boxes(part.rank):
+        boxes.setdefault(file, []).append((number, box))
+    if part.own:
+        boxes.setdefault(0, [])
+    file_rows, box_rows, own_rows, total = [], [], [], 0
+    for file, listed in sorted(boxes.items()):
+        own = part.own if file == 0 else ()
+        described = [
+            (row.info.key, row.dtype, box.lengths, box.offsets)
+            for row, box in ((manifest.tensors[number], box) for number, box in listed)
+        ]
+        described += [
+            (f"rank{part.rank:05d}.{row.info.key}", row.dtype, row.shape, (0,) * len(row.shape))
+            for row, _ in own
+        ]
+        stored = place(described)
+        header = build_header(stored)
+        reads: list[Callable[[], memoryview]] = [
+            lambda number=number, box=box: part.read(number, box)  # type: ignore[misc]
+            for number, box in listed
+        ]
+        reads += [read for _, read in own]
+        path = folder / file_name(part.rank, file)
+        digests = _write_file(files, path, header, stored, reads, progress)
+        num_bytes = len(header) + (stored[-1].end if stored else 0)
+        total += num_bytes
+        file_rows.append(FileRow(num_bytes=num_bytes, header=digest_of(header)))
+        begin = len(header)
+        for (number, _), s, digest in zip(listed, stored, digests, strict=False):
+            box_rows.append(BoxRow(number, file, begin + s.begin, digest))
+        for (row, _), s, digest in zip(
+            own, stored[len(listed) :], digests[len(listed) :], strict=True
+        ):
+            fields = row.model_dump()
+            own_rows.append(OwnRow(**fields, begin=begin + s.begin, digests=digest))
+    index = seal(
+        RankIndex(
+            format=1,
+            run=manifest.run,
+            step=manifest.step,
+            rank=part.rank,
+            files=tuple(file_rows),
+            boxes=tuple(box_rows),
+            own=tuple(own_rows),
+            values=dict(part.values),
+        )
+    )
+    _write_small(files, folder / index_name(part.rank), index)
+    return _row(index, len(file_rows), total)
+
+
+def _write_file(
+    files: Files,
+    path: Path,
+    header: bytes,
+    stored: Sequence[Stored],
+    reads: Sequence[Callable[[], memoryview]],
+    progress: Progress | None,
+) -> list[str]:
+    """Write one file of tensors, synced; return the digests of each tensor's chunks."""
+    digests = []
+    with files.create(path) as writer:
+        batch = _Batch(
+            files, path, writer, progress, len(header) + (stored[-1].end if stored else 0)
+        )
+        batch.add(memoryview(header))
+        for s, read in zip(stored, reads, strict=True):
+            digests.append(_add_tensor(batch, read(), s))
+        batch.flush()
+        writer.sync()
+    return digests
+
+
+def _add_tensor(batch: _Batch, data: memoryview, stored: Stored) -> str:
+    """Write a tensor; return the digests of its chunks. A large one is in memory no longer then."""
+    assert len(data) == stored.end - stored.begin, stored
+    parts = []
+    for begin in range(0, len(data), _BATCH_BYTES):
+        piece = data[begin : begin + _BATCH_BYTES]
+        parts.append(chunk_digests(piece))  # just before the write: it is in the cache
+        batch.add(piece)
+    if len(data) > _BATCH_BYTES:
+        batch.flush()
+    return "".join(parts)
+
+
+class _Batch:
+    """Buffers to be written with one call; says what was wanted when the disk is full."""
+
+    def __init__(
+        self, files: Files, path: Path, writer: Writer, progress: Progress | None, wanted: int
+    ) -> None:
+        self._files = files
+        self._path = path
+        self._writer = writer
+        self._progress = progress
+        self._wanted = wanted
+        self._buffers: list[memoryview] = []
+        self._num_bytes = 0
+
+    def add(self, data: memoryview) -> None:
+        """Add bytes; they must stay as they are until the flush."""
+        self._buffers.append(data)
+        self._num_bytes += len(data)
+        if self._num_bytes >= _BATCH_BYTES or len(self._buffers) >= _BATCH_BUFFERS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added."""
+        try:
+            self._writer.write(self._buffers)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                with suppress(OSError):
+                    free = self._files.free_bytes(self._path.parent)
+                    error.wanted = f"This file wants {self._wanted} bytes, {free} are free there"  # type: ignore[attr-defined]
+            raise
+        if self._progress is not None:
+            self._progress(self._num_bytes)
+        self._buffers, self._num_bytes = [], 0
+
+
+def _write_small(files: Files, path: Path, data: bytes) -> None:
+    with files.create(path) as writer:
+        batch = _Batch(files, path, writer, None, len(data))
+        batch.add(memoryview(data))
+        batch.flush()
+        writer.sync()
+
+
+def _commit(
+    files: Files,
+    folder: Path,
+    target: Path,
+    manifest: Manifest,
+    ranks: Sequence[IndexRow],
+    replace: bool,
+) -> None:
+    """Write the manifest and give the folder its name; see Note [Commit]."""
+    whole = manifest.model_copy(update={"ranks": tuple(ranks)})
+    try:
+        _check_shared(files, folder, ranks)
+        _write_small(files, folder / MANIFEST, seal(whole))
+        files.sync_folder(folder)
+        replaces = replace and any(e.name == target.name for e in files.list(target.parent))
+        if replaces:
+            _exchange(files, folder, target)
+        else:
+            files.rename(folder, target)
+    except (OSError, CheckpointError):
+        _discard(files, folder)
+        raise
+    try:
+        files.sync_folder(target.parent)
+    except OSError:
+        _take_back(files, folder, target, replaces)
+        raise
+    if replaces:  # the new one is safe; should the old one resist, it is a leftover
+        _discard(files, folder)
+
+
+def _take_back(files: Files, folder: Path, target: Path, replaces: bool) -> None:
+    """Give the names back that could not be made durable, so that the target is as it was.
+
+    Only once that is durable is the new one removed: until then a power cut may bring either back.
+    """
+    with suppress(OSError, CheckpointError):
+        if replaces:
+            files.exchange(folder, target)
+        else:
+            files.rename(target, folder)
+        files.sync_folder(target.parent)
+        remove_tree(files, folder)
+
+
+def _check_shared(files: Files, folder: Path, ranks: Sequence[IndexRow]) -> None:
+    """See that what the other ranks wrote arrived in the folder that this rank sees."""
+    try:
+        check_presence(folder, files.list(folder), ranks)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(
+            f"what the ranks wrote is not all there ({error}). Does every machine see the same "
+            "folder? A checkpoint goes to a file system that all ranks share"
+        ) from error
+
+
+def _exchange(files: Files, folder: Path, target: Path) -> None:
+    try:
+        files.exchange(folder, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EINVAL):
+            raise
+        raise CheckpointError(
+            f"{target}: this file system cannot swap two folders at once, so the old checkpoint "
+            "cannot be replaced safely; save under another name and remove the old one afterwards"
+        ) from error
+
+
+def _discard(files: Files, folder: Path) -> None:
+    with suppress(OSError, CheckpointError):
+        remove_tree(files, folder)
+
+
+_NUMBER_BYTES = 8
+_ROW_BYTES = 3 * _NUMBER_BYTES + _DIGEST_BYTES
+
+
+def _row(index: bytes, num_files: int, file_bytes: int) -> bytes:
+    numbers = (len(index), num_files, file_bytes)
+    packed = b"".join(n.to_bytes(_NUMBER_BYTES, "little") for n in numbers)
+    return packed + bytes.fromhex(digest_of(index))
+
+
+def _index_row(row: bytes) -> IndexRow:
+    numbers = [
+        int.from_bytes(row[i : i + _NUMBER_BYTES], "little")
+        for i in range(0, 3 * _NUMBER_BYTES, _NUMBER_BYTES)
+    ]
+    return IndexRow(
+        index_bytes=numbers[0],
+        num_files=numbers[1],
+        file_bytes=numbers[2],
+        digest=row[3 * _NUMBER_BYTES :].hex(),
+    )

@@ -1,0 +1,172 @@
+"""The facts about checkpoints, and what verification found, printed for people.
+
+Everything that comes out of a file is made printable first: a name in somebody's checkpoint must
+not be able to drive the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli.facts import KINDS
+from shardwise.quantities import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.verify import Verified
+
+_PIPE_WIDTH = 160
+_SHOWN = 3
+
+
+def open_console() -> Console:
+    """Return stdout: as wide as the terminal, or wide enough for tables where it is none."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def printable(value: Any) -> str:
+    """Write a value so that none of its characters is a command to a terminal."""
+    text = str(value)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def show_run(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print all checkpoints of a run."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "saved", "ranks", "stage", "bytes"):
+        table.add_column(name, justify="left" if name == "saved" else "right", no_wrap=True)
+    table.add_column("quick check", overflow="fold")
+    for row in facts["checkpoints"]:
+        damage = row["damage"]
+        state = Text(printable(damage).replace(f"{row['path']}/", ""), "red")
+        if not damage:
+            state = Text.assemble(("ok", "green"), "   <- newest" * row["is_newest"])
+        described = [""] * 4
+        if row["num_ranks"]:
+            described = [_time(row), _ranks(row), str(row["stage"]), format_bytes(row["num_bytes"])]
+        table.add_row(f"{row['step']:,}", *described, state)
+    console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
+    console.print(table if facts["checkpoints"] else "  no checkpoint yet")
+    if facts["lock_holder"]:
+        _line(console, "in use", facts["lock_holder"])
+    if facts["leftovers"]:
+        _line(console, "leftovers", ", ".join(facts["leftovers"]))
+        _line(console, "", "of interrupted saves; the next run in this folder removes them")
+
+
+def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what one checkpoint holds."""
+    console.print(Text(printable(facts["path"]), "bold"), soft_wrap=True)
+    _line(console, "step", "not said" if facts["step"] is None else f"{facts['step']:,}")
+    _line(console, "run", facts["run"])
+    versions = f"shardwise {facts['shardwise']}, torch {facts['torch']}"
+    _line(console, "saved", f"{_time(facts)}, {versions}")
+    _line(console, "ranks", f"{_ranks(facts)}, stage {facts['stage']}")
+    _show_sizes(console, facts)
+    if facts["tied"]:
+        shown = [f"{a} = {b}" for a, b in facts["tied"].items()]
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        _line(console, "tied", ", ".join(shown[:_SHOWN]) + more)
+    if facts["optimizer"]:
+        _line(console, "optimizer", facts["optimizer"]["class_name"] or "of unknown class")
+        for group in facts["optimizer"]["groups"]:
+            _line(console, "", _group(group))
+    else:
+        _line(console, "optimizer", "none")
+    if "tensors" in facts:
+        _show_tensors(console, facts["tensors"])
+    if facts["damage"]:
+        damage = facts["damage"].replace(f"{facts['path']}/", "")
+        _line(console, "DAMAGED", damage, "bold red")
+    else:
+        _line(console, "check", "all files are there; `shardwise ckpt verify` reads every byte")
+
+
+def show_verified(console: Console, verified: Verified) -> None:
+    """Print what verification found in one checkpoint."""
+    num, size = verified.num_files, format_bytes(verified.num_bytes)
+    state = Text("whole  ", "green") if verified.ok else Text("DAMAGED", "bold red")
+    name = printable(verified.path.name or verified.path)
+    files = f"{num:,} file{'s' if num != 1 else ''}"
+    console.print(Text.assemble((name, "bold"), "  ", state, f"  {files}, {size}"), soft_wrap=True)
+    for finding in verified.findings:
+        console.print(Text(f"  {printable(finding)}"), soft_wrap=True)
+    for note in verified.notes:
+        console.print(Text(f"  note: {printable(note)}", "dim"), soft_wrap=True)
+
+
+def _line(console: Console, label: str, text: Any, style: str = "") -> None:
+    console.print(Text.assemble(f"  {label:<10} ", (printable(text), style)), soft_wrap=True)
+
+
+def _time(facts: Mapping[str, Any]) -> str:
+    time = printable(facts["saved_at"])
+    return time.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _ranks(facts: Mapping[str, Any]) -> str:
+    shards, replicas = facts["num_shards"], facts["num_replicas"]
+    return f"{shards}" if replicas == 1 else f"{facts['num_ranks']} = {shards} x {replicas}"
+
+
+def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("kind")
+    for name in ("tensors", "elements", "bytes"):
+        table.add_column(name, justify="right")
+    total = 0
+    for kind, name in KINDS.items():
+        num, size = facts[f"num_{kind}_tensors"], facts[f"{kind}_bytes"]
+        total += size
+        if num:
+            elements = format_count(facts[f"num_{kind}_elements"])
+            table.add_row(name, f"{num:,}", elements, format_bytes(size))
+    rest = facts["num_bytes"] - total
+    table.add_row("indexes and values", "", "", format_bytes(rest) if rest >= 0 else "?")
+    table.add_section()
+    table.add_row("on disk", "", "", format_bytes(facts["num_bytes"]))
+    console.print(table)
+
+
+def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("kind", no_wrap=True)
+    table.add_column("shape", justify="right")
+    table.add_column("dtype", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("cut", no_wrap=True)
+    for row in tensors:
+        name = f"{row['name']}  {row['state']}" if row["state"] else row["name"]
+        cut = {"whole": "whole", "own": f"own, {row['num_parts']} ranks"}.get(row["layout"])
+        table.add_row(
+            Text(printable(name)),
+            row["kind"],
+            " x ".join(map(str, row["shape"])) or "scalar",
+            row["dtype"],
+            format_bytes(row["num_bytes"]),
+            cut or f"{row['layout']}, {row['num_parts']}",
+        )
+    console.print(table)
+
+
+def _group(group: Mapping[str, Any]) -> str:
+    """Write what is set of an optimizer's group."""
+    is_set = {k: v for k, v in group.items() if v is not None and v is not False}
+    count = is_set.pop("num_params")
+    values = ", ".join(f"{key} {_value(value)}" for key, value in is_set.items())
+    return f"{count:,} parameter{'s' if count != 1 else ''}: {values}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"({', '.join(map(_value, value))})"
+    return "yes" if value is True else str(value)

@@ -1,0 +1,286 @@
+"""Write a `Source` in other people's formats: Hugging Face's safetensors, torch's `.distcp`.
+
+Note [Names are the model's own]
+Tensors are written under the names that the module has. transformers 5 renames and joins weights of
+some models while it loads them (experts of a mixture become one tensor); it also loads what already
+has the module's names, but other programs may expect the names of the hub. For these, load the
+export with transformers and save_pretrained() it.
+"""
+
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.container import (
+    Stored,
+    build_header,
+    element_bytes,
+    place,
+    torch_dtype,
+)
+from shardwise.checkpoint.files import Files, RealFiles, Writer, remove_tree
+from shardwise.checkpoint.source import Source, TensorInfo
+from shardwise.checkpoint.together import explain
+from shardwise.errors import CheckpointError, ConfigError
+
+_PIECE_BYTES = 64 << 20  # of one tensor in memory at a time
+_FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_CONFIG = "config.json"
+_COMPANIONS = (  # small files that transformers reads beside the weights; never code
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote: its files of weights, the bytes and the number of tensors in them."""
+
+    files: tuple[str, ...]
+    total_bytes: int
+    num_tensors: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One export: where tensors come from, what becomes of them, who is told."""
+
+    source: Source
+    files: Files
+    dtype: str | None
+    progress: Callable[[int], None] | None
+
+    def dtype_of(self, info: TensorInfo) -> str:
+        """Return the dtype in the file; only the common floating ones are ever changed."""
+        return self.dtype if self.dtype and info.dtype in _FLOATS.values() else info.dtype
+
+    def bytes_of(self, info: TensorInfo) -> int:
+        """Return the bytes in the file."""
+        return info.numel * element_bytes(self.dtype_of(info))
+
+
+def export_huggingface(
+    source: Source,
+    target: Path,
+    *,
+    files: Files,
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: str | None = None,
+    config_from: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Exported:
+    """Write parameters and buffers as a folder that ``from_pretrained`` loads.
+
+    The folder has one ``model.safetensors``, or files of at most ``max_shard_bytes`` (a larger
+    tensor is a file of its own) and an index. ``dtype`` ("BF16" or "bfloat16") casts F64, F32, F16
+    and BF16 tensors, no others. A further name of a shared parameter is left out, as transformers
+    leaves it out: it ties again as ``config.json`` says. That file, and the tokenizer's, are copied
+    from ``config_from`` as they are, its dtype too. ``progress`` is told the bytes of each piece.
+
+    The target must be missing or empty, and appears whole: what a killed process leaves is a
+    ``.tmp-`` folder beside it, which may be removed. See Note [Names are the model's own].
+
+    **Cost** one pass over the source; at most 64 MiB of a tensor, and its cast, in memory.
+
+    **Raises** ConfigError for wrong arguments; CheckpointError when the target is in use, the disk
+    fails, or a finite value does not fit into ``dtype``. Nothing is left then.
+    """
+    if dtype is not None:
+        dtype = _FLOATS.get(dtype.removeprefix("torch."), dtype)
+        if dtype not in _FLOATS.values():
+            raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes: expected at least 1, got {max_shard_bytes}")
+    job = _Job(source, files, dtype, progress)
+    infos = [t for t in source.tensors if t.kind in ("param", "buffer")]
+    infos = [t for t in infos if t.name not in source.tied]
+    if not infos:
+        raise CheckpointError(f"{source.where} holds no parameter that could be exported")
+    sizes = [job.bytes_of(info) for info in infos]
+    shards = split_into_shards(sizes, max_shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    weight_map = {infos[i].name: n for n, shard in zip(names, shards, strict=True) for i in shard}
+    with _new_folder(files, target, sum(sizes)) as folder:
+        if config_from is not None:
+            _copy_companions(files, config_from, folder)
+        for name, shard in zip(names, shards, strict=True):
+            _write_shard(job, folder / name, [infos[i] for i in shard])
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            _write_small(files, folder / "model.safetensors.index.json", text.encode())
+    return Exported(tuple(names), sum(sizes), len(infos))
+
+
+def export_dcp(source: Source, target: Path) -> None:
+    """Write a folder for torch's `FileSystemReader`: ``{"model": ..., "optim": ...}``.
+
+    Both are nested as ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns them, so
+    that ``dcp.load`` on any number of ranks fills what a plain script has. A shared parameter
+    stands under all its names. The user's own state is left out. The target must be missing or
+    empty, and appears whole. `HuggingFaceStorageReader` reads our own checkpoints as they are.
+
+    **Cost** all tensors in memory at once: that writer needs the whole state.
+
+    **Raises** CheckpointError when the target is in use or the disk fails. Nothing is left then.
+    """
+    # Here, as it takes long to import and few need it.
+    from torch.distributed import checkpoint as dcp
+
+    total_bytes = sum(t.numel * element_bytes(t.dtype) for t in source.tensors if t.kind != "extra")
+    with _new_folder(RealFiles(), target, total_bytes) as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
+        try:
+            writer = dcp.FileSystemWriter(folder)
+            dcp.save(_nested(source), storage_writer=writer, no_dist=True)
+        except dcp.CheckpointException as error:  # no Exception, so few handlers would see it
+            raise CheckpointError(f"{target}: torch could not write it: {error}") from error
+
+
+def split_into_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
+    """Fill files one after the other, in order; a tensor beyond ``max_bytes`` has its own.
+
+    **Source** the result of ``huggingface_hub.split_state_dict_into_shards_factory``.
+    """
+    shards: list[list[int]] = []
+    current: list[int] = []
+    current_bytes = 0
+    for i, size in enumerate(sizes):
+        if size > max_bytes:
+            shards.append([i])
+            continue
+        if current_bytes + size > max_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(i)
+        current_bytes += size
+    return [*shards, current] if current else shards
+
+
+@contextmanager
+def _new_folder(files: Files, target: Path, total_bytes: int) -> Iterator[Path]:
+    """Give a folder that becomes the target, durably, when the block succeeds; else nothing."""
+    target = Path(os.path.abspath(target))
+    folder = target.parent / f".tmp-{target.name}-{secrets.token_hex(4)}"
+    try:
+        files.make_folders(target.parent)
+        is_there = _is_empty_folder(files, target)
+        free_bytes = files.free_bytes(target.parent)
+        if free_bytes < total_bytes:
+            raise CheckpointError(
+                f"{target}: the export takes {total_bytes} bytes, {free_bytes} are free there"
+            )
+        files.make_folder(folder)
+        yield folder
+        files.sync_folder(folder)
+        if is_there:
+            files.remove_folder(target)
+        files.rename(folder, target)
+    except BaseException as error:
+        with suppress(OSError, CheckpointError):
+            remove_tree(files, folder)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} was not written: {explain(error)}") from error
+        raise
+    try:
+        files.sync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} is written but may not survive a power cut: {explain(error)}"
+        ) from error
+
+
+def _is_empty_folder(files: Files, target: Path) -> bool:
+    """Tell an empty folder from nothing; refuse all else."""
+    kinds = {entry.name: entry.kind for entry in files.list(target.parent)}
+    if target.name and target.name not in kinds:
+        return False
+    if kinds.get(target.name) != "folder" or files.list(target):
+        raise CheckpointError(
+            f"{target} is there already; expected a new name or an empty folder. Nothing was "
+            "changed: remove it first, or export under another name"
+        )
+    return True
+
+
+def _copy_companions(files: Files, config_from: Path, folder: Path) -> None:
+    """Copy the configuration and the tokenizer; a snapshot of the hub has links to them."""
+    names = {entry.name for entry in files.list(config_from)}
+    if _CONFIG not in names:
+        raise CheckpointError(
+            f"{config_from} holds no {_CONFIG}; expected the folder of a Hugging Face model"
+        )
+    for name in (_CONFIG, *_COMPANIONS):
+        if name in names:
+            with files.open(Path(os.path.realpath(config_from / name, strict=True))) as reader:
+                data = bytearray(reader.size)
+                reader.read_into(0, memoryview(data))
+            _write_small(files, folder / name, data)
+
+
+def _write_small(files: Files, path: Path, data: bytes | bytearray) -> None:
+    with files.create(path) as writer:
+        writer.write([memoryview(data)])
+        writer.sync()
+
+
+def _write_shard(job: _Job, path: Path, infos: Sequence[TensorInfo]) -> None:
+    """Write one file. Large elements come first, so that each tensor is aligned to its own."""
+    boxes = [(info.name, job.dtype_of(info), info.shape, (0,) * len(info.shape)) for info in infos]
+    boxes.sort(key=lambda box: -element_bytes(box[1]))
+    by_name = {info.name: info for info in infos}
+    stored = place(boxes)
+    with job.files.create(path) as writer:
+        writer.write([memoryview(build_header(stored, {"format": "pt"}))])
+        for s in stored:
+            _write_tensor(job, writer, by_name[s.key], s)
+        writer.sync()
+
+
+def _write_tensor(job: _Job, writer: Writer, info: TensorInfo, stored: Stored) -> None:
+    target = torch_dtype(stored.dtype)
+    step = _PIECE_BYTES // element_bytes(info.dtype)
+    for lo in range(0, info.numel, step):
+        piece = job.source.read(info, lo, min(lo + step, info.numel))
+        cast = piece.to(target)
+        if cast is not piece and not torch.equal(cast.isfinite(), piece.isfinite()):
+            raise CheckpointError(
+                f"{job.source.where}: tensor '{info.name}' of {info.dtype} holds values beyond "
+                f"the range of {stored.dtype}; export with another dtype"
+            )
+        writer.write([cast.view(torch.uint8).numpy().data])
+        if job.progress is not None:
+            job.progress(cast.nbytes)
+
+
+def _nested(source: Source) -> dict[str, Any]:
+    """Return the whole state as `get_state_dict` nests it."""
+    model: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for info in source.tensors:
+        if info.kind != "extra":
+            whole = source.read(info, 0, info.numel).view(info.shape)
+            if info.kind == "optimizer":
+                state.setdefault(info.name, {})[info.state] = whole
+            else:
+                model[info.name] = whole
+    model |= {alias: model[name] for alias, name in source.tied.items()}
+    if source.optimizer is None:
+        return {"model": model}
+    values: Mapping[str, Mapping[str, Any]] = source.optimizer.state
+    for name, of_parameter in values.items():
+        state.setdefault(name, {}).update(of_parameter)
+    groups = [dict(group) for group in source.optimizer.groups]
+    return {"model": model, "optim": {"state": state, "param_groups": groups}}

@@ -1,0 +1,184 @@
+"""Weights in Hugging Face's safetensors files, as a `Source` that is read by slices.
+
+Note [Why not safe_open]
+The library's ``get_slice`` cuts boxes, but a `Source` is asked for a range of the flat tensor,
+which is several boxes; it cuts no scalars; and it maps the file, so that a file which is cut short
+meanwhile kills the process instead of raising. A flat range of a tensor is a range of bytes:
+`container.read_header` and one read at an offset are less code and need exactly these bytes. Only
+``__metadata__`` is asked of the library.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shardwise.checkpoint.container import (
+    MAX_HEADER_BYTES,
+    Stored,
+    element_bytes,
+    read_header,
+    torch_dtype,
+)
+from shardwise.checkpoint.files import Files, RealFiles, read_text
+from shardwise.checkpoint.source import OptimizerInfo, Source, TensorInfo
+from shardwise.checkpoint.values import loads
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[\w-][\w. -]*\.safetensors", re.ASCII)
+
+
+def open_huggingface(path: Path) -> Source:
+    """Open a folder of safetensors weights, one such file, or an index of such files.
+
+    A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
+    names. All tensors are "param": the files do not tell buffers from parameters. Links are
+    followed, as the cache of the hub is made of them; an index names files beside it only.
+
+    **Cost** the headers are read; tensors only when they are asked for.
+
+    **Raises** CheckpointError when there are no such weights, or when index and files disagree;
+    DamagedCheckpoint when a file is not whole.
+    """
+    files = RealFiles()
+    try:
+        index = _index_of(path)
+        if index is None:
+            file = path / _FILE if path.is_dir() else path
+            return _Weights(str(path), files, {file: _open(files, file)})
+        weight_map = _read_index(files, index)
+        opened = {}
+        for name in sorted(set(weight_map.values())):
+            opened[index.parent / name] = _open(files, index.parent / name)
+    except OSError as error:
+        raise CheckpointError(f"{path}: its weights cannot be read: {error}") from error
+    _compare(index, weight_map, {file.name: stored for file, (stored, _) in opened.items()})
+    return _Weights(str(path), files, opened)
+
+
+class _Weights:
+    """Tensors of safetensors files; each is whole in one of them."""
+
+    step: int | None = None
+    optimizer: OptimizerInfo | None = None
+
+    def __init__(
+        self, where: str, files: Files, opened: Mapping[Path, tuple[Mapping[str, Stored], int]]
+    ) -> None:
+        self.where = where
+        self.extra: Mapping[str, Any] = {}
+        self.tied: Mapping[str, str] = {}
+        self._files = files
+        self._places = {
+            stored.key: (file, begin + stored.begin)
+            for file, (found, begin) in opened.items()
+            for stored in found.values()
+        }
+        self.tensors = tuple(
+            TensorInfo("param", stored.key, stored.dtype, stored.lengths)
+            for found, _ in opened.values()
+            for stored in found.values()
+        )
+
+    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+        """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo]."""
+        file, begin = self._places[tensor.name]
+        if not 0 <= lo <= hi <= tensor.numel:
+            raise CheckpointError(
+                f"{file}: tensor '{tensor.name}' has {tensor.numel} elements, [{lo}, {hi}) was "
+                "asked for"
+            )
+        elements = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
+        offset = begin + lo * element_bytes(tensor.dtype)
+        try:
+            with self._files.open(_real(file)) as reader:
+                reader.read_into(offset, elements.view(torch.uint8).numpy().data)
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"tensor '{tensor.name}': {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"tensor '{tensor.name}' cannot be read: {error}") from error
+        return elements
+
+
+def _index_of(path: Path) -> Path | None:
+    """Return the index to go by, if there is one."""
+    if not path.is_dir():
+        return path if path.name.endswith(".json") else None
+    has_file, has_index = os.path.lexists(path / _FILE), os.path.lexists(path / _INDEX)
+    if has_file and has_index:
+        raise CheckpointError(
+            f"{path} holds {_FILE} and {_INDEX}, which may be two models: give the path of one"
+        )
+    if not has_file and not has_index:
+        raise CheckpointError(
+            f"{path} holds neither {_FILE} nor {_INDEX}. If its weights have another name, give "
+            "the path of the file or of its index; if they are pickled (.bin, .pt), let "
+            "transformers load them and save_pretrained() them as safetensors"
+        )
+    return path / _INDEX if has_index else None
+
+
+def _real(file: Path) -> Path:
+    """Follow links here, in the open: the reader refuses them."""
+    return Path(os.path.realpath(file, strict=True))
+
+
+def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
+    """Return the tensors of a file, and where their bytes begin."""
+    real = _real(file)
+    with files.open(real) as reader:
+        stored, begin = read_header(reader, str(file))
+    try:
+        with safe_open(real, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise DamagedCheckpoint(f"{file}: {error}") from error
+    if "DCP_SHARDING_INFO" in metadata:
+        raise CheckpointError(
+            f"{file} is a part of a sharded checkpoint, whose tensors may be slices. Open that "
+            "checkpoint by its own format, or consolidate it first"
+        )
+    return stored, begin
+
+
+def _read_index(files: Files, index: Path) -> Mapping[str, str]:
+    """Return the file name of every tensor. The names are safe to be joined to the folder."""
+    text = read_text(files, _real(index), MAX_HEADER_BYTES)
+    value = loads(text.encode(), str(index))
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DamagedCheckpoint(f"{index}: expected a weight_map of tensor names to file names")
+    for name in weight_map.values():
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{index} names the file {name!r}; expected a plain name beside it that ends in "
+                ".safetensors. Do not load what you do not trust"
+            )
+    return weight_map
+
+
+def _compare(
+    index: Path, weight_map: Mapping[str, str], found: Mapping[str, Mapping[str, Stored]]
+) -> None:
+    """Refuse an index and files that do not hold the same tensors, each once."""
+    remedy = "The folder mixes files of two saves, or is not whole: fetch it again"
+    for name, stored in found.items():
+        for key in stored:
+            if weight_map.get(key) != name:
+                says = f"puts it into {weight_map[key]}" if key in weight_map else "does not know"
+                raise CheckpointError(
+                    f"{index.parent / name} holds tensor '{key}', which {index.name} {says}. "
+                    f"{remedy}"
+                )
+    for key, name in weight_map.items():
+        if key not in found[name]:
+            raise DamagedCheckpoint(
+                f"{index.parent / name} lacks tensor '{key}', which {index.name} puts there. "
+                f"{remedy}"
+            )

@@ -1,0 +1,142 @@
+"""Write a `Source`, of whatever format, as one checkpoint of ours.
+
+Note [As one rank would have saved it]
+Every tensor is whole in the files of rank 0: whoever loads it reads its own slices, with any number
+of ranks, stage and layout. Beside the tensors there are the optimizer's groups and values and the
+user's own state, encoded as `checkpoint.state` does it. There are no random generators, which other
+formats do not keep, or keep as pickles: after a load the ranks go on with those that they have.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from shardwise import __version__
+from shardwise.checkpoint.container import dtype_name, memory_of
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow
+from shardwise.checkpoint.source import Kind, Source, TensorInfo
+from shardwise.checkpoint.values import encode
+from shardwise.checkpoint.write import Part, Progress, Written, write_checkpoint
+from shardwise.comm.control import SoloControl
+from shardwise.errors import CheckpointError
+from shardwise.layout.boxes import Box
+
+_RUN_BYTES = 8
+_NONCE_BYTES = 4
+
+
+def import_source(
+    source: Source,
+    target: Path,
+    *,
+    files: Files,
+    step: int | None = None,
+    progress: Progress | None = None,
+) -> Written:
+    """Write all that a source holds as a checkpoint that `shardwise.load` restores.
+
+    The checkpoint is the folder ``target``, or with ``step`` the folder of that step in it, as with
+    `shardwise.save`; without ``step`` it is of the step that the source says. ``progress`` is told
+    the bytes of each tensor of the source.
+    See Note [As one rank would have saved it].
+
+    **Cost** one pass over the source, one tensor in memory at a time.
+
+    **Raises** CheckpointError when the target is there already, the disk fails or the source holds
+    what cannot be saved; DamagedCheckpoint when its bytes are not right. Nothing is left then.
+    """
+    if step is not None:
+        target = target / step_name(step)
+    infos = [info for info in source.tensors if info.kind != "extra"]
+    optimizer, loose = _optimizer(source)
+    extra, own = encode(dict(source.extra), "extra")
+    rows = [_row(info) for info in infos]
+    rows += [_tensor_row("optimizer", "", tensor, place) for place, tensor in loose.items()]
+    tensors = list(loose.values())
+
+    def read(number: int, box: Box) -> memoryview:
+        if number >= len(infos):
+            return _bytes_of(tensors[number - len(infos)])
+        data = memory_of(source.read(infos[number], box.lo, box.hi))
+        if progress is not None:
+            progress(len(data))
+        return data
+
+    manifest = _manifest(source, source.step if step is None else step, rows, optimizer)
+    part = Part(
+        rank=0,
+        read=read,
+        own=[
+            (_tensor_row("extra", place, tensor), lambda tensor=tensor: _bytes_of(tensor))  # type: ignore[misc]
+            for place, tensor in own.items()
+        ],
+        values={"extra": extra, "modules": {}, "generators": {}},
+    )
+    nonce = os.urandom(_NONCE_BYTES)
+    control = SoloControl()
+    return write_checkpoint(files, control, target, nonce, manifest, part)
+
+
+def _optimizer(source: Source) -> tuple[OptimizerRow | None, Mapping[str, torch.Tensor]]:
+    """Return the optimizer's groups and values, and the tensors that these hold, by place."""
+    info = source.optimizer
+    if info is None:
+        return None, {}
+    groups, tensors = encode([dict(group) for group in info.groups], "groups")
+    state, more = encode({name: dict(of) for name, of in info.state.items()}, "state")
+    row = OptimizerRow(class_name=info.class_name, groups=groups, state=state)
+    return row, {**tensors, **more}
+
+
+def _manifest(
+    source: Source, step: int | None, rows: list[TensorRow], optimizer: OptimizerRow | None
+) -> Manifest:
+    try:
+        return Manifest(
+            format=1,
+            shardwise=__version__,
+            torch=torch.__version__,
+            run=os.urandom(_RUN_BYTES).hex(),
+            step=step,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            stage=0,
+            num_shards=1,
+            num_replicas=1,
+            layouts=(),
+            tensors=tuple(rows),
+            tied=dict(source.tied),
+            optimizer=optimizer,
+            ranks=(),
+        )
+    except ValidationError as error:
+        raise _refusal(source.where, error) from None
+
+
+def _row(info: TensorInfo) -> TensorRow:
+    try:
+        return TensorRow(
+            kind=info.kind, name=info.name, state=info.state, dtype=info.dtype, shape=info.shape
+        )
+    except ValidationError as error:
+        raise _refusal(f"tensor '{info.key}'", error) from None
+
+
+def _refusal(where: str, error: ValidationError) -> CheckpointError:
+    return CheckpointError(f"{where} cannot be saved: {error.errors()[0]['msg']}")
+
+
+def _tensor_row(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> TensorRow:
+    dtype = dtype_name(tensor.dtype, f"{name}{state}")
+    return _row(TensorInfo(kind, name, dtype, tuple(tensor.shape), state))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memory_of(tensor.detach().cpu().contiguous())

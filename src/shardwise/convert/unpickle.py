@@ -1,0 +1,375 @@
+"""Read a pickle as data: a tree of plain values, in which objects are only described.
+
+Note [A pickle is a program; this reads it as a list of values]
+A pickle names classes and functions, and an unpickler imports and calls them. This one has no way
+to do either: it is a small stack machine over the bytes, and what a pickle names becomes a `Name`,
+a record of text. When the pickle calls a name, a table of ours says what stands for the result: a
+function of ours that takes data and returns data, or, where the table says None, a `Made`, which
+remembers the name, the arguments and the state. A name that is not in the table is refused. Every
+opcode that torch's writers do not use is refused as well (persistent ids as text, extension
+codes, instances of old classes, objects made with keywords).
+
+Nothing of torch's private classes is made, so a reader does not depend on the version of torch
+that wrote, and none of them runs. Dict keys are scalars, flat tuples of scalars, or `Made` objects
+by identity: the hash of nested tuples can take for ever. A memo index of four bytes allocates
+nothing. What is left is that memory grows with the size of the pickle, which is limited, and that
+a small pickle can describe a tree in which one branch stands in a million places: who walks the
+tree counts his steps, and nobody prints it.
+"""
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+Builder = Callable[..., Any]
+MAX_PICKLE_BYTES = 256 << 20
+_MAX_INT_BYTES = 255
+_MARK = object()
+_SCALARS = (str, int, float, bool, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class, function or constant that a pickle names, e.g. ``torch.float32``; never imported."""
+
+    text: str
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Made:
+    """An object as its pickle describes it: what was called, with which arguments and state."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def field(self, key: str) -> Any:
+        """Return an attribute, None where the pickle sets none."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"  # what it holds may hold itself, many times over
+
+
+def read_pickle(
+    data: bytes,
+    where: str,
+    allowed: Mapping[str, Builder | None],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return what a pickle describes. See Note [A pickle is a program; ...].
+
+    ``allowed`` has every name that may occur; ``persistent`` answers persistent ids.
+
+    **Raises** CheckpointError naming the class that is not allowed; DamagedCheckpoint when the
+    bytes are no whole pickle.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise CheckpointError(
+            f"{where}: a pickle of {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read"
+        )
+    machine = _Machine(data, where, allowed, persistent)
+    try:
+        return machine.run()
+    except CheckpointError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
+        raise DamagedCheckpoint(
+            f"{where}: not a whole pickle as torch writes it, near byte {machine.at}: "
+            f"{type(error).__name__} {error}"
+        ) from None
+
+
+class _Machine:
+    """The stack, the memo and the place in the bytes."""
+
+    def __init__(
+        self,
+        data: bytes,
+        where: str,
+        allowed: Mapping[str, Builder | None],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self.at = 0
+        self._data = data
+        self._where = where
+        self._allowed = allowed
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        while True:
+            code = self._data[self.at]
+            self.at += 1
+            if code == ord("."):
+                (value,) = self._stack
+                if value is _MARK:
+                    raise ValueError("it ends inside a collection")
+                return value
+            if code not in _CODES:
+                raise CheckpointError(
+                    f"{self._where}: pickle opcode {bytes([code])!r} at byte {self.at - 1}, which "
+                    "no checkpoint needs: the file is damaged or hostile"
+                )
+            _CODES[code](self)
+
+    # -- bytes and stack
+    def take(self, count: int) -> bytes:
+        if not 0 <= count <= len(self._data) - self.at:
+            raise ValueError(f"{count} bytes expected, {len(self._data) - self.at} are left")
+        self.at += count
+        return self._data[self.at - count : self.at]
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def line(self) -> str:
+        end = self._data.index(b"\n", self.at)
+        text = self.take(end - self.at).decode()
+        self.at += 1
+        return text
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise ValueError("a value was expected, a mark came")
+        return value
+
+    def since_mark(self) -> list[Any]:
+        stack = self._stack
+        at = len(stack) - 1
+        while stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise ValueError("a mark was expected")
+        values = stack[at + 1 :]
+        del stack[at:]
+        return values
+
+    def top(self, kind: type) -> Any:
+        value = self._stack[-1]
+        if not isinstance(value, kind):
+            raise ValueError(f"a {kind.__name__} was expected, a {type(value).__name__} came")
+        return value
+
+    # -- what needs more than a line
+    def put(self, index: int) -> None:
+        if self._stack[-1] is _MARK:
+            raise ValueError("a mark cannot be remembered")
+        self._memo[index] = self._stack[-1]
+
+    def memoize(self) -> None:
+        self.put(len(self._memo))
+
+    def get(self, index: int) -> None:
+        self.push(self._memo[index])
+
+    def tuple_of(self, count: int) -> None:
+        values = [self.pop() for _ in range(count)]
+        self.push(tuple(reversed(values)))
+
+    def integer(self, num_bytes: int) -> None:
+        if num_bytes > _MAX_INT_BYTES:
+            raise ValueError(f"a number of {num_bytes} bytes")
+        self.push(int.from_bytes(self.take(num_bytes), "little", signed=True))
+
+    def text(self, form: str) -> None:
+        self.push(self.take(self.number(form)).decode("utf-8", "surrogatepass"))
+
+    def set_items(self, items: list[Any]) -> None:
+        target = self.top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            target[_key(key)] = value
+
+    def global_name(self, module: Any, name: Any) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise ValueError("a name that is no text")
+        text = f"{module}.{name}"
+        if text not in self._allowed:
+            raise CheckpointError(
+                f"{self._where}: it names {text!r}, which is not on the list of what checkpoints "
+                "hold, so it was neither imported nor called. If it is part of your own state, "
+                "save that state as numbers, text, lists and dicts"
+            )
+        self.push(Name(text))
+
+    def stack_global(self) -> None:
+        name = self.pop()
+        self.global_name(self.pop(), name)
+
+    def call(self) -> None:
+        args = self.pop()
+        called = self.pop()
+        if not (isinstance(called, Name) and isinstance(args, tuple)):
+            raise ValueError("a call of what is no name")
+        builder = self._allowed[called.text]
+        self.push(Made(called.text, args) if builder is None else builder(*args))
+
+    def build(self) -> None:
+        state = self.pop()
+        target = self._stack[-1]
+        if isinstance(target, Made):
+            target.state = state
+        elif not isinstance(target, dict):  # a state_dict's `_metadata`, which nobody needs here
+            raise ValueError(f"a state for a {type(target).__name__}")
+
+    def persistent_id(self) -> None:
+        if self._persistent is None:
+            raise ValueError("a persistent id")
+        self.push(self._persistent(self.pop()))
+
+
+def _key(key: Any) -> Any:
+    members = key if type(key) is tuple else (key,)
+    if not all(isinstance(member, (*_SCALARS, Name, Made)) for member in members):
+        raise ValueError("a key that is no scalar")
+    return key
+
+
+_CODES: Mapping[int, Callable[[_Machine], object]] = {
+    0x80: lambda m: m.take(1),  # protocol
+    0x95: lambda m: m.take(8),  # frame
+    ord("("): lambda m: m.push(_MARK),
+    ord("N"): lambda m: m.push(None),
+    0x88: lambda m: m.push(True),
+    0x89: lambda m: m.push(False),
+    ord("J"): lambda m: m.push(m.number("<i")),
+    ord("K"): lambda m: m.push(m.number("<B")),
+    ord("M"): lambda m: m.push(m.number("<H")),
+    0x8A: lambda m: m.integer(m.number("<B")),
+    0x8B: lambda m: m.integer(m.number("<I")),
+    ord("G"): lambda m: m.push(m.number(">d")),
+    0x8C: lambda m: m.text("<B"),
+    ord("X"): lambda m: m.text("<I"),
+    0x8D: lambda m: m.text("<Q"),
+    ord("C"): lambda m: m.push(m.take(m.number("<B"))),
+    ord("B"): lambda m: m.push(m.take(m.number("<I"))),
+    0x8E: lambda m: m.push(m.take(m.number("<Q"))),
+    ord("q"): lambda m: m.put(m.number("<B")),
+    ord("r"): lambda m: m.put(m.number("<I")),
+    0x94: lambda m: m.memoize(),
+    ord("h"): lambda m: m.get(m.number("<B")),
+    ord("j"): lambda m: m.get(m.number("<I")),
+    ord(")"): lambda m: m.push(()),
+    0x85: lambda m: m.tuple_of(1),
+    0x86: lambda m: m.tuple_of(2),
+    0x87: lambda m: m.tuple_of(3),
+    ord("t"): lambda m: m.push(tuple(m.since_mark())),
+    ord("]"): lambda m: m.push([]),
+    ord("a"): lambda m: _append(m, [m.pop()]),
+    ord("e"): lambda m: _append(m, m.since_mark()),
+    ord("}"): lambda m: m.push({}),
+    ord("s"): lambda m: _set_item(m),
+    ord("u"): lambda m: m.set_items(m.since_mark()),
+    0x8F: lambda m: m.push(set()),
+    0x90: lambda m: _add(m, m.since_mark()),
+    0x91: lambda m: m.push(frozenset(map(_key, m.since_mark()))),
+    ord("c"): lambda m: m.global_name(m.line(), m.line()),
+    0x93: lambda m: m.stack_global(),
+    ord("R"): lambda m: m.call(),
+    0x81: lambda m: m.call(),  # cls.__new__(cls, *args)
+    ord("b"): lambda m: m.build(),
+    ord("Q"): lambda m: m.persistent_id(),
+}
+
+
+def _append(machine: _Machine, values: list[Any]) -> None:
+    machine.top(list).extend(values)
+
+
+def _add(machine: _Machine, values: list[Any]) -> None:
+    machine.top(set).update(map(_key, values))
+
+
+def _set_item(machine: _Machine) -> None:
+    value = machine.pop()
+    machine.set_items([machine.pop(), value])
+
+
+def _encode(text: str, codec: str) -> bytes:
+    if codec != "latin1":
+        raise ValueError("bytes in a codec that pickle does not use")
+    return text.encode("latin-1")
+
+
+def _bytearray(data: Any = b"") -> bytearray:
+    if not isinstance(data, bytes):  # of a number it would make that many zeros
+        raise ValueError("a bytearray of what is no bytes")
+    return bytearray(data)
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _complex(real: Any, imag: Any) -> complex:
+    return complex(float(real), float(imag))
+
+
+def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    return OrderedDict((_key(key), value) for key, value in pairs)
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    if not isinstance(counts, dict | None):
+        raise ValueError("a Counter of what is no dict")
+    return Counter(counts)
+
+
+def _members(kind: Callable[[Any], Any]) -> Builder:
+    return lambda members=(): kind([_key(member) for member in members])
+
+
+_NUMPY_FORMS = {
+    f"{kind}{size}": f"<{form}"
+    for kind, forms in {"f": {2: "e", 4: "f", 8: "d"}, "b": {1: "?"}}.items()
+    for size, form in forms.items()
+} | {
+    f"{kind}{size}": f"<{form.upper() if kind == 'u' else form}"
+    for kind in "iu"
+    for size, form in {1: "b", 2: "h", 4: "i", 8: "q"}.items()
+}
+
+
+def _numpy_scalar(dtype: Any, data: Any) -> Any:
+    if not (isinstance(dtype, Made) and dtype.name == "numpy.dtype" and isinstance(data, bytes)):
+        raise ValueError("a NumPy scalar without its dtype")
+    (form, *_) = dtype.args
+    if not isinstance(form, str):
+        raise ValueError("a NumPy dtype without its name")
+    return struct.unpack(_NUMPY_FORMS[form], data)[0]
+
+
+_BUILTINS: Mapping[str, Builder] = {
+    "set": _members(set),
+    "frozenset": _members(frozenset),
+    "bytearray": _bytearray,
+    "bytes": _no_bytes,
+    "complex": _complex,
+}
+
+# Values of plain Python and NumPy as protocols 2 to 5 write them.
+PLAIN: Mapping[str, Builder | None] = {
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _counter,
+    "_codecs.encode": _encode,
+    **{f"builtins.{name}": builder for name, builder in _BUILTINS.items()},
+    **{f"__builtin__.{name}": builder for name, builder in _BUILTINS.items()},
+    **{
+        f"{module}.{name}": lambda *parts: str(PurePosixPath(*parts))
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    },
+    "numpy.dtype": None,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+}

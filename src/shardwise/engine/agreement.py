@@ -1,0 +1,128 @@
+"""Ranks that were not started alike are told so at the start, with the first difference.
+
+Whatever the ranks must have in common is written as lines of text (facts). As a rule only a digest
+of them is exchanged.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from shardwise import __version__
+from shardwise.comm.control import Control
+from shardwise.config import ShardConfig, Stage
+from shardwise.errors import ConfigError
+from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.mesh import Axes
+from shardwise.unit.materialize import Init
+
+_DIGEST_BYTES = 16
+_ROW_BYTES = 1024
+_INDEX = struct.Struct("<q")
+_MAX_SHOWN = 3
+_MAX_RANKS_SHOWN = 8
+
+
+def agree(control: Control, facts: Sequence[str], what: str) -> None:
+    """Check that all ranks have the same facts (lines of text); ``what`` begins the message.
+
+    **Cost** one exchange of 16 bytes per rank. Ranks that differ also exchange rank 0's text and
+    1 KiB each. One rank sends nothing.
+
+    **Raises** ConfigError, the same on all ranks, naming the ranks and the first fact that differs.
+    """
+    difference = find_difference(control, facts)
+    if difference is not None:
+        raise ConfigError(
+            f"{what}: the ranks differ: {difference}. Start every rank with the same code, the "
+            "same settings and the same model"
+        )
+
+
+def find_difference(control: Control, facts: Sequence[str]) -> str | None:
+    """Return the first facts in which ranks differ from rank 0, the same text on all ranks."""
+    if control.num_ranks == 1:
+        return None
+    text = "\n".join(facts).encode(errors="backslashreplace")
+    digests = control.exchange(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+    if len(set(digests)) == 1:
+        return None
+    theirs = control.broadcast(text).split(b"\n")
+    pairs = enumerate(zip_longest(theirs, text.split(b"\n"), fillvalue=b""))
+    index, fact = next(((i, ours) for i, (first, ours) in pairs if first != ours), (-1, b""))
+    row = (_INDEX.pack(index) + fact)[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0")
+    found: dict[tuple[int, bytes], list[int]] = {}
+    for rank, other in enumerate(control.exchange(row)):
+        (where,) = _INDEX.unpack_from(other)
+        if where >= 0:
+            found.setdefault((where, other[_INDEX.size :].rstrip(b"\0")), []).append(rank)
+    parts = []
+    for (where, fact), ranks in sorted(found.items(), key=lambda item: (item[0][0], item[1])):
+        first = theirs[where] if where < len(theirs) else b""
+        has = "has" if len(ranks) == 1 else "have"
+        parts.append(f"{name_ranks(ranks)} {has} {_show(fact)} where rank 0 has {_show(first)}")
+    if len(parts) > _MAX_SHOWN:
+        parts[_MAX_SHOWN:] = [f"{len(parts) - _MAX_SHOWN} further differences"]
+    return "; ".join(parts)
+
+
+def _show(fact: bytes) -> str:
+    """Return a fact as text; a character that was cut in the middle is left out."""
+    cut = fact[: _ROW_BYTES - _INDEX.size]
+    return f"[{cut.decode(errors='ignore')}]" if fact else "nothing more"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return e.g. ``rank 1``, ``ranks 1, 2`` or ``ranks 1, 2, ... (30 in all)``."""
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    more = f", ... ({len(ranks)} in all)" if len(ranks) > _MAX_RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def refusal_facts(refusal: Exception | None) -> list[str]:
+    """Return whether this rank can go on, as the fact that is compared first."""
+    if refusal is None:
+        return ["no error"]
+    return [f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"]
+
+
+def start_facts(
+    model: nn.Module, specs: Sequence[UnitSpec], config: ShardConfig, axes: Axes, init: Init | None
+) -> list[str]:
+    """Return what must be alike on all ranks when a model is sharded: code, settings, model."""
+    facts = refusal_facts(None)
+    facts += [f"shardwise {__version__}", f"torch {torch.__version__}"]
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        facts.append(f"{setting.name}={value.number if isinstance(value, Stage) else value}")
+    facts.append(f"init={getattr(init, '__qualname__', type(init).__name__)}")
+    mesh = axes.mesh
+    replicas = axes.replicate.size if axes.replicate else 1
+    facts.append(
+        f"mesh of {replicas} replicas x {axes.shard.size} shards, {mesh.device_type}, "
+        f"axes {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}"
+    )
+    facts += [f"unit '{u.name or '(root)'}' ({type(u.module).__name__})" for u in specs]
+    for unit in specs:
+        for param in unit.params:
+            facts += _param_facts(param, unit.name or "(root)")
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        facts.append(f"buffer '{name}' {_describe(buffer)}")
+    return facts
+
+
+def _param_facts(spec: ParamSpec, unit: str) -> Iterator[str]:
+    kind = "trainable" if spec.param.requires_grad else "frozen"
+    yield f"parameter '{spec.name}' {_describe(spec.param)}, {kind}, unit '{unit}'"
+    for use in spec.uses[1:]:
+        yield f"parameter '{spec.name}' tied to '{use.name}'"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    place = " on meta" if tensor.is_meta else ""
+    return f"{tuple(tensor.shape)} {tensor.dtype}{place}"

@@ -1,0 +1,152 @@
+"""Find silent corruption: state that several ranks hold must have the same bits on all of them.
+
+Note [Which ranks hold the same]
+Shards and their optimizer state have copies along the replicate axis, at stage 0 on every rank.
+Optimizer scalars (``step``) and fresh full parameters are alike on every rank. Buffers are left
+out: batch statistics may differ by rank, and are each rank's own.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import xxhash
+from torch import nn
+
+from shardwise.comm.control import Control
+from shardwise.engine.agreement import find_difference, name_ranks
+from shardwise.engine.api import engine_of
+from shardwise.engine.runtime import Engine
+from shardwise.errors import ReplicaError
+from shardwise.unit.states import ParamState
+from shardwise.unit.storage import Storage
+from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Slot, Unit
+
+_DIGEST_BYTES = 16
+_MAX_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor that has copies: its name, and whether every rank has it or only replicas."""
+
+    label: str
+    everywhere: bool
+    digest: bytes
+
+
+def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Check that state which several ranks hold has the same bits on all; every rank calls it.
+
+    Compared are parameters and optimizer state with the ranks that hold the same slices (all ranks
+    at stage 0, the other replicas with a replicate axis), optimizer scalars, and full parameters
+    that are in memory and not stale. Call it between steps, every so many. Without copies (one
+    rank, or stages 1 to 3 without a replicate axis, between steps) there is little to compare.
+
+    **Cost** one pass of xxh3-128 over what has copies (read through the CPU), one exchange of 32
+    bytes per rank. Ranks that differ also exchange 16 bytes per tensor.
+
+    **Raises** ReplicaError, the same on all ranks, naming the parameter, which tensor of it, and
+    the rank that differs from the majority (with two copies, both).
+    """
+    engine = engine_of(model)
+    control = engine.comm.control
+    if control.num_ranks == 1:
+        return
+    entries = list(_entries(engine, optimizer))
+    rows = control.exchange(_digest_of(entries, True) + _digest_of(entries, False))
+    num_shards = engine.comm.axes.shard.size
+    everywhere = {row[:_DIGEST_BYTES] for row in rows}
+    if len(everywhere) > 1 or any(r != rows[rank % num_shards] for rank, r in enumerate(rows)):
+        _refuse(control, entries, num_shards)
+
+
+def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
+    lines = (f"{e.label} {e.digest.hex()}\n" for e in entries if e.everywhere is everywhere)
+    return xxhash.xxh3_128_digest("".join(lines).encode(errors="backslashreplace"))
+
+
+def _entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[_Entry]:
+    """Yield every tensor of this rank that has a copy on another one, digested."""
+    replicate = engine.comm.axes.replicate
+    sharded = engine.config.stage.shards_state
+    has_copies = not sharded or (replicate is not None and replicate.size > 1)
+    for unit in engine.units:
+        for slot in unit.slots:
+            label = f"parameter '{slot.name}'"
+            if has_copies:
+                yield _Entry(f"{label}, value", not sharded, _digest(slot.param.to_local()))
+            if _has_fresh_copy(unit, slot.storage):
+                yield _Entry(f"{label}, full copy", True, _digest(_full_of(slot)))
+            state = {} if optimizer is None else optimizer.state.get(slot.param, {})
+            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
+                if isinstance(value, torch.Tensor):
+                    scalar = value.ndim == 0 and not isinstance(value, ShardTensor)
+                    if scalar or has_copies:
+                        yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
+
+
+def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
+    """Tell whether the full copy stays, is whole, and is other memory than this rank's slices.
+
+    One that comes and goes must not be lent to numpy: its storage could not be freed any more.
+    """
+    is_value = storage.aliased and not storage.needs_gather
+    is_whole = storage.is_fresh and unit.param_state is not ParamState.GATHERING
+    return is_whole and not is_value and not storage.frees
+
+
+def _full_of(slot: Slot) -> torch.Tensor:
+    begin = slot.storage.layout.full_offset(slot.index)
+    return slot.storage.full[begin : begin + slot.leaf.numel()]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor.detach()
+    flat = local.contiguous().cpu().reshape(-1)
+    return xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy().data)
+
+
+def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoReturn:
+    """Compare tensor by tensor, and raise the same error on every rank."""
+    missing = find_difference(control, [e.label for e in entries])
+    if missing is not None:
+        raise ReplicaError(
+            f"check_replicas: the ranks do not hold the same tensors: {missing}. Load or create "
+            "state on all ranks, or on none"
+        )
+    rows = control.exchange(b"".join(e.digest for e in entries))
+    found = list(_differences(rows, entries, num_shards))
+    more = f"; {len(found) - _MAX_SHOWN} further tensors" if len(found) > _MAX_SHOWN else ""
+    raise ReplicaError(
+        f"check_replicas: copies that must have the same bits differ: "
+        f"{'; '.join(found[:_MAX_SHOWN])}{more}. Memory or an accelerator failed, or one rank "
+        "alone wrote to its copy: go back to the last checkpoint, and test that rank's machine"
+    )
+
+
+def _differences(rows: list[bytes], entries: list[_Entry], num_shards: int) -> Iterator[str]:
+    for number, entry in enumerate(entries):
+        begin = number * _DIGEST_BYTES
+        digests = [row[begin : begin + _DIGEST_BYTES] for row in rows]
+        step = 1 if entry.everywhere else num_shards
+        for first in range(step):
+            ranks = range(first, len(rows), step)
+            blame = _blame(ranks, digests)
+            if blame:
+                yield f"{entry.label}: {blame}"
+
+
+def _blame(ranks: range, digests: list[bytes]) -> str:
+    """Say which of the ranks differ from most of them; nothing where all are alike."""
+    ((common, votes), *others) = Counter(digests[r] for r in ranks).most_common()
+    if not others:
+        return ""
+    if 2 * votes <= len(ranks):
+        return f"{name_ranks(ranks)} differ from each other, and no majority tells which is right"
+    odd = [r for r in ranks if digests[r] != common]
+    most = [r for r in ranks if digests[r] == common]
+    return f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {name_ranks(most)}"

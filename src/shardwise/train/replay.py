@@ -1,0 +1,148 @@
+"""Compute a step twice from the same state and compare the bits, to find a machine that errs.
+
+Note [What a replay finds]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+The same operations on the same bits give the same bits. Where they do not, memory, a processor or
+an accelerator failed, or an operation is not deterministic. What a rank computes wrong before its
+gradients are reduced reaches all ranks with the sum, so then all differ; the rank whose own loss
+differs is named first. What it computes wrong afterwards differs on that rank alone, until the next
+gather. A machine that errs the same way twice is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.container import memory_of
+from shardwise.checkpoint.digest import digest_of
+from shardwise.checkpoint.generators import read_generators, set_generators
+from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.errors import StateError
+from shardwise.train.setup import Run
+
+__all__ = ["ReplayError", "compute_twice", "raise_difference"]
+
+_MAX_SHOWN = 3
+_T = TypeVar("_T")
+
+
+class ReplayError(StateError):
+    """A step gave other bits the second time; the same text on every rank."""
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Copies of all that a step reads and changes on this rank."""
+
+    values: list[Tensor]
+    optimizer: dict[Tensor, dict[str, Any]]
+    scaler: dict[str, Any]
+    generators: dict[str, Any]
+
+
+def compute_twice(
+    run: Run, compute: Callable[[], _T], numbers_of: Callable[[_T], dict[str, float]]
+) -> tuple[_T, int]:
+    """Call `compute` (one step) twice from the same state; return its second result.
+
+    Also returned: which part of the state, or of the numbers that `numbers_of` names, has other
+    bits first; 0 for none, else what `raise_difference` takes.
+
+    Cost: a copy of this rank's state while it runs, a second step, two passes of xxh3-128.
+    """
+    before = _copy(run)
+    result = compute()
+    first = _digests(run, numbers_of(result))
+    _restore(run, before)
+    result = compute()
+    second = _digests(run, numbers_of(result))
+    differs = (n for n, k in enumerate(second, start=1) if first.get(k) != second[k])
+    return result, next(differs, 0)
+
+
+def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, float]) -> None:
+    """Tell all ranks what differed on each; every rank calls it once any has a difference.
+
+    Raises:
+        ReplayError: the same on all ranks.
+    """
+    slots = [0.0] * run.place.world_size
+    slots[run.place.rank] = float(difference)
+    labels = list(_digests(run, numbers))
+    found = sorted((int(n), rank) for rank, n in enumerate(all_reduce_scalars(slots)) if n)
+    shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in found[:_MAX_SHOWN]]
+    more = f" (and {len(found) - _MAX_SHOWN} more ranks)" if len(found) > _MAX_SHOWN else ""
+    raise ReplayError(
+        f"step {step}, computed twice from the same state, gave other bits the second time. First "
+        f"difference on {'; '.join(shown)}{more}. A machine errs, or an operation is not "
+        "deterministic: test the machine of the first rank named, and go on from the last "
+        "checkpoint with --resume auto"
+    )
+
+
+def _state_tensors(run: Run) -> dict[str, Tensor]:
+    """Return all tensors that a step changes on this rank, each by its name."""
+    found: dict[str, Tensor] = {}
+    for name, param in run.model.named_parameters():
+        found[f"parameter '{name}'"] = _local(param)
+        for key, value in sorted(run.optimizer.state.get(param, {}).items()):
+            if isinstance(value, Tensor):
+                found[f"parameter '{name}', {key}"] = _local(value)
+    for name, buffer in run.model.named_buffers():
+        found[f"buffer '{name}'"] = buffer
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor.detach()
+
+
+def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
+    """Return the digest of each number and each tensor; the last number is compared last."""
+    *own, last = numbers
+    found = {label: numbers[label].hex() for label in own}
+    for label, tensor in _state_tensors(run).items():
+        found[label] = digest_of(memory_of(tensor.contiguous().cpu()))
+    return {**found, last: numbers[last].hex()}
+
+
+@torch.no_grad()
+def _copy(run: Run) -> _Snapshot:
+    model, optimizer = run.model, run.optimizer
+    return _Snapshot(
+        [_local(tensor).clone() for tensor in (*model.parameters(), *model.buffers())],
+        {
+            param: {
+                key: _local(value).clone() if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+            for param, state in optimizer.state.items()
+        },
+        run.scaler.state_dict(),
+        read_generators(run.device),
+    )
+
+
+@torch.no_grad()
+def _restore(run: Run, before: _Snapshot) -> None:
+    """Put the copies back, in place; state that the optimizer did not have yet goes away."""
+    model, optimizer = run.model, run.optimizer
+    for tensor, value in zip((*model.parameters(), *model.buffers()), before.values, strict=True):
+        _local(tensor).copy_(value)
+    for param in list(optimizer.state):
+        if param not in before.optimizer:
+            del optimizer.state[param]
+            continue
+        for key, value in before.optimizer[param].items():
+            if isinstance(value, Tensor):
+                _local(optimizer.state[param][key]).copy_(value)
+            else:
+                optimizer.state[param][key] = value
+    run.scaler.load_state_dict(before.scaler)
+    set_generators(before.generators, run.device)

@@ -1,0 +1,170 @@
+"""What was saved under one setting is loaded under another: every bit of it, and training goes on.
+
+A setting is a number of ranks, a stage, a layout, a partition into units and a precision. Sixty
+pairs of them are drawn by a fixed seed; `campaigns/any_to_any.py` takes all that there are.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from ranks import run_ranks
+from saving import (
+    Run,
+    Setting,
+    all_settings,
+    build,
+    differences,
+    state_folder,
+    take_step,
+    truth_of,
+)
+
+NUM_PAIRS = 60
+REPLICATED = (
+    Setting(4, 3, "rows", "found", "fp32", 2),
+    Setting(4, 1, "flat", "linear", "fp32", 2),
+    Setting(4, 3, "flat", "root", "bf16", 2),
+)
+Pair = tuple[Setting, Setting]
+Job = tuple[Setting, Path]
+
+
+def draw_pairs(seed: int = 20) -> list[Pair]:
+    """Draw pairs so that each setting's parts appear on both sides; large sizes only rarely."""
+    draw = random.Random(seed)
+    settings = all_settings()
+    weights = [{1: 6, 2: 8, 3: 8, 4: 3, 5: 1, 8: 1}[s.num_ranks] for s in settings]
+    pairs: list[Pair] = [(REPLICATED[0], Setting(3)), (Setting(3), REPLICATED[0])]
+    pairs += [(REPLICATED[1], REPLICATED[2]), (REPLICATED[2], Setting(2, 0, "flat", "linear"))]
+    pairs += [(Setting(8, 3, "flat", "linear"), Setting(1)), (Setting(5), Setting(8, 3, "flat"))]
+    savers = [saver for saver, _ in pairs] + draw.choices(settings, weights, k=18)
+    while len(pairs) < NUM_PAIRS:
+        pair = (draw.choice(savers), *draw.choices(settings, weights))
+        if pair not in pairs:
+            pairs.append(pair)
+    return pairs
+
+
+PAIRS = draw_pairs()
+
+
+def train_and_save(rank: int, world_size: int, jobs: list[Job]) -> None:
+    for number, (setting, root) in enumerate(jobs):
+        folder = state_folder(root, setting)
+        run = build(setting, seed=number % 7)
+        for step in range(3):
+            take_step(run, step)
+        extra = {**run.extra, "mine": (rank, torch.arange(5) + rank), "all": {"epoch": 2}}
+        shardwise.save(folder / "saved", run.model, run.optimizer, step=3, extra=extra)
+        now = truth_of(run)
+        loss = take_step(run, 3, norm=False)
+        torch.save((now, loss, truth_of(run)), folder / f"truth-{rank}.pt")
+
+
+def load_and_compare(
+    rank: int, world_size: int, jobs: list[tuple[Setting, Setting, Path]]
+) -> list[list[str]]:
+    return [
+        compare(rank, saver, loader, root, used=number % 2 == 1)
+        for number, (saver, loader, root) in enumerate(jobs)
+    ]
+
+
+def compare(rank: int, saver: Setting, loader: Setting, root: Path, used: bool) -> list[str]:
+    """Load and return what differs from the truth; a ``used`` model has trained before."""
+    folder = state_folder(root, saver)
+    from_rank = rank % saver.num_ranks
+    before, loss, after = torch.load(folder / f"truth-{from_rank}.pt", weights_only=True)
+    run = build(loader, seed=11)
+    if used:
+        take_step(run, 50)
+        take_step(run, 51)
+    loaded = shardwise.load(folder / "saved", run.model, run.optimizer, step=3, extra=run.extra)
+    problems = differences(truth_of(run), before)
+    here, mine = loaded.extra["mine"]
+    if here != from_rank or not torch.equal(mine, torch.arange(5) + from_rank):
+        problems.append(f"own extra state: {loaded.extra['mine']}")
+    if loaded.extra["all"] != {"epoch": 2} or loaded.step != 3:
+        problems.append(f"extra state: {loaded.extra['all']}, step {loaded.step}")
+    if saver.precision == loader.precision:
+        problems += _compare_next_step(run, saver, loader, loss, after)
+    return problems
+
+
+def _compare_next_step(
+    run: Run, saver: Setting, loader: Setting, loss: float, after: dict[str, Any]
+) -> list[str]:
+    found = take_step(run, 3, norm=False)
+    same_ranks = (saver.num_ranks, saver.num_replicas) == (loader.num_ranks, loader.num_replicas)
+    if same_ranks:
+        problems = differences(truth_of(run), after)
+        return problems if found == loss else [*problems, f"loss {found} instead of {loss}"]
+    if saver.precision != "fp32":  # sums over other parts of a batch: bf16 has 8 bits for them
+        return []
+    problems = []
+    if abs(found - loss) > 1e-6 * abs(loss):
+        problems.append(f"loss {found} instead of {loss}")
+    ours = truth_of(run)
+    for key, expected in after.items():
+        if key.startswith("param "):
+            error = (ours[key] - expected).abs().max().item()
+            if error > 1e-6 * expected.abs().max().item():
+                problems.append(f"after one step, {key} is off by {error}")
+    return problems
+
+
+def save_each(settings: list[Setting], root: Path) -> None:
+    """Train and save under each setting, all of one size in one call."""
+    for size in sorted({s.num_ranks for s in settings}):
+        jobs = [(s, root) for s in dict.fromkeys(settings) if s.num_ranks == size]
+        for setting, _ in jobs:
+            state_folder(root, setting).mkdir()
+        run_ranks(train_and_save, size, jobs, timeout_s=300)
+
+
+def load_each(pairs: list[Pair], root: Path) -> dict[Pair, list[str]]:
+    """Load each pair; return what was wrong with it, by pair."""
+    found = {}
+    for size in sorted({loader.num_ranks for _, loader in pairs}):
+        chosen = [pair for pair in pairs if pair[1].num_ranks == size]
+        by_rank = run_ranks(load_and_compare, size, [(*p, root) for p in chosen], timeout_s=300)
+        for number, pair in enumerate(chosen):
+            found[pair] = [
+                f"rank {rank}: {problem}"
+                for rank, problems in enumerate(by_rank)
+                for problem in problems[number]
+            ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, list[str]]:
+    root = tmp_path_factory.mktemp("any_to_any")
+    save_each([saver for saver, _ in PAIRS], root)
+    return load_each(PAIRS, root)
+
+
+def test_the_pairs_have_every_part_of_a_setting_on_both_sides() -> None:
+    assert len(set(PAIRS)) == NUM_PAIRS
+    for side in zip(*PAIRS, strict=True):
+        assert {s.num_ranks for s in side} == {1, 2, 3, 4, 5, 8}
+        assert {s.stage for s in side} == {0, 1, 2, 3}
+        assert {s.layout for s in side} == {"rows", "flat"}
+        assert {s.units for s in side} == {"found", "linear", "root"}
+        assert {s.precision for s in side} == {"fp32", "bf16"}
+        assert {s.num_replicas for s in side} == {1, 2}
+    assert any(a.num_ranks == b.num_ranks and a.layout != b.layout for a, b in PAIRS)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
+def test_every_bit_of_the_state_comes_back_and_training_goes_on(
+    results: dict[Pair, list[str]], pair: Pair
+) -> None:
+    assert not results[pair], "\n".join(results[pair])

@@ -1,0 +1,274 @@
+"""Saves behind training: a copy is written, one at a time, and a failure is told on every rank."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from disk import Fault, FaultyFiles
+from ranks import run_ranks
+from saving import Run, Setting, build, differences, local_bytes, take_step, truth_of
+from shardwise.checkpoint import staging
+from shardwise.checkpoint.checkpoints import Checkpoints, Saving
+from shardwise.checkpoint.files import RealFiles
+from shardwise.errors import CheckpointError
+
+SIZES = (1, 3)
+WAIT_S = 20.0
+
+
+class Gate:
+    """Files whose operations in another thread wait while the gate is shut."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._main = threading.get_ident()
+        self.files = FaultyFiles(RealFiles(), before=self._pass)
+
+    def _pass(self) -> None:
+        if threading.get_ident() != self._main:
+            assert self._open.wait(WAIT_S)
+
+    def shut(self) -> None:
+        self._open.clear()
+
+    def open(self, after_s: float = 0.0) -> None:
+        if after_s:
+            threading.Timer(after_s, self._open.set).start()
+        else:
+            self._open.set()
+
+
+def until_done(saving: Saving) -> None:
+    """Wait without asking how it went."""
+    deadline = time.monotonic() + WAIT_S
+    while not saving.done:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def scribble(run: Run) -> None:
+    """Overwrite all state in place."""
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.fill_(7.0)
+        for buffer in run.model.buffers():
+            buffer.fill_(7)
+        for state in run.optimizer.state.values():
+            for value in state.values():
+                value.fill_(7.0)
+    run.optimizer.param_groups[0]["lr"] = 7.0
+    run.schedule.last_epoch = 7
+
+
+def save_and_scribble(rank: int, world_size: int, root: Path) -> list[str]:
+    problems = []
+    for stage, layout, precision in ((0, "rows", "fp32"), (1, "flat", "bf16"), (3, "flat", "fp32")):
+        gate = Gate()
+        num_replicas = 2 if world_size == 4 else 1
+        setting = Setting(world_size, stage, layout, "found", precision, num_replicas)
+        run = build(setting)
+        take_step(run, 0)
+        mine = torch.arange(4) + rank
+        with Checkpoints(root / str(setting), run.model, run.optimizer, files=gate.files) as c:
+            before = truth_of(run)
+            gate.shut()
+            saving = c.save(1, extra={**run.extra, "mine": mine, "text": [rank]})
+            scribble(run)
+            mine.fill_(7)
+            assert not saving.done
+            gate.open()
+            saving.wait()
+            other = build(setting, seed=3)
+            loaded = shardwise.load(
+                saving.wait().path, other.model, other.optimizer, extra=other.extra
+            )
+            problems += differences(truth_of(other), before)
+            assert loaded.extra["mine"].tolist() == [rank, rank + 1, rank + 2, rank + 3]
+            assert loaded.extra["text"] == [rank]
+    return problems
+
+
+@pytest.mark.parametrize("world_size", [*SIZES, 4])
+def test_what_is_overwritten_right_after_is_saved_as_it_was(
+    tmp_path: Path, world_size: int
+) -> None:
+    assert run_ranks(save_and_scribble, world_size, tmp_path) == [[]] * world_size
+
+
+def save_twice(rank: int, world_size: int, root: Path) -> list[Any]:
+    gate = Gate()
+    run = build(Setting(world_size))
+    with Checkpoints(root, run.model, run.optimizer, files=gate.files) as c:
+        gate.shut()
+        first = c.save(1)
+        take_step(run, 0)
+        gate.open(after_s=0.1)
+        second = c.save(2)
+        found = [first.done, first.waited_s, second.waited_s]
+        second.wait()
+        idle = c.save(3, wait=True)
+        return [*found, second.done, idle.done]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_second_save_waits_for_the_first_and_says_so(tmp_path: Path, world_size: int) -> None:
+    for first_done, first_s, second_s, second_done, idle_done in run_ranks(
+        save_twice, world_size, tmp_path / "run"
+    ):
+        assert first_done and second_done and idle_done
+        assert first_s < 0.05 < second_s
+    names = sorted(p.name for p in (tmp_path / "run").iterdir() if p.name[0] != ".")
+    assert names == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def close_while_saving(rank: int, world_size: int, root: Path) -> bool:
+    gate = Gate()
+    run = build(Setting(world_size))
+    with Checkpoints(root, run.model, run.optimizer, files=gate.files) as c:
+        gate.shut()
+        saving = c.save(1)
+        gate.open(after_s=0.1)
+    return saving.done and (root / "step-00000001" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_closing_waits_for_the_save_in_flight(tmp_path: Path, world_size: int) -> None:
+    assert all(run_ranks(close_while_saving, world_size, tmp_path / "run"))
+
+
+def fail_behind(rank: int, world_size: int, root: Path) -> list[Any]:
+    """Let the last rank's disk be full during the second save."""
+    files = FaultyFiles(RealFiles())
+    run = build(Setting(world_size))
+    take_step(run, 0)
+    with Checkpoints(root, run.model, run.optimizer, files=files) as c:
+        c.save(1, extra=run.extra, wait=True)
+        at_1 = truth_of(run)
+        take_step(run, 1)
+        if rank == world_size - 1:
+            written = sum(1 for op, _ in files.operations if op == "write")
+            files._faults = (Fault(written, errno.ENOSPC, op="write"),)
+        saving = c.save(2)
+        until_done(saving)
+        with pytest.raises(CheckpointError) as caught:
+            take_step(run, 2)
+        take_step(run, 2)  # told once, and training goes on
+        other = build(Setting(world_size), seed=3)
+        loaded = shardwise.load(root, other.model, other.optimizer, extra=other.extra)
+        problems = differences(truth_of(other), at_1)
+        third = c.save(2, wait=True)
+    names = sorted(p.name for p in root.iterdir() if p.name != ".shardwise.lock")
+    return [str(caught.value), loaded.step, problems, third.wait().path.name, names]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_failure_is_raised_by_the_next_pass_on_every_rank_once(
+    tmp_path: Path, world_size: int
+) -> None:
+    found = run_ranks(fail_behind, world_size, tmp_path / "run")
+    for text, step, problems, third, names in found:
+        assert text == found[0][0]
+        assert "No space left" in text and f"rank{world_size - 1:05d}-0.safetensors" in text
+        assert (f"rank {world_size - 1}: " in text) == (world_size > 1)
+        assert step == 1 and not problems
+        assert third == "step-00000002"
+        assert names == ["step-00000001", "step-00000002"]
+
+
+def fail_and_close(rank: int, world_size: int, root: Path) -> list[str]:
+    texts = []
+    run = build(Setting(world_size))
+    for call in ("save", "finish", "load", "close", "wait"):
+        fault = Fault(0, errno.EIO, op="sync") if rank == 0 else Fault(0, errno.EIO, op="never")
+        with pytest.raises(CheckpointError) as caught:  # noqa: SIM117 - it leaves the context
+            with Checkpoints(root, run.model, files=FaultyFiles(RealFiles(), fault)) as c:
+                saving = c.save(1, wait=call == "wait")
+                until_done(saving)
+                assert call != "wait"
+                if call == "save":
+                    c.save(2)
+                elif call in ("finish", "load"):
+                    getattr(c, call)()
+        texts.append(str(caught.value))
+        take_step(run, 0)  # a closed folder says nothing any more
+        assert not [p for p in root.iterdir() if p.name != ".shardwise.lock"]
+    return texts
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_failure_is_raised_by_the_next_call_and_the_folder_is_free_again(
+    tmp_path: Path, world_size: int
+) -> None:
+    found = run_ranks(fail_and_close, world_size, tmp_path / "run")
+    for texts in found:
+        assert texts == found[0]
+        assert len(texts) == 5 and all("(errno 5)" in text for text in texts)
+
+
+def count_allocations(rank: int, world_size: int, root: Path) -> list[Any]:
+    sizes = []
+    host_buffer = staging.host_buffer
+
+    def counted(num_bytes: int, device: torch.device) -> torch.Tensor:
+        sizes.append(num_bytes)
+        return host_buffer(num_bytes, device)
+
+    staging.host_buffer = counted
+    try:
+        run = build(Setting(world_size))
+        take_step(run, 0)
+        with Checkpoints(root, run.model, run.optimizer) as c:
+            c.reserve()
+            after_reserve = len(sizes)
+            saves = []
+            for step in range(1, 4):
+                take_step(run, step)
+                saves.append(c.save(step, extra={"a": step}).staged_bytes)
+    finally:
+        staging.host_buffer = host_buffer
+    params = local_bytes(run.model)
+    return [after_reserve, sizes, saves, params]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_after_reserve_saves_allocate_nothing_and_bytes_are_counted(
+    tmp_path: Path, world_size: int
+) -> None:
+    for after_reserve, sizes, saves, params in run_ranks(
+        count_allocations, world_size, tmp_path / "run"
+    ):
+        assert after_reserve == 1 and len(sizes) == 1
+        assert saves == [sizes[0]] * 3
+        # Parameters and two moments of most of them, each rounded up to 64 bytes; some scalars.
+        assert 2 * params < sizes[0] < 3 * params + 64 * 120
+
+
+def count_written(rank: int, world_size: int, root: Path) -> list[int]:
+    run = build(Setting(world_size))
+    take_step(run, 0)
+    seen: list[int] = []
+    with Checkpoints(root, run.model, run.optimizer) as c:
+        written = c.save(1, extra=run.extra, progress=seen.append, wait=True).wait()
+    return [written.num_bytes, written.rank_bytes, sum(seen)]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_written_bytes_are_those_on_disk(tmp_path: Path, world_size: int) -> None:
+    found = run_ranks(count_written, world_size, tmp_path / "run")
+    folder = tmp_path / "run" / "step-00000001"
+    sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
+    manifest = sizes.pop("manifest.json")
+    for rank, (total, mine, seen) in enumerate(found):
+        assert total == sum(sizes.values()) and manifest > 0
+        own = {name: size for name, size in sizes.items() if name.startswith(f"rank{rank:05d}")}
+        assert mine == sum(own.values())
+        assert seen == sum(size for name, size in own.items() if name.endswith(".safetensors"))

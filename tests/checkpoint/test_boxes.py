@@ -1,0 +1,238 @@
+"""Integers: a flat range as the fewest boxes, and who owns it, against brute force with numpy."""
+
+from collections import Counter
+from functools import cache
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import LayoutName
+from shardwise.layout.boxes import Box, Overlap, boxes_of_range, owners_of
+from shardwise.layout.segments import Layout, Piece, build_layout
+
+Shape = tuple[int, ...]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+KINDS: tuple[LayoutName, ...] = ("rows", "flat")
+shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+
+
+@st.composite
+def shape_and_range(draw: st.DrawFn) -> tuple[Shape, int, int]:
+    shape = draw(shapes)
+    lo = draw(st.integers(0, prod(shape)))
+    return shape, lo, draw(st.integers(lo, prod(shape)))
+
+
+@st.composite
+def layout_and_range(draw: st.DrawFn) -> tuple[Layout, int, int, int]:
+    all_shapes = draw(st.lists(shapes, min_size=1, max_size=5))
+    index = draw(st.integers(0, len(all_shapes) - 1))
+    layout = build_layout(draw(st.sampled_from(KINDS)), all_shapes, draw(st.integers(1, 9)))
+    lo = draw(st.integers(0, prod(all_shapes[index])))
+    return layout, index, lo, draw(st.integers(lo, prod(all_shapes[index])))
+
+
+def elements(values: Ints, shape: Shape, box: Box) -> Ints:
+    """Return a box's elements as numpy slices them out of the tensor, in its order."""
+    assert len(box.offsets) == len(box.lengths) == len(shape)
+    assert all(o + n <= s for o, n, s in zip(box.offsets, box.lengths, shape, strict=True))
+    slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
+    return values.reshape(shape)[slices].ravel()
+
+
+@given(shape_and_range())
+def test_the_boxes_of_a_range_hold_its_elements_in_flat_order(
+    case: tuple[Shape, int, int],
+) -> None:
+    shape, lo, hi = case
+    found: list[int] = []
+    for box in boxes_of_range(shape, lo, hi):
+        inside = elements(np.arange(prod(shape)), shape, box).tolist()
+        assert inside == list(range(box.lo, box.hi)) != []
+        found += inside
+    assert found == list(range(lo, hi))
+
+
+@given(shape_and_range())
+def test_a_range_is_at_most_two_boxes_for_each_dim_but_the_first_and_one(
+    case: tuple[Shape, int, int],
+) -> None:
+    shape, lo, hi = case
+    assert len(boxes_of_range(shape, lo, hi)) <= 2 * (max(len(shape), 1) - 1) + 1
+
+
+@cache
+def all_contiguous_boxes(shape: Shape) -> dict[int, set[int]]:
+    """Try every box of a tensor; return the ends, by begin, of those without gaps."""
+    ends: dict[int, set[int]] = {}
+    whole = np.arange(prod(shape)).reshape(shape)
+    cuts = [[(o, e) for o in range(n) for e in range(o + 1, n + 1)] for n in shape]
+    for bounds in product(*cuts):
+        inside = whole[tuple(slice(o, e) for o, e in bounds)].ravel()
+        if inside[-1] - inside[0] + 1 == len(inside):
+            ends.setdefault(int(inside[0]), set()).add(int(inside[-1]) + 1)
+    return ends
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(), (1,), (5,), (4, 3), (3, 1, 4), (1, 3, 2), (2, 3, 4), (2, 2, 1, 3), (2, 3, 2, 2)],
+    ids=str,
+)
+def test_no_other_cut_of_any_range_has_fewer_boxes(shape: Shape) -> None:
+    ends = all_contiguous_boxes(shape)
+    numel = prod(shape)
+    for lo in range(numel):
+        fewest = {lo: 0}  # end: boxes, over every way to get there
+        for begin in range(lo, numel):
+            for end in ends[begin]:
+                fewest[end] = min(fewest.get(end, numel), fewest[begin] + 1)
+        for hi in range(lo + 1, numel + 1):
+            assert len(boxes_of_range(shape, lo, hi)) == fewest[hi], (lo, hi)
+
+
+@given(shapes.filter(lambda s: bool(s and prod(s))), st.data())
+def test_whole_rows_are_one_box(shape: Shape, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, shape[0] - 1))
+    last = data.draw(st.integers(first + 1, shape[0]))
+    row = prod(shape[1:])
+    expected = Box(
+        (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), first * row, last * row
+    )
+    assert boxes_of_range(shape, first * row, last * row) == (expected,)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (0, 0), (4, 1)], ids=str)
+def test_an_empty_range_has_no_boxes_and_no_owners(shape: Shape) -> None:
+    for at in {0, prod(shape)}:
+        assert boxes_of_range(shape, at, at) == ()
+        for kind, num_ranks in product(KINDS, (1, 3)):
+            assert owners_of(build_layout(kind, [shape], num_ranks), 0, at, at) == []
+
+
+def test_a_scalar_is_one_box_without_dims() -> None:
+    assert boxes_of_range((), 0, 1) == (Box((), (), 0, 1),)
+
+
+@pytest.mark.parametrize("lo, hi", [(-1, 2), (2, 7), (4, 3), (7, 7)])
+def test_a_range_outside_the_tensor_is_refused(lo: int, hi: int) -> None:
+    message = f"expected 0 <= lo <= hi <= 6, got lo {lo} and hi {hi}"
+    with pytest.raises(ValueError, match=message):
+        boxes_of_range((2, 3), lo, hi)
+    with pytest.raises(ValueError, match=message):
+        owners_of(build_layout("flat", [(2, 3), (5,)], 3), 0, lo, hi)
+
+
+@given(layout_and_range())
+def test_the_owners_of_a_range_are_those_that_asking_every_rank_finds(
+    case: tuple[Layout, int, int, int],
+) -> None:
+    layout, index, lo, hi = case
+    pieces = [layout.piece(index, rank) for rank in range(layout.num_ranks)]
+    meets = [(rank, max(lo, p.lo), min(hi, p.hi)) for rank, p in enumerate(pieces)]
+    assert owners_of(layout, index, lo, hi) == [Overlap(*m) for m in meets if m[1] < m[2]]
+
+
+@given(layout_and_range())
+def test_the_owners_of_a_range_cover_it_once_and_in_order(
+    case: tuple[Layout, int, int, int],
+) -> None:
+    layout, index, lo, hi = case
+    found: list[int] = []
+    for overlap in owners_of(layout, index, lo, hi):
+        found += range(overlap.lo, overlap.hi)
+    assert found == list(range(lo, hi))
+
+
+# Any layout is read into any other: {1, 2, 3, 4, 5, 8} ranks x 4 stages x 2 layouts, all pairs.
+
+RANKS, STAGES = (1, 2, 3, 4, 5, 8), (0, 1, 2, 3)
+SHAPES: list[Shape] = [(), (7,), (0, 4), (5, 3), (3, 0), (1,), (3, 2, 4), (2, 1, 3), ()]
+# Every element of every tensor has its own number.
+STAMPS = [np.arange(prod(shape)) + 100 * index for index, shape in enumerate(SHAPES)]
+Saved = dict[tuple[int, int], list[tuple[Box, Ints]]]  # by tensor and rank
+
+
+@cache
+def layout_of(kind: LayoutName, num_ranks: int) -> Layout:
+    return build_layout(kind, SHAPES, num_ranks)
+
+
+def wanted_ranges(layout: Layout, stage: int, rank: int) -> list[tuple[int, int]]:
+    """Return what one rank reads of each tensor: all of it where nothing is sharded."""
+    if stage == 0:
+        return [(0, placed.numel) for placed in layout.params]
+    pieces = [layout.piece(index, rank) for index in range(len(layout.params))]
+    return [(piece.lo, piece.hi) for piece in pieces]
+
+
+def save(layout: Layout) -> Saved:
+    """Write every element once: each rank the boxes of its piece, replicas at stage 0 too."""
+    saved: Saved = {}
+    for (index, shape), rank in product(enumerate(SHAPES), range(layout.num_ranks)):
+        piece = layout.piece(index, rank)
+        boxes = boxes_of_range(shape, piece.lo, piece.hi)
+        saved[index, rank] = [(box, elements(STAMPS[index], shape, box)) for box in boxes]
+    return saved
+
+
+def load(saved: Saved, layout: Layout, index: int, lo: int, hi: int) -> Ints:
+    """Read elements [lo, hi) out of the boxes of those ranks that own some of them."""
+    out = np.full(hi - lo, -1)
+    for part in owners_of(layout, index, lo, hi):
+        for box, data in saved[index, part.rank]:
+            begin, end = max(part.lo, box.lo), min(part.hi, box.hi)
+            if begin < end:
+                out[begin - lo : end - lo] = data[begin - box.lo : end - box.lo]
+    return out
+
+
+@pytest.mark.parametrize("saved_ranks", RANKS)
+@pytest.mark.parametrize("saved_kind", KINDS)
+def test_what_any_layout_saved_every_other_layout_reads_exactly(
+    saved_kind: LayoutName, saved_ranks: int
+) -> None:
+    saved_layout = layout_of(saved_kind, saved_ranks)
+    for saved_stage, kind, num_ranks, stage in product(STAGES, KINDS, RANKS, STAGES):
+        saved = save(saved_layout)
+        layout = layout_of(kind, num_ranks)
+        times_read = 0
+        for rank in range(num_ranks):
+            wanted = wanted_ranges(layout, stage, rank)
+            loaded = [load(saved, saved_layout, i, lo, hi) for i, (lo, hi) in enumerate(wanted)]
+            expected = [STAMPS[i][lo:hi] for i, (lo, hi) in enumerate(wanted)]
+            case = (saved_stage, kind, num_ranks, stage, rank)
+            assert np.array_equal(np.concatenate(loaded), np.concatenate(expected)), case
+            times_read += sum(map(len, loaded))
+        assert times_read == layout.numel * (num_ranks if stage == 0 else 1)
+
+
+@pytest.mark.parametrize("reading_ranks", [3, 9_999])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planning_over_ten_thousand_ranks_works_only_on_the_overlaps(
+    kind: LayoutName, reading_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_shapes = [(41 + index % 7, 16) for index in range(1_000)]
+    saved = build_layout(kind, all_shapes, 10_000)
+    reading = build_layout("flat", all_shapes, reading_ranks)
+    wanted = [reading.piece(index, reading_ranks // 2) for index in range(1_000)]
+    calls: Counter[int] = Counter()
+    piece = Layout.piece
+
+    def counted_piece(self: Layout, index: int, rank: int) -> Piece:
+        calls[index] += 1
+        return piece(self, index, rank)
+
+    monkeypatch.setattr(Layout, "piece", counted_piece)
+    num_overlaps = 0
+    for index, mine in enumerate(wanted):
+        overlaps = owners_of(saved, index, mine.lo, mine.hi)
+        assert sum(o.hi - o.lo for o in overlaps) == mine.numel
+        assert calls[index] <= len(overlaps)
+        num_overlaps += len(overlaps)
+    assert 0 < num_overlaps < 20_000  # of 10,000 ranks x 1,000 tensors

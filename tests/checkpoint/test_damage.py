@@ -1,0 +1,361 @@
+"""Whatever is damaged in a checkpoint is found and named, and no wrong element is ever used."""
+
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from ranks import run_ranks
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.verify import verify
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
+from stamped import build, count, stamp
+
+NUM_FLIPS = 150  # for each layout
+PAGE = 4096
+OLDER, DAMAGED = step_name(1), step_name(2)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is done to a checkpoint: which file, how, and the tensor that stands there, if any."""
+
+    file: str
+    how: str
+    tensor: str = ""
+    harmless: bool = False  # to a load: bytes that only other readers use
+
+    def __str__(self) -> str:
+        return f"{self.how} of {self.file} {self.tensor}".strip()
+
+
+def regions(path: Path) -> list[tuple[int, int, str]]:
+    """Return (begin, end, tensor) of a file's tensors, read as any safetensors reader does."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__")
+    found = [(8 + size + t["data_offsets"][0], 8 + size + t["data_offsets"][1], key)
+             for key, t in header.items()]  # fmt: skip
+    return sorted(found)
+
+
+def tensor_at(path: Path, at: int) -> tuple[str, bool]:
+    """Return the tensor at a byte of a file, and whether the byte is of the header."""
+    if path.suffix != ".safetensors":
+        return "", False
+    inside = [key for begin, end, key in regions(path) if begin <= at < end]
+    return (inside[0], False) if inside else ("", True)
+
+
+def flip_one_bit(folder: Path, rng: random.Random) -> Damage:
+    """Flip a bit in a file drawn evenly, so that small files are met as often as large ones."""
+    path = rng.choice(sorted(folder.iterdir()))
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data))
+    tensor, in_header = tensor_at(path, at)
+    data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return Damage(path.name, f"bit of byte {at}", tensor, in_header)
+
+
+def zero_a_page(folder: Path, rng: random.Random) -> Damage:
+    path = rng.choice(sorted(folder.glob("*.safetensors")))
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data)) // PAGE * PAGE
+    page = bytes(data[at : at + PAGE])
+    touched = [key for begin, end, key in regions(path)
+               if any(data[max(begin, at) : min(end, at + PAGE)])]  # fmt: skip
+    data[at : at + PAGE] = bytes(len(page))
+    path.write_bytes(data)
+    return Damage(path.name, f"page at {at}", harmless=not touched)
+
+
+def cut_short(folder: Path, rng: random.Random) -> Damage:
+    path = rng.choice(sorted(folder.iterdir()))
+    size = rng.choice((0, path.stat().st_size - 1, rng.randrange(path.stat().st_size)))
+    path.write_bytes(path.read_bytes()[:size])
+    return Damage(path.name, f"cut to {size} bytes")
+
+
+def make_longer(folder: Path, rng: random.Random) -> Damage:
+    path = rng.choice(sorted(folder.iterdir()))
+    path.write_bytes(path.read_bytes() + rng.randbytes(rng.choice((1, 8, PAGE))))
+    return Damage(path.name, "extension")
+
+
+def remove(folder: Path, rng: random.Random) -> Damage:
+    path = rng.choice(sorted(folder.iterdir()))
+    path.unlink()
+    return Damage(path.name, "removal")
+
+
+def take_from(others: Path, what: str, same_size: bool = True) -> Callable[..., Damage]:
+    """Put in a file of the same name, and of the same size, of another checkpoint."""
+
+    def swap(folder: Path, rng: random.Random) -> Damage:
+        names = [p.name for p in sorted(folder.iterdir())
+                 if (others / p.name).read_bytes() != p.read_bytes()
+                 and (others / p.name).stat().st_size == p.stat().st_size]  # fmt: skip
+        name = rng.choice(names)
+        shutil.copy(others / name, folder / name)
+        return Damage(name, f"file of another {what}")
+
+    return swap
+
+
+def take_of_another_rank(folder: Path, rng: random.Random) -> Damage:
+    """Put in the file of another rank, cut or filled up to the size that is expected."""
+    kind = rng.choice(("-0.safetensors", ".json"))
+    into, source = rng.sample([f"rank{rank:05d}{kind}" for rank in range(2)], 2)
+    size = (folder / into).stat().st_size
+    (folder / into).write_bytes((folder / source).read_bytes().ljust(size, b" ")[:size])
+    return Damage(into, f"file of {source}")
+
+
+def duplicate(folder: Path, rng: random.Random) -> Damage:
+    shutil.copy(folder / "rank00000-0.safetensors", folder / "rank00007-0.safetensors")
+    return Damage("rank00007-0.safetensors", "duplicate")
+
+
+def become_another_kind(folder: Path, rng: random.Random) -> Damage:
+    """A link, even to the right bytes, may lead anywhere; a folder is no file."""
+    path = rng.choice(sorted(folder.glob("rank*")))
+    aside = folder.parent / "aside"
+    shutil.copy(path, aside)
+    path.unlink()
+    if rng.random() < 0.5:
+        path.symlink_to(aside)
+    else:
+        path.mkdir()
+    return Damage(path.name, "change of kind")
+
+
+@contextmanager
+def damaged(
+    folder: Path, rank: int, how: Callable[..., Damage], seed: int
+) -> Iterator[list[Damage | None]]:
+    """Let rank 0 damage a copy and make it whole again afterwards; the others wait for it."""
+    said: list[Any] = [None]
+    if rank == 0:
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        said = [how(folder, random.Random(seed))]
+    dist.broadcast_object_list(said)
+    yield said
+    dist.barrier()
+    if rank == 0:
+        for path in folder.iterdir():
+            if path.is_symlink() or path not in before:
+                path.unlink()
+            elif path.is_dir():
+                path.rmdir()
+        for path, data in before.items():
+            path.write_bytes(data)
+    dist.barrier()
+
+
+def load_caught(*args: Any, **kwargs: Any) -> tuple[Any, str, list[str]]:
+    """Return (Loaded or None, kind and text of the error, warnings)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return shardwise.load(*args, **kwargs), "", [str(w.message) for w in caught]
+        except CheckpointError as error:
+            return None, f"{type(error).__name__}: {error}", [str(w.message) for w in caught]
+
+
+class Patient:
+    """On every rank: two checkpoints of a run, of which the newer is damaged again and again."""
+
+    def __init__(self, rank: int, folder: Path, layout: str) -> None:
+        self.rank = rank
+        self.run = folder / "run"
+        self.model, self.optimizer = build(3, layout)
+        for run, save, step in (("run", "A", 1), ("run", "B", 2), ("other", "C", 2)):
+            stamp(self.model, self.optimizer, save)
+            extra = {"save": save, "rank": rank}
+            shardwise.save(folder / run, self.model, self.optimizer, step=step, extra=extra)
+        self.ways = {
+            "bit": flip_one_bit,
+            "page": zero_a_page,
+            "cut": cut_short,
+            "extension": make_longer,
+            "removal": remove,
+            "step": take_from(self.run / OLDER, "step"),
+            "run": take_from(folder / "other" / DAMAGED, "run"),
+            "rank": take_of_another_rank,
+            "duplicate": duplicate,
+            "kind": become_another_kind,
+        }
+
+    def meet(self, way: str, seed: int) -> dict[str, Any]:
+        """Damage the newer one, load it, load the newest; say what came of it."""
+        model, optimizer = self.model, self.optimizer
+        path = self.run / DAMAGED
+        with damaged(path, self.rank, self.ways[way], seed) as said:
+            row: dict[str, Any] = {"damage": said[0], "seed": seed}
+            findings = verify(RealFiles(), path).findings if self.rank == 0 else ()
+            row["verify"] = [str(finding) for finding in findings]
+            stamp(model, optimizer, "Z")
+            loaded, row["asked"], _ = load_caught(self.run, model, optimizer, step=2)
+            row["asked_loaded"], row["asked_found"] = loaded is not None, count(model, optimizer)
+            row["refuses"] = refuses_to_run(model)
+            loaded, row["newest"], row["warnings"] = load_caught(self.run, model, optimizer)
+            row["found"], row["usable"] = count(model, optimizer), not refuses_to_run(model)
+            row["step"], row["skipped"] = (loaded.step, loaded.skipped) if loaded else (None, ())
+            row["extra"] = dict(loaded.extra) if loaded else {}
+        return row
+
+
+def try_damages(
+    rank: int, world_size: int, folder: str, layout: str, plan: list[tuple[str, int]]
+) -> list[dict[str, Any]]:
+    patient = Patient(rank, Path(folder), layout)
+    return [patient.meet(way, seed) for way, seed in plan]
+
+
+def refuses_to_run(model: torch.nn.Module) -> bool:
+    if engine_of(model).broken is None:
+        with torch.no_grad():
+            model(torch.zeros(1, 13))
+        return False
+    with pytest.raises(StateError, match="did not come to its end"):
+        model(torch.zeros(1, 13))
+    return True
+
+
+def assert_found(rank: int, row: dict[str, Any]) -> None:
+    """The damage was found: named to all, nothing of it used, and the older one taken instead."""
+    damage, why = row["damage"], f"{row['damage']} (seed {row['seed']}): {row}"
+    # Asked for by its step, it is refused; no other is taken.
+    assert row["asked"].startswith("DamagedCheckpoint: ") and not row["asked_loaded"], why
+    assert damage.file in row["asked"] or "another" in damage.how, why
+    assert damage.tensor in row["asked"] or damage.tensor.startswith("rank"), why
+    untouched = set(row["asked_found"]) == {"Z"}
+    assert untouched or row["refuses"], why
+    # The newest that can be used is the older one, and it says so.
+    assert (row["step"], set(row["found"]), row["usable"]) == (1, {"A"}, True), why
+    assert row["extra"] == {"save": "A", "rank": rank}, why
+    assert len(row["skipped"]) == 1 and row["skipped"][0] in row["asked"], why
+    if rank == 0:
+        assert len(row["warnings"]) == 1 and DAMAGED in row["warnings"][0], why
+
+
+def assert_harmless(rank: int, row: dict[str, Any]) -> None:
+    """Nothing that a load uses was touched: it loads, every element right."""
+    assert (row["asked"], row["newest"], row["skipped"]) == ("", "", ()), row
+    assert (row["step"], set(row["found"]), row["usable"]) == (2, {"B"}, True), row
+    assert row["extra"] == {"save": "B", "rank": rank}
+
+
+def check_all(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Check every trial on every rank; return the rows of rank 0."""
+    for rows in zip(*of_ranks, strict=True):
+        for rank, row in enumerate(rows):
+            (assert_harmless if row["damage"].harmless else assert_found)(rank, row)
+        for key in ("asked", "newest", "skipped", "refuses", "step"):
+            assert len({str(row[key]) for row in rows}) == 1, (key, rows)
+        damage, findings = rows[0]["damage"], rows[0]["verify"]
+        # Which of two files that do not belong together is the strange one, nobody can say.
+        assert any(damage.file in text or "another" in damage.how for text in findings), rows[0]
+    return of_ranks[0]
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_a_flipped_bit_anywhere_is_found_and_named_and_the_older_checkpoint_is_taken(
+    tmp_path: Path, layout: str
+) -> None:
+    plan = [("bit", seed) for seed in range(NUM_FLIPS)]
+    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan, timeout_s=300))
+    named = {row["damage"].file for row in rows}
+    assert {"manifest.json", "rank00000.json", "rank00001-0.safetensors"} <= named
+    in_tensors = [row for row in rows if row["damage"].tensor]
+    assert {bool(row["refuses"]) for row in in_tensors} == {True}
+    of_one_rank = [row for row in in_tensors if "rank00001" in row["damage"].file]
+    assert any(": rank 1: " in row["asked"] for row in of_one_rank)
+    assert any("other rank" not in row["asked"] for row in of_one_rank)  # the others had no error
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_files_that_are_cut_zeroed_missing_or_of_another_checkpoint_are_found_and_named(
+    tmp_path: Path, layout: str
+) -> None:
+    ways = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
+    plan = [(way, seed) for way in ways for seed in range(6)]
+    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan, timeout_s=300))
+    assert not all(row["refuses"] for row in rows)  # what shows at once changes nothing
+
+
+def load_when_all_are_damaged(rank: int, world_size: int, folder: str) -> tuple[str, list[str]]:
+    model, optimizer = build()
+    for save, step in (("A", 1), ("B", 2)):
+        stamp(model, optimizer, save)
+        shardwise.save(folder, model, optimizer, step=step)
+    if rank == 0:
+        for step in (1, 2):
+            path = Path(folder, step_name(step), "rank00002-0.safetensors")
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+    dist.barrier()
+    _, text, warned = load_caught(folder, model, optimizer)
+    assert refuses_to_run(model)
+    with pytest.raises(StateError):  # it would be saved as if it were whole
+        shardwise.save(Path(folder, "new"), model, optimizer)
+    return text, warned
+
+
+def test_when_all_are_damaged_all_ranks_say_so_for_each_and_nothing_can_be_saved(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(load_when_all_are_damaged, 3, str(tmp_path))
+    text, warned = results[0]
+    assert {said for said, _ in results} == {text} and len(warned) == 2
+    assert text.startswith("CheckpointError: ") and "no checkpoint can be used" in text
+    for step in (1, 2):
+        assert f"{step_name(step)}/rank00002-0.safetensors: tensor" in text
+    assert not (tmp_path / "new").exists()
+
+
+def test_damage_that_a_smaller_world_meets_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
+    """Saved on three ranks, loaded on one: every file is read by that one."""
+    run_ranks(save_once, 3, str(tmp_path))
+    for path in sorted((tmp_path / step_name(1)).glob("*.safetensors")):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 0x40]))
+        with pytest.raises(DamagedCheckpoint, match=path.name):
+            run_ranks_or_raise(load_once, str(tmp_path))
+        path.write_bytes(whole)
+    assert run_ranks(load_once, 1, str(tmp_path)) == [""]
+
+
+def save_once(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = build(3, "flat")
+    stamp(model, optimizer, "A")
+    shardwise.save(folder, model, optimizer, step=1)
+
+
+def load_once(rank: int, world_size: int, folder: str) -> str:
+    model, optimizer = build(3, "rows")
+    stamp(model, optimizer, "Z")
+    loaded, text, _ = load_caught(folder, model, optimizer, step=1)
+    assert loaded is None or set(count(model, optimizer)) == {"A"}
+    return text
+
+
+def run_ranks_or_raise(fn: Callable[..., str], *args: Any) -> None:
+    for text in run_ranks(fn, 1, *args):
+        if text:
+            raise DamagedCheckpoint(text)

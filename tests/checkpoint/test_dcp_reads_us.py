@@ -1,0 +1,147 @@
+"""Stock torch reads, and reshards, our checkpoints as they are; so does the safetensors library.
+
+Nothing of ours runs on the reading side: `dcp.load` with `HuggingFaceStorageReader`, `safe_open`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from ranks import run_ranks
+from saving import Net, Setting, build, differences, take_step, truth_of
+
+
+def save_and_tell(rank: int, world_size: int, setting: Setting, folder: Path) -> dict[str, Any]:
+    """Save; return all that stock torch should find, by its key: full tensors, gathered."""
+    run = build(setting)
+    for step in range(2):
+        take_step(run, step)
+    shardwise.save(folder, run.model, run.optimizer, extra={"mine": torch.arange(3) + rank})
+    return keys_of(truth_of(run))
+
+
+def keys_of(truth: dict[str, Any]) -> dict[str, Tensor]:
+    """Name a run's tensors as files name them; tied weights and per-rank buffers have one name."""
+    found = {}
+    for key, value in truth.items():
+        kind, _, name = key.partition(" ")
+        if kind in ("param", "buffer") and name != "head.weight":
+            found[name] = value
+        elif kind == "state" and not name.startswith("head.weight"):
+            param, state = name.split(" ")
+            found[f"optim.state.{param}.{state}"] = value
+    return found
+
+
+def dcp_load(into: dict[str, Any], folder: Path, **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch")  # torch's own, about its own
+        warnings.filterwarnings("ignore", message=".*(DCP|torch.distributed|TypedStorage).*")
+        dcp.load(into, storage_reader=HuggingFaceStorageReader(str(folder)), **options)
+
+
+SAVED = [
+    Setting(1, 3, "rows"),
+    Setting(1, 3, "flat", "root"),
+    Setting(2, 0, "flat"),
+    Setting(2, 3, "rows", "linear"),
+    Setting(3, 3, "rows", precision="bf16"),
+    Setting(3, 3, "flat"),
+    Setting(3, 1, "flat", "root"),
+    Setting(4, 3, "flat", num_replicas=2),
+]
+
+
+@pytest.mark.parametrize("setting", SAVED, ids=str)
+def test_stock_dcp_reads_every_tensor_whole(tmp_path: Path, setting: Setting) -> None:
+    expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
+    assert {"few", "cells.0.gain", "optim.state.few.exp_avg", "optim.state.few.step"} <= set(
+        expected
+    )
+    found = {key: torch.full_like(value, 3) for key, value in expected.items()}
+    dcp_load(found, tmp_path / "c", no_dist=True)
+    assert not differences(found, expected)
+
+
+class Stock(Net):
+    """The model for torch's own sharding: DTensors have no dims to cut in a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for cell in self.cells:
+            cell.gain = nn.Parameter(torch.ones(1))
+
+
+def save_stock(rank: int, world_size: int, setting: Setting, folder: Path) -> dict[str, Any]:
+    run = build(setting, make_model=Stock)
+    for step in range(2):
+        take_step(run, step)
+    shardwise.save(folder, run.model, run.optimizer)
+    return keys_of(truth_of(run))
+
+
+def load_into_fsdp2(
+    rank: int, world_size: int, folders: list[Path], expected: list[dict[str, Tensor]]
+) -> list[str]:
+    problems = []
+    for folder, truth in zip(folders, expected, strict=True):
+        torch.manual_seed(5)
+        model = Stock()
+        for cell in model.cells:
+            fully_shard(cell)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        optimizer.step()
+        into: dict[str, Any] = {n: p.detach() for n, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            for key, value in optimizer.state.get(p, {}).items():
+                into[f"optim.state.{name}.{key}"] = value
+        into = {key: value for key, value in into.items() if key in truth}
+        assert sum(isinstance(value, DTensor) for value in into.values()) > 20
+        dcp_load(into, folder)
+        full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in into.items()}
+        problems += differences(full, {key: truth[key] for key in into})
+        missing = {k for k in truth if k not in into and not k.startswith(("norm.", "counts"))}
+        assert all("never_used" in key for key in missing), missing
+    return problems
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_stock_dcp_reshards_into_an_fsdp2_model(tmp_path: Path, size: int) -> None:
+    folders, expected = [], []
+    for layout in ("rows", "flat"):
+        folders.append(tmp_path / layout)
+        expected.append(run_ranks(save_stock, size, Setting(size, 3, layout), folders[-1])[0])
+    assert run_ranks(load_into_fsdp2, 2, folders, expected) == [[], []]
+
+
+@pytest.mark.parametrize("setting", SAVED[-3:], ids=str)
+def test_safetensors_reads_each_file_and_together_they_are_the_tensors(
+    tmp_path: Path, setting: Setting
+) -> None:
+    expected = run_ranks(save_and_tell, setting.num_ranks, setting, tmp_path / "c")[0]
+    flat: dict[str, list[tuple[str, Tensor]]] = {}
+    for path in sorted((tmp_path / "c").glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                flat.setdefault(key, []).append((path.name, file.get_tensor(key)))
+    for rank in range(setting.num_ranks):  # what is a rank's own carries its number
+        (own,) = (parts for key, parts in flat.items() if key.startswith(f"rank{rank:05d}.extra"))
+        assert torch.equal(own[0][1], torch.arange(3) + rank)
+    for key, value in expected.items():  # ranks, and the boxes of each, are in order
+        joined = torch.cat([part.reshape(-1) for _, part in flat[key]])
+        assert torch.equal(joined, value.reshape(-1)), key

@@ -1,0 +1,643 @@
+"""The stand-ins of disk.py, as all crash tests rest on them: the real disk is their oracle."""
+
+import errno
+import random
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from disk import (
+    PAGE,
+    Fault,
+    FaultyFiles,
+    Killed,
+    Lockstep,
+    PowerCut,
+    SimulatedDisk,
+    all_crashes,
+    randomly,
+)
+from shardwise.checkpoint.files import Files, RealFiles, read_text, remove_tree
+from shardwise.comm.control import Control
+from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
+
+ROOT = Path("/")
+
+
+def put(files: Files, path: Path, data: bytes, sync: bool = True) -> None:
+    with files.create(path) as writer:
+        writer.write([memoryview(data)])
+        if sync:
+            writer.sync()
+
+
+def get(files: Files, path: Path) -> bytes:
+    with files.open(path) as reader:
+        data = bytearray(reader.size)
+        reader.read_into(0, memoryview(data))
+    return bytes(data)
+
+
+def trees(disk: SimulatedDisk, limit: int = 4096) -> list[dict[str, bytes | None]]:
+    return [after.tree() for after in all_crashes(disk, limit)]
+
+
+# ------------------------------------------------------------------------------ the real one agrees
+
+NAMES = st.sampled_from(["a", "b", "c"])
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map(lambda names: "/".join(names))
+
+
+class Twins(RuleBasedStateMachine):
+    """The same operations on a real folder and on the simulated disk give the same answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        self._real, self._simulated = RealFiles(), SimulatedDisk()
+        self._writers: list[tuple[Any, Any]] = []
+
+    def both(self, action: Callable[[Files, Path], Any]) -> tuple[Any, Any]:
+        answers = []
+        for files, root in ((self._real, Path(self._folder.name)), (self._simulated, ROOT)):
+            try:
+                answers.append(action(files, root))
+            except OSError as error:
+                answers.append(errno.errorcode[error.errno or 0])
+                assert error.filename is not None
+            except (CheckpointError, UnicodeDecodeError) as error:
+                answers.append(type(error))
+        return answers[0], answers[1]
+
+    def same(self, action: Callable[[Files, Path], Any]) -> None:
+        real, simulated = self.both(action)
+        assert real == simulated
+
+    @rule(path=PATHS)
+    def make_folder(self, path: str) -> None:
+        self.same(lambda files, root: files.make_folder(root / path))
+
+    @rule(path=PATHS)
+    def make_folders(self, path: str) -> None:
+        self.same(lambda files, root: files.make_folders(root / path))
+
+    @rule(path=PATHS, data=st.binary(max_size=9))
+    def create(self, path: str, data: bytes) -> None:
+        real, simulated = self.both(lambda files, root: files.create(root / path))
+        if isinstance(real, str) or isinstance(simulated, str):
+            assert real == simulated
+        else:
+            self._writers.append((real, simulated))
+            self.append(len(self._writers) - 1, data)
+
+    @rule(number=st.integers(0, 3), data=st.binary(max_size=9))
+    def append(self, number: int, data: bytes) -> None:
+        for writers in self._writers[number : number + 1]:
+            for writer in writers:
+                writer.write([memoryview(data[:2]), memoryview(data[2:])])
+
+    @rule(source=PATHS, new=PATHS)
+    def rename(self, source: str, new: str) -> None:
+        self.same(lambda files, root: files.rename(root / source, root / new))
+
+    @rule(a=PATHS, b=PATHS)
+    def exchange(self, a: str, b: str) -> None:
+        self.same(lambda files, root: files.exchange(root / a, root / b))
+
+    @rule(path=PATHS)
+    def remove_file(self, path: str) -> None:
+        self.same(lambda files, root: files.remove_file(root / path))
+
+    @rule(path=PATHS)
+    def remove_folder(self, path: str) -> None:
+        self.same(lambda files, root: files.remove_folder(root / path))
+
+    @rule(path=PATHS)
+    def remove_tree(self, path: str) -> None:
+        self.same(lambda files, root: remove_tree(files, root / path))
+
+    @rule(path=PATHS)
+    def sync(self, path: str) -> None:
+        self.same(lambda files, root: files.sync_folder(root / path))
+
+    @rule(path=st.sampled_from(["l", "a/l", "b/c/l"]), text=st.text(max_size=3))
+    def lock(self, path: str, text: str) -> None:
+        def write(files: Files, root: Path) -> bool:
+            lock = files.lock(root / path)
+            assert lock is not None
+            lock.write(text)
+            refused = files.lock(root / path) is None
+            lock.release()
+            return refused
+
+        self.same(write)
+
+    @rule(path=PATHS, offset=st.integers(0, 9), length=st.integers(0, 9))
+    def read(self, path: str, offset: int, length: int) -> None:
+        def read(files: Files, root: Path) -> tuple[int, bytes]:
+            with files.open(root / path) as reader:
+                data = bytearray(length)
+                reader.read_into(offset, memoryview(data))
+                return reader.size, bytes(data)
+
+        self.same(read)
+        self.same(lambda files, root: read_text(files, root / path, 8))
+
+    @invariant()
+    def the_trees_are_equal(self) -> None:
+        for folder in ("", "a", "a/b", "b/a"):
+            self.same(
+                lambda files, root, folder=folder: [
+                    (entry.name, entry.kind, entry.size) for entry in files.list(root / folder)
+                ]
+            )
+
+    def teardown(self) -> None:
+        for real, simulated in self._writers:
+            real.close()
+            simulated.close()
+        everything = self._simulated.tree()
+        assert self._simulated.crash(lambda _, options: options - 1).tree() == everything
+        self._folder.cleanup()
+
+
+TestTwins = Twins.TestCase
+TestTwins.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+# ----------------------------------------------------------------------------------------- crashes
+
+
+def test_synced_data_with_a_synced_name_survives_every_crash() -> None:
+    disk = SimulatedDisk()
+    put(disk, ROOT / "a", b"data")
+    disk.sync_folder(ROOT)
+    assert disk.pending() == []
+    assert trees(disk) == [{"/a": b"data"}]
+
+
+def test_a_synced_file_without_a_synced_name_may_be_gone_but_is_never_torn() -> None:
+    disk = SimulatedDisk()
+    put(disk, ROOT / "a", b"data")
+    assert trees(disk) == [{}, {"/a": b"data"}]
+
+
+def test_unsynced_data_may_be_missing_short_or_zero() -> None:
+    disk = SimulatedDisk()
+    put(disk, ROOT / "a", b"data", sync=False)
+    disk.sync_folder(ROOT)
+    found = [tree["/a"] for tree in trees(disk)]
+    assert {b"", b"da", bytes(2), b"dat", bytes(3), b"data", bytes(4)} == set(found)
+
+
+def test_bytes_synced_before_survive_beside_lost_pages() -> None:
+    disk = SimulatedDisk()
+    page = bytes([1]) * PAGE
+    with disk.create(ROOT / "a") as writer:
+        writer.write([memoryview(page[:100])])
+        writer.sync()
+        writer.write([memoryview(page[100:]), memoryview(page)])
+    disk.sync_folder(ROOT)
+    found = {tree["/a"] for tree in trees(disk)}
+    assert all(data is not None and data[:100] == page[:100] for data in found)
+    assert {page[:100], page[:100] + bytes(PAGE - 100) + page, page + bytes(PAGE), page} <= found
+    assert page + page in found
+
+
+def test_an_unsynced_rename_leaves_the_old_or_the_new_name() -> None:
+    disk = SimulatedDisk()
+    disk.make_folders(ROOT / "run" / "tmp")
+    put(disk, ROOT / "run" / "tmp" / "f", b"1")
+    disk.sync_folder(ROOT / "run" / "tmp")
+    disk.rename(ROOT / "run" / "tmp", ROOT / "run" / "step")
+    old = {"/run": None, "/run/tmp": None, "/run/tmp/f": b"1"}
+    new = {"/run": None, "/run/step": None, "/run/step/f": b"1"}
+    assert trees(disk) == [old, new]
+    disk.sync_folder(ROOT / "run")
+    assert trees(disk) == [new]
+
+
+def test_an_unsynced_exchange_happened_to_both_names_or_to_none() -> None:
+    disk = SimulatedDisk()
+    put(disk, ROOT / "a", b"1")
+    put(disk, ROOT / "b", b"2")
+    disk.sync_folder(ROOT)
+    disk.exchange(ROOT / "a", ROOT / "b")
+    assert trees(disk) == [{"/a": b"1", "/b": b"2"}, {"/a": b"2", "/b": b"1"}]
+
+
+def test_nothing_survives_in_a_folder_whose_making_was_lost() -> None:
+    disk = SimulatedDisk()
+    disk.make_folder(ROOT / "d")
+    put(disk, ROOT / "d" / "f", b"1")
+    disk.sync_folder(ROOT / "d")  # of the folder, but nobody synced its own name
+    disk.rename(ROOT / "d", ROOT / "e")
+    assert trees(disk) == [{}, {"/d": None, "/d/f": b"1"}, {"/e": None, "/e/f": b"1"}]
+
+
+def test_changes_of_names_survive_in_any_subset() -> None:
+    disk = SimulatedDisk()
+    for name in "abc":
+        put(disk, ROOT / name, b"")
+    names = {frozenset(tree) for tree in trees(disk)}
+    assert len(trees(disk)) == len(names) == 8
+
+
+def test_a_removed_folder_takes_its_files_along_once_its_removal_is_durable() -> None:
+    disk = SimulatedDisk()
+    disk.make_folders(ROOT / "d")
+    put(disk, ROOT / "d" / "x", b"1")
+    disk.sync_folder(ROOT / "d")
+    disk.rename(ROOT / "d" / "x", ROOT / "d" / "y")
+    disk.remove_file(ROOT / "d" / "y")
+    disk.remove_folder(ROOT / "d")
+    assert {"/d": None, "/d/x": b"1"} in trees(disk)
+    disk.sync_folder(ROOT)
+    assert all(tree == {} for tree in trees(disk))
+
+
+def test_a_removed_folder_never_takes_along_a_file_that_was_moved_out_of_it() -> None:
+    disk = SimulatedDisk()
+    for folder in ("d", "e"):
+        disk.make_folders(ROOT / folder)
+    put(disk, ROOT / "d" / "x", b"1")
+    disk.sync_folder(ROOT / "d")
+    disk.rename(ROOT / "d" / "x", ROOT / "e" / "x")
+    disk.remove_folder(ROOT / "d")
+    assert trees(disk) == [
+        {"/d": None, "/d/x": b"1", "/e": None},
+        {"/d": None, "/e": None, "/e/x": b"1"},
+        {"/e": None, "/e/x": b"1"},
+    ]
+
+
+def test_a_new_file_takes_no_name_whose_old_file_has_not_left_it() -> None:
+    disk = SimulatedDisk()
+    put(disk, ROOT / "a", b"1")
+    disk.sync_folder(ROOT)
+    disk.rename(ROOT / "a", ROOT / "b")
+    put(disk, ROOT / "a", b"2")
+    assert trees(disk) == [{"/a": b"1"}, {"/b": b"1"}, {"/a": b"2", "/b": b"1"}]
+
+
+def test_a_sync_that_failed_and_then_succeeds_has_saved_nothing() -> None:
+    """As kernels do: the pages are dropped, and the error is told once."""
+    disk = SimulatedDisk()
+    files = FaultyFiles(disk, Fault(0, errno.EIO, "sync"))
+    with files.create(ROOT / "a") as writer:
+        writer.write([memoryview(b"data")])
+        with pytest.raises(OSError):
+            writer.sync()
+        writer.sync()
+    disk.sync_folder(ROOT)
+    assert {"/a": b""} in trees(disk)
+
+
+def test_a_crash_leaves_the_crashed_disk_alone_and_is_itself_durable() -> None:
+    disk = SimulatedDisk()
+    put(disk, ROOT / "a", b"1", sync=False)
+    before = disk.tree()
+    after = disk.crash(lambda _, options: options - 1)
+    put(after, ROOT / "b", b"2")
+    assert disk.tree() == before
+    assert {"/a": b"1"} in trees(after) and {"/a": b"1", "/b": b"2"} in trees(after)
+    assert all(tree["/a"] == b"1" for tree in trees(after))
+
+
+@pytest.mark.parametrize("k", range(6))
+def test_a_power_cut_comes_before_the_chosen_operation_and_lasts(k: int) -> None:
+    disk = SimulatedDisk(crash_at=k)
+    with pytest.raises(PowerCut):
+        put(disk, ROOT / "a", b"1")  # create, write, sync, close
+        disk.sync_folder(ROOT)
+        disk.sync_folder(ROOT)
+    operations = ["create", "write", "sync", "close", "sync_folder", "sync_folder"]
+    assert [op for op, _ in disk.operations] == operations[:k]
+    with pytest.raises(PowerCut):
+        disk.list(ROOT)
+
+
+def test_a_full_simulated_disk_takes_what_fits_and_raises() -> None:
+    disk = SimulatedDisk(capacity=10)
+    put(disk, ROOT / "a", bytes(6))
+    assert disk.free_bytes(ROOT) == 4
+    with pytest.raises(OSError) as caught:
+        put(disk, ROOT / "b", b"12345")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/b")
+    assert disk.tree()["/b"] == b"1234"
+
+
+def test_too_many_crashes_are_sampled_with_both_extremes_and_the_same_for_a_seed() -> None:
+    disk = SimulatedDisk()
+    for i in range(10):
+        put(disk, ROOT / str(i), bytes([i]))
+    found = trees(disk, limit=50)
+    assert len(found) == 50 and found == trees(disk, limit=50)
+    assert found[0] == {} and found[1] == disk.tree()
+    assert len({frozenset(tree) for tree in found}) > 20
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_after_any_crash_every_file_is_in_one_place_and_every_promise_was_kept(
+    data: st.DataObject,
+) -> None:
+    """Random names come, move and go; each file holds its own number, so that it is known again.
+
+    A file that was there at a sync of everything and not removed since is still in one place. Names
+    that nothing touched since the last sync of their folder are as they were then.
+    """
+    disk = SimulatedDisk()
+    rng = random.Random(data.draw(st.integers(0, 1 << 32), label="seed"))
+    folders = [ROOT, ROOT / "d", ROOT / "e"]
+    for folder in folders[1:]:
+        disk.make_folders(folder)
+    kept: set[bytes] = set()
+    promised: dict[Path, dict[str, bytes]] = {folder: {} for folder in folders}
+    touched: dict[Path, set[str]] = {folder: set() for folder in folders}
+    for number in range(rng.randrange(1, 25)):
+        files = [path for path, content in disk.tree().items() if content is not None]
+        old = Path(rng.choice(files)) if files else None
+        other = Path(rng.choice(files)) if files else None
+        new = rng.choice(folders) / f"n{number % 5}"
+        what = rng.choice(["put", "put", "move", "swap", "remove", "sync", "sync all"])
+        if what == "put" and str(new) not in files:
+            put(disk, new, b"%d" % number)
+        elif what == "move" and old and str(new) not in files:
+            disk.rename(old, new)
+        elif what == "swap" and old and other:
+            disk.exchange(old, other)
+        elif what == "remove" and old:
+            kept.discard(get(disk, old))
+            disk.remove_file(old)
+        elif what.startswith("sync"):
+            for folder in folders if what == "sync all" else [rng.choice(folders)]:
+                disk.sync_folder(folder)
+                promised[folder] = files_in(disk, folder)
+                touched[folder] = set()
+            if what == "sync all":
+                kept = {content for content in disk.tree().values() if content is not None}
+            continue
+        for path in (old, other, new):
+            if path:
+                touched[path.parent].add(path.name)
+    choose = data.draw(st.sampled_from(["hypothesis", "random"]), label="choose")
+    after = disk.crash(
+        randomly(rng)
+        if choose == "random"
+        else lambda what, options: data.draw(st.integers(0, options - 1), label=what)
+    )
+    contents = [content for content in after.tree().values() if content is not None]
+    assert len(contents) == len(set(contents))
+    assert kept <= set(contents)
+    for folder in folders:
+        for names in (found := files_in(after, folder), promised[folder]):
+            for name in touched[folder]:
+                names.pop(name, None)
+        assert found == promised[folder]
+
+
+def files_in(disk: SimulatedDisk, folder: Path) -> dict[str, bytes]:
+    return {
+        Path(path).name: content
+        for path, content in disk.tree().items()
+        if content is not None and Path(path).parent == folder
+    }
+
+
+# -------------------------------------------------------------------------------------- faults
+
+
+def save(files: Files) -> None:
+    """A small commit: nine operations, of which one writes ten bytes."""
+    files.make_folder(ROOT / "tmp")
+    with files.create(ROOT / "tmp" / "f") as writer:
+        writer.write([memoryview(b"01234"), memoryview(b"56789")])
+        writer.sync()
+    files.sync_folder(ROOT / "tmp")
+    files.rename(ROOT / "tmp", ROOT / "step")
+    files.sync_folder(ROOT)
+    assert [entry.name for entry in files.list(ROOT)] == ["step"]
+
+
+@pytest.mark.parametrize("when", ["before", "middle", "after"])
+@pytest.mark.parametrize("number", [None, errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT])
+def test_each_operation_can_fail_or_kill_and_nothing_later_happens(
+    number: int | None, when: Any
+) -> None:
+    plain = FaultyFiles(SimulatedDisk())
+    save(plain)
+    assert len(plain.operations) == 9
+    for k in range(9):
+        disk = SimulatedDisk()
+        files = FaultyFiles(disk, Fault(k, number, when=when))
+        with pytest.raises(Killed if number is None else OSError) as caught:
+            save(files)
+        assert files.operations[: k + 1] == plain.operations[: k + 1]
+        if number is not None:
+            assert isinstance(caught.value, OSError) and caught.value.errno == number
+            assert Path(caught.value.filename).name == plain.operations[k][1]
+        else:
+            assert len(files.operations) == k + 1 and files.dead
+            with pytest.raises(Killed):
+                files.list(ROOT)
+
+
+def test_a_fault_meets_the_chosen_operation_of_a_kind_and_half_a_write_stays() -> None:
+    disk = SimulatedDisk()
+    files = FaultyFiles(disk, Fault(1, None, "write", "middle"))
+    put(files, ROOT / "a", b"01234")
+    with pytest.raises(Killed), files.create(ROOT / "b") as writer:
+        writer.write([memoryview(b"012"), memoryview(b""), memoryview(b"3456789")])
+    assert disk.tree() == {"/a": b"01234", "/b": b"01234"}
+
+
+def test_a_lasting_fault_goes_on_and_another_passes() -> None:
+    for lasting in (False, True):
+        files = FaultyFiles(SimulatedDisk(), Fault(1, errno.ENOSPC, "write", lasting=lasting))
+        outcome = []
+        for name in "abcd":
+            try:
+                put(files, ROOT / name, b"1")
+                outcome.append(True)
+            except OSError:
+                outcome.append(False)
+        assert outcome == [True, False, not lasting, not lasting]
+
+
+def test_a_killed_rank_loses_its_lock_and_runs_no_clean_up(tmp_path: Path) -> None:
+    for disk, root in ((SimulatedDisk(), ROOT), (RealFiles(), tmp_path)):
+        files = FaultyFiles(disk, Fault(1, op="create"))
+        lock = files.lock(root / "lock")
+        assert lock is not None and disk.lock(root / "lock") is None
+        with pytest.raises(Killed):
+            try:
+                put(files, root / "a", b"1")
+                put(files, root / "b", b"1")
+            finally:
+                lock.release()
+                files.remove_file(root / "a")
+        assert [entry.name for entry in disk.list(root)] == ["a", "lock"]
+        again = disk.lock(root / "lock")
+        assert again is not None
+        again.release()
+
+
+def test_faults_work_on_the_real_disk_too(tmp_path: Path) -> None:
+    files = FaultyFiles(RealFiles(), Fault(0, errno.ENOSPC, "write", "middle"))
+    with pytest.raises(OSError) as caught:
+        put(files, tmp_path / "a", b"01234567")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))
+    assert (tmp_path / "a").read_bytes() == b"0123"
+    with files.open(tmp_path / "a") as reader, pytest.raises(DamagedCheckpoint):
+        reader.read_into(0, memoryview(bytearray(5)))
+    assert [op for op, _ in files.operations] == ["create", "write", "close", "open", "read"]
+
+
+# -------------------------------------------------------------------------------------- lockstep
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_ranks_in_lockstep_exchange_and_broadcast_as_real_ones(
+    ranks: int, seed: int | None
+) -> None:
+    def body(control: Control) -> list[Any]:
+        assert control.num_ranks == ranks
+        found: list[Any] = []
+        for i in range(4):
+            found.append(control.exchange(b"%d%d" % (i, control.rank)))
+            found.append(control.broadcast(b"x" * i if control.rank == 0 else b"ignored"))
+        return found
+
+    one: list[Any] = []
+    for i in range(4):
+        one += [[b"%d%d" % (i, rank) for rank in range(ranks)], b"x" * i]
+    assert Lockstep().run(ranks, body, seed) == [one] * ranks
+
+
+def test_only_one_rank_runs_at_a_time_and_a_seed_gives_one_order() -> None:
+    def order(seed: int | None) -> list[tuple[str, str]]:
+        lockstep = Lockstep()
+        disk = SimulatedDisk(before=lockstep.pause)
+        busy = threading.Lock()
+
+        def body(control: Control) -> None:
+            for i in range(3):
+                assert busy.acquire(blocking=False)
+                busy.release()
+                put(disk, ROOT / f"{control.rank}-{i}", b"1")
+                control.exchange(b"")
+
+        assert lockstep.run(3, body, seed) == [None] * 3
+        return disk.operations
+
+    orders = [order(seed) for seed in range(5)]
+    assert orders == [order(seed) for seed in range(5)]
+    assert len({tuple(o) for o in orders}) == 5
+    assert [name for op, name in order(None) if op == "create"] == [
+        f"{rank}-{i}" for i in range(3) for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("error", [Killed(), CheckpointError("no"), OSError(errno.EIO, "no")])
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_the_exchanges_of_others_fail_when_a_rank_ends_by_an_exception(
+    error: BaseException, seed: int | None
+) -> None:
+    def body(control: Control) -> bytes:
+        control.exchange(b"a")
+        if control.rank == 1:
+            raise error
+        control.exchange(b"b")
+        return b"unreached"
+
+    results = Lockstep().run(3, body, seed)
+    assert results[1] is error
+    assert all(isinstance(results[rank], CollectiveError) for rank in (0, 2))
+
+
+def test_rank_0_does_not_wait_in_a_broadcast_and_dies_after_it_unseen() -> None:
+    def body(control: Control) -> bytes:
+        data = control.broadcast(b"data")
+        if control.rank == 0:
+            raise Killed
+        return data
+
+    results = Lockstep().run(3, body)
+    assert isinstance(results[0], Killed) and results[1:] == [b"data", b"data"]
+
+
+def test_the_clean_up_of_a_killed_rank_cannot_exchange() -> None:
+    def body(control: Control) -> list[bytes]:
+        try:
+            if control.rank == 0:
+                raise Killed
+        finally:
+            rows = control.exchange(b"1")
+        return rows
+
+    results = Lockstep().run(2, body)
+    assert isinstance(results[0], Killed) and isinstance(results[1], CollectiveError)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_power_cut_stops_all_ranks_but_not_what_has_returned(seed: int | None) -> None:
+    lockstep = Lockstep()
+    disk = SimulatedDisk(crash_at=10, before=lockstep.pause)
+
+    def body(control: Control) -> str:
+        control.exchange(b"")
+        for i in range(2 if control.rank == 2 else 50):
+            disk.free_bytes(ROOT) if control.rank == 2 else put(
+                disk, ROOT / f"{control.rank}{i}", b""
+            )
+        if control.rank == 1:
+            control.exchange(b"")
+        return "done"
+
+    results = lockstep.run(3, body, seed)
+    assert isinstance(results[0], PowerCut) and isinstance(results[1], PowerCut)
+    assert results[2] == "done" or isinstance(results[2], PowerCut)
+    assert len(disk.operations) == 10
+
+
+def test_a_hang_is_told_and_every_thread_ends() -> None:
+    def body(control: Control) -> None:
+        control.exchange(b"")
+        if control.rank != 1:
+            control.exchange(b"")
+
+    before = threading.active_count()
+    with pytest.raises(AssertionError, match=r"a hang: waiting \{0: 'in call 1', 2: 'in call 1'\}"):
+        Lockstep().run(3, body)
+    for thread in threading.enumerate():
+        if thread.daemon:
+            thread.join(10)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("swapped", ["kind", "length"])
+def test_ranks_that_call_different_exchanges_are_told(swapped: str) -> None:
+    def body(control: Control) -> None:
+        if control.rank == 1 and swapped == "kind":
+            control.broadcast(b"12")
+        else:
+            control.exchange(b"1" * (1 + control.rank))
+
+    with pytest.raises(AssertionError, match="call 0 differs"):
+        Lockstep().run(2, body)
+
+
+def test_a_rank_that_blocks_outside_of_the_exchanges_is_told() -> None:
+    gate = threading.Event()
+    with pytest.raises(AssertionError, match="rank 1 neither ended nor met"):
+        Lockstep().run(2, lambda control: control.rank == 1 and gate.wait(), patience=0.2)
+    gate.set()

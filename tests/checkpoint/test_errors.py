@@ -1,0 +1,279 @@
+"""An operation that fails, whichever and on whatever rank, is told to all; nothing else happens.
+
+SQLite's method: fail the first operation, then the second, and so on, until a run passes.
+"""
+
+import errno
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise
+from disk import Fault, FaultyFiles
+from ranks import run_ranks
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.loading import Request, load_newest
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, StateError
+from stamped import build, count, stamp
+from tables import assert_an_error_leaves_nothing
+
+ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("who", ["first", "last", "all"])
+def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
+    ranks: int, replace: bool, who: str
+) -> None:
+    failing = {"first": [0], "last": [ranks - 1], "all": list(range(ranks))}[who]
+    at, seen = 0, []
+    while "saved" not in seen:
+        number = ERRNOS[at % len(ERRNOS)]
+        faults = {rank: Fault(at, number) for rank in failing}
+        seen.append(assert_an_error_leaves_nothing(ranks, faults, replace))
+        at += 1
+    assert seen.count("refused") >= 8
+    # Files of the old one that resist their removal cost nothing but their space.
+    assert ("saved, old one left" in seen) == (replace and 0 in failing)
+
+
+@pytest.mark.parametrize("number", ERRNOS)
+@pytest.mark.parametrize("op", ["create", "write", "sync", "sync_folder", "rename", "exchange"])
+def test_every_kind_of_operation_may_fail_with_every_errno_even_on_all_ranks(
+    op: str, number: int
+) -> None:
+    at, seen = 0, []
+    while "saved" not in seen:
+        faults = {rank: Fault(at, number, op) for rank in range(2)}
+        seen.append(assert_an_error_leaves_nothing(2, faults, replace=op == "exchange"))
+        at += 1
+    assert "refused" in seen
+
+
+@given(
+    ranks=st.integers(1, 4),
+    faults=st.dictionaries(
+        st.integers(0, 3),
+        st.tuples(st.integers(0, 45), st.sampled_from(ERRNOS), st.booleans()),
+        min_size=1,
+    ),
+    replace=st.booleans(),
+    seed=st.integers(0, 1 << 32),
+)
+@settings(max_examples=60)
+def test_several_failures_at_once_even_lasting_ones_lose_nothing(
+    ranks: int, faults: dict[int, tuple[int, int, bool]], replace: bool, seed: int
+) -> None:
+    chosen = {
+        rank % ranks: Fault(at, number, lasting=lasting)
+        for rank, (at, number, lasting) in faults.items()
+    }
+    assert_an_error_leaves_nothing(ranks, chosen, replace, seed)
+
+
+# -------------------------------------------------------------------------------------- real ranks
+
+
+def raised(work: Any) -> str:
+    try:
+        work()
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def files_no_longer_than(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_where_one_rank_cannot(rank: int, world_size: int, folder: str, victim: int) -> list[str]:
+    model, optimizer = build(width=40)
+    stamp(model, optimizer, "A")
+    shardwise.save(folder, model, optimizer, step=1)
+    stamp(model, optimizer, "B")
+    limit = 5_000 if rank == victim else 1 << 30
+    said = []
+    for options in ({"step": 2}, {"step": 1, "replace": True}):
+        with files_no_longer_than(limit):
+            said.append(raised(lambda o=options: shardwise.save(folder, model, optimizer, **o)))
+        dist.barrier()  # nobody saves again before all have looked
+        said.append(" ".join(sorted(os.listdir(folder))))
+        dist.barrier()
+    assert set(count(model, optimizer)) == {"B"}
+    model(torch.ones(1, 40)).sum().backward()  # training goes on
+    optimizer.zero_grad()
+    assert shardwise.load(folder, model, optimizer).step == 1
+    assert set(count(model, optimizer)) == {"A"}
+    stamp(model, optimizer, "C")
+    shardwise.save(folder, model, optimizer, step=2)
+    stamp(model, optimizer, "Z")
+    assert shardwise.load(folder, model, optimizer).step == 2
+    assert set(count(model, optimizer)) == {"C"}
+    return said
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_rank_that_cannot_write_is_named_to_all_and_the_next_save_works(
+    tmp_path: Path, world_size: int
+) -> None:
+    victim = world_size - 1
+    results = run_ranks(save_where_one_rank_cannot, world_size, str(tmp_path), victim)
+    assert len({tuple(said) for said in results}) == 1
+    new, left, replaced, still_left = results[0]
+    for text in (new, replaced):
+        assert text.startswith("CheckpointError: ")
+        assert f"rank0000{victim}-0.safetensors: File too large (errno {errno.EFBIG})" in text
+        assert "This file wants " in text and " are free there" in text
+        assert (f"rank {victim}: " in text) == (world_size > 1)
+    assert left == still_left == step_name(1)
+
+
+def save_to_a_small_disk(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer = build(width=150)  # 0.55 MB
+    stamp(model, optimizer, "A")
+    shardwise.save(folder, model, optimizer, step=1)
+    stamp(model, optimizer, "B")
+    text = raised(lambda: shardwise.save(folder, model, optimizer, step=2))
+    dist.barrier()
+    left = " ".join(sorted(os.listdir(folder)))
+    dist.barrier()
+    Path(folder, f"space{rank}").write_bytes(bytes(1000))  # what was written was given back
+    assert shardwise.load(folder, model, optimizer).step == 1
+    assert set(count(model, optimizer)) == {"A"}
+    return [text, left]
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+    if os.geteuid():
+        pytest.skip("mounting a disk of limited size needs root")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this system lets root mount nothing: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it_was(
+    tmp_path: Path, world_size: int
+) -> None:
+    with small_disk(tmp_path, 800 << 10) as folder:
+        results = run_ranks(save_to_a_small_disk, world_size, str(folder))
+        assert len({tuple(said) for said in results}) == 1
+        text, left = results[0]
+        assert f"No space left on device (errno {errno.ENOSPC})" in text and "/rank0000" in text
+        assert " wants " in text and " are free there" in text and "free some space" in text
+        assert left == step_name(1)
+
+
+def save_behind_training(rank: int, world_size: int, folder: str, victim: int) -> list[str]:
+    model, optimizer = build()
+    faults = [Fault(at, errno.EIO, "sync") for at in range(3)] if rank == victim else []
+    files = FaultyFiles(RealFiles(), *faults)
+    said = []
+    with Checkpoints(folder, model, optimizer, files=files) as checkpoints:
+        stamp(model, optimizer, "A")
+        saving = checkpoints.save(1)
+        while not saving.done:
+            time.sleep(0.001)
+        dist.barrier()
+        said.append(raised(lambda: model(torch.zeros(1, 13))))  # the next pass raises it, once
+        said.append(raised(lambda: model(torch.zeros(1, 13))))
+        checkpoints.save(1)
+        said.append(raised(lambda: checkpoints.save(1)))  # and so does the next call
+        said.append(raised(checkpoints.save(1).wait))  # or who waits for it
+        said.append(raised(lambda: model(torch.zeros(1, 13))))
+        dist.barrier()
+        said.append(" ".join(sorted(os.listdir(folder))))
+        dist.barrier()
+        checkpoints.save(1, wait=True)
+        stamp(model, optimizer, "Z")
+        loaded = checkpoints.load()
+        assert loaded is not None and set(count(model, optimizer)) == {"A"}
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (3, 2)])
+def test_a_background_save_that_fails_is_raised_on_every_rank_and_never_becomes_the_newest(
+    tmp_path: Path, world_size: int, victim: int
+) -> None:
+    results = run_ranks(save_behind_training, world_size, str(tmp_path), victim)
+    assert len({tuple(said) for said in results}) == 1
+    passed, passed_again, saved, waited, passed_after, left = results[0]
+    name = f"rank0000{victim}-0.safetensors"
+    assert f"{name}: Input/output error (errno {errno.EIO})" in passed
+    assert (passed_again, passed_after) == ("", "")
+    assert f"rank0000{victim}" in saved and f"rank0000{victim}" in waited
+    assert left == ".shardwise.lock"
+
+
+# ------------------------------------------------------------------------------------------- loads
+
+
+def load_with_each_operation_failing(
+    rank: int, world_size: int, folder: str, victim: int
+) -> list[str]:
+    model, optimizer = build()
+    control = engine_of(model).comm.control
+    for save, step in (("A", 1), ("B", 2)):
+        stamp(model, optimizer, save)
+        shardwise.save(folder, model, optimizer, step=step)
+    said, at = [], 0
+    while True:
+        stamp(model, optimizer, "Z")
+        faults = [Fault(at, errno.EIO)] if rank == victim else []
+        files = FaultyFiles(RealFiles(), *faults)
+        request = Request(files, control, model, optimizer)
+        text = raised(lambda r=request: load_newest(r, Path(folder)))
+        if not text:
+            assert set(count(model, optimizer)) == {"B"}
+            return said
+        said.append(text)
+        if rank == victim:
+            assert f"{files.operations[at][1]}: " in text, (text, files.operations[at])
+        if engine_of(model).broken is None:
+            assert set(count(model, optimizer)) == {"Z"}
+        else:
+            with pytest.raises(StateError, match="not to be used"):
+                model(torch.zeros(1, 13))
+        good = shardwise.load(folder, model, optimizer)
+        assert good.step == 2 and set(count(model, optimizer)) == {"B"} and not good.skipped
+        model(torch.zeros(1, 13))
+        at += 1
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(1, 0), (2, 1), (3, 0)])
+def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_load(
+    tmp_path: Path, world_size: int, victim: int
+) -> None:
+    results = run_ranks(load_with_each_operation_failing, world_size, str(tmp_path), victim)
+    assert len({tuple(said) for said in results}) == 1
+    assert len(results[0]) > 5  # the listing, the manifest, the index, each tensor
+    for text in results[0]:
+        assert text.startswith("CheckpointError: ") and f"(errno {errno.EIO})" in text
+        assert (f"rank {victim}: " in text) == (world_size > 1)

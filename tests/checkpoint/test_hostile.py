@@ -1,0 +1,366 @@
+"""Hostile checkpoints: on every way in only CheckpointError, no code run, no memory on a claim."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import pickle
+import shutil
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from hostile import CASES, NAME, PARTS, Case, Target, build, extra, save_good
+from ranks import RankError, run_ranks, start_ranks
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import check_quickly
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.verify import verify
+from shardwise.errors import CheckpointError
+
+FILES = RealFiles()
+MIB = 1 << 20
+TIMEOUT_S = 280
+OVER_BYTES = 64 * MIB
+# Each copy of a file that is passed on as text costs its size again; only two cases are so large.
+COPIES = 4
+COMMANDS_EVERY = 8  # they read what verify reads, and take longer than all the others
+HAS_COMMAND = importlib.util.find_spec("shardwise.cli.ckpt") is not None
+
+# -- what happens behind the scenes
+
+FORBIDDEN = (
+    "pickle.find_class",
+    "exec",
+    "compile",
+    "code.__new__",
+    "import",
+    "marshal.loads",
+    "marshal.load",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "os.forkpty",
+    "ctypes.dlopen",
+    "ctypes.dlsym",
+    "socket.__new__",
+    "socket.connect",
+    "socket.bind",
+    "webbrowser.open",
+    "urllib.Request",
+)
+
+
+@dataclass
+class Watch:
+    """An audit hook, which cannot be removed: it looks only while ``inside`` is set."""
+
+    inside: str = ""
+    seen: list[str] = field(default_factory=list)
+
+    def hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.inside:
+            return
+        if event in FORBIDDEN:
+            if event == "import" and args[0] in sys.modules:
+                return
+            self.seen.append(f"{event} {args!r:.200}")
+        elif event == "open" and isinstance(args[0], str | bytes | os.PathLike):
+            path = os.path.abspath(os.fsdecode(args[0]))
+            above = os.path.dirname(self.inside)  # a run's own folder is synced in it
+            if not f"{path}/".startswith(f"{self.inside}/") and path != above:
+                self.seen.append(f"open {path}")
+
+    @contextlib.contextmanager
+    def on(self, folder: Path) -> Iterator[list[str]]:
+        self.seen = []
+        self.inside = os.path.abspath(folder)
+        try:
+            yield self.seen
+        finally:
+            self.inside = ""
+
+
+# -- the ways in
+
+
+def scramble(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let nothing be right by accident before a load."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(9)
+    model.loader.order = torch.tensor(9)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(9.0)
+    optimizer.state.clear()
+    torch.manual_seed(9)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copy everything that a load sets."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (value.to_local() if hasattr(value, "to_local") else value).detach().tolist()
+        return value
+
+    state = {name: plain(value) for name, value in model.named_parameters()}
+    state |= {name: plain(value) for name, value in model.named_buffers()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            state[f"{name}.{key}"] = plain(value)
+    for number, group in enumerate(optimizer.param_groups):
+        state |= {f"{number}.{k}": plain(v) for k, v in group.items() if k != "params"}
+    return state | {"order": plain(model.loader.order), "draw": torch.rand(3).tolist()}
+
+
+def _plain_extra(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain_extra(member) for key, member in value.items()}
+    return value
+
+
+@dataclass
+class Loader:
+    """The ways that load: each returns the state and the user's values, or None for nothing."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def _loaded(self, loaded: Any) -> Any:
+        if loaded is None:
+            return None
+        return state_of(self.model, self.optimizer), _plain_extra(loaded.extra)
+
+    def load_this_one(self, folder: Path) -> Any:
+        return self._loaded(shardwise.load(folder, self.model, self.optimizer))
+
+    def load_the_newest(self, folder: Path) -> Any:
+        return self._loaded(shardwise.load(folder.parent, self.model, self.optimizer))
+
+    def load_the_step(self, folder: Path) -> Any:
+        return self._loaded(shardwise.load(folder.parent, self.model, self.optimizer, step=3))
+
+    def load_the_runs(self, folder: Path) -> Any:
+        with shardwise.Checkpoints(folder.parent, self.model, self.optimizer) as checkpoints:
+            return self._loaded(checkpoints.load())
+
+    def ways(self) -> list[Callable[[Path], Any]]:
+        return [self.load_this_one, self.load_the_newest, self.load_the_step, self.load_the_runs]
+
+
+def read_all(folder: Path) -> str:
+    """Read everything that a converter could ask of a checkpoint."""
+    checkpoint = Checkpoint(FILES, folder)
+    try:
+        for info in checkpoint.tensors:
+            checkpoint.read(info, 0, info.numel)
+        _ = checkpoint.optimizer, checkpoint.extra, checkpoint.tied, checkpoint.step
+        for rank in range(checkpoint.manifest.num_ranks):
+            checkpoint.values_of(rank)
+    finally:
+        checkpoint.close()
+    return "read"
+
+
+def verified(folder: Path) -> str:
+    found = verify(FILES, folder)
+    if not found.ok:
+        raise CheckpointError("; ".join(map(str, found.findings)))
+    return "verified"
+
+
+def quick(folder: Path) -> str:
+    check_quickly(FILES, folder)
+    return "checked"
+
+
+def commands(folder: Path) -> str:
+    """Run the commands; what they print is tested elsewhere."""
+    for name in ("inspect", "verify"):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = _commands().main(["ckpt", name, str(folder)], standalone_mode=False)
+        if code:
+            raise CheckpointError(said.getvalue())
+    return "shown"
+
+
+@cache
+def _commands() -> Any:
+    """Build the commands; typer evaluates the annotations of its functions for that."""
+    import typer
+
+    from shardwise.cli.main import app
+
+    return typer.main.get_command(app)
+
+
+def misbehaves(folder: Path) -> None:
+    """Do what no way in may do; to see that it would be seen."""
+    eval("1 + 1")
+    pickle.loads(pickle.dumps(Path))
+    Path(__file__).read_bytes()
+    del bytearray(3 * OVER_BYTES)[:]
+    raise ValueError("an accident")
+
+
+# -- the test
+
+
+@dataclass
+class Report:
+    """What came of one case: the error of each way in, and everything that is wrong with it."""
+
+    name: str
+    errors: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+def _virtual_peak_bytes() -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmPeak"))
+    return int(line.split()[1]) * 1024
+
+
+def _try(
+    case: Case, way: Callable[[Path], Any], folder: Path, report: Report, watch: Watch, good: Any
+) -> None:
+    name = way.__name__
+    size = sum(path.stat().st_blocks * 512 for path in folder.parent.rglob("*") if path.is_file())
+    allowed = OVER_BYTES + (COPIES * size if size > MIB else 0)
+    before, virtual = tracemalloc.get_traced_memory()[0], _virtual_peak_bytes()
+    tracemalloc.reset_peak()
+    outcome: Any = None
+    try:
+        with watch.on(folder.parent) as seen:
+            outcome = way(folder)
+    except CheckpointError as error:
+        report.errors[name] = str(error)[:1000]
+        inner = error.__cause__
+        # `together` tells all ranks of any error; an accident among them is still an accident.
+        if inner is not None and not isinstance(inner, CheckpointError | OSError):
+            report.wrong.append(f"{name}: {type(inner).__name__}: {inner}"[:300])
+    except Exception as error:
+        report.wrong.append(f"{name}: raised {type(error).__name__}: {error}"[:300])
+        report.errors[name] = ""
+    report.wrong += [f"{name}: {event}" for event in seen]
+    peak = tracemalloc.get_traced_memory()[1] - before
+    if peak > allowed or _virtual_peak_bytes() - virtual > allowed:
+        report.wrong.append(f"{name}: {peak} bytes at its peak, {allowed} allowed")
+    if name in report.errors or name in ("quick",):
+        return
+    if name.startswith("load"):
+        if case.expected in ("refused", "unfit") and outcome is not None:
+            report.wrong.append(f"{name}: loaded")
+        if outcome is not None and outcome != good:
+            report.wrong.append(f"{name}: other values than were saved")
+    elif name in ("verified", "commands") and case.expected in ("refused", "found"):
+        report.wrong.append(f"{name}: found nothing")
+
+
+def attack_all(rank: int, world_size: int, scratch: str, names: list[str]) -> list[Report]:
+    """Load the good checkpoint by every way, then each hostile one by every way."""
+    root = Path(scratch)
+    warnings.simplefilter("ignore")  # a damaged newest checkpoint is warned of, rightly
+    model, optimizer = build(rank)
+    loader = Loader(model, optimizer)
+    loader.load_this_one(root / "good" / NAME)
+    good = state_of_good(loader, root / "good" / NAME)
+    others = [read_all, verified, quick, *([commands] if HAS_COMMAND else [])]
+    for way in others:
+        way(root / "good" / NAME)
+    watch = Watch()
+    sys.addaudithook(watch.hook)
+    tracemalloc.start()
+    reports = []
+    probe = Report("probe")
+    _try(CASES[0], misbehaves, root / "good" / NAME, probe, watch, good)
+    reports.append(probe)
+    _, *further = loader.ways()
+    for number, case in enumerate(case for case in CASES if case.name in names):
+        report = Report(case.name)
+        run = root / case.name
+        shutil.copytree(root / "good", run)
+        case.attack(Target(run / NAME))
+        ways = [loader.load_this_one, further[number % len(further)], read_all, verified, quick]
+        if HAS_COMMAND and number % COMMANDS_EVERY == 0:
+            ways.append(commands)
+        for way in ways:
+            scramble(model, optimizer)
+            _try(case, way, run / NAME, report, watch, good)
+        reports.append(report)
+        shutil.rmtree(run)
+    tracemalloc.stop()
+    return reports
+
+
+def state_of_good(loader: Loader, folder: Path) -> Any:
+    """Return what every way gives for the checkpoint that nobody touched."""
+    found = []
+    for way in loader.ways():
+        scramble(loader.model, loader.optimizer)
+        found.append(way(folder))
+    assert all(one == found[0] for one in found)
+    assert found[0][1] == _plain_extra(extra())
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """What came of the whole corpus, the probe first."""
+    scratch = tmp_path_factory.mktemp("hostile")
+    run_ranks(save_good, 2, str(scratch / "good"))
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names) >= 50
+    # In two processes at once, of one rank each; both begin with the probe.
+    halves = [start_ranks(attack_all, 1, str(scratch), names[n::2]) for n in range(2)]
+    outcomes = [half.wait(TIMEOUT_S) for half in halves]
+    for outcome in outcomes:
+        if not outcome[0].ok:
+            raise RankError(outcome)
+    (probe, *found), (_, *others) = (outcome[0].result for outcome in outcomes)
+    assert sorted(names) == sorted(report.name for report in (*found, *others))
+    return [probe, *found, *others]
+
+
+def test_a_hostile_checkpoint_gives_an_error_and_nothing_else(reports: list[Report]) -> None:
+    wrong = [f"{report.name}: {line}" for report in reports[1:] for line in report.wrong]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_code_that_misbehaves_would_have_been_seen(reports: list[Report]) -> None:
+    wrong = "\n".join(reports[0].wrong)
+    for word in ("compile", "exec", "pickle.find_class", f"open {__file__}", "at its peak"):
+        assert word in wrong, (word, wrong)
+    assert "raised ValueError: an accident" in wrong
+
+
+def test_an_unknown_format_is_named_with_the_version_that_wrote_it(reports: list[Report]) -> None:
+    report = next(r for r in reports if r.name == "a_format_of_the_future")
+    for way in ("load_this_one", "read_all", "verified", "quick"):
+        assert "format 2; this version reads format 1" in report.errors[way], report.errors
+        assert f"saved by shardwise '{shardwise.__version__}'" in report.errors[way]
+
+
+def test_an_error_names_the_file_that_is_wrong(reports: list[Report]) -> None:
+    for report in reports[1:]:
+        # A folder with no manifest is no checkpoint.
+        if report.name.startswith("a_file_that_") and not report.name.endswith("missing_manifest"):
+            text = report.errors["load_this_one"]
+            part = next(name for what, name in PARTS.items() if report.name.endswith(what))
+            assert part in text, (report.name, text)

@@ -1,0 +1,355 @@
+"""The folder of a run: what is removed and what never is, who may write there, what is reported."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise
+from disk import Fault, FaultyFiles, Killed, SimulatedDisk
+from ranks import run_ranks, start_ranks
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import Files, RealFiles
+from shardwise.checkpoint.folder import (
+    LOCK,
+    check_quickly,
+    clean_up,
+    rotate,
+    step_name,
+    steps_in,
+    steps_to_remove,
+    take_lock,
+)
+from shardwise.comm.control import SoloControl
+from shardwise.errors import CheckpointError, ConfigError
+from stamped import build, count, stamp
+from tables import RUN, disk_with, kept, newest, write_and_rotate
+
+# ---------------------------------------------------------------------------------- what is removed
+
+
+@given(
+    steps=st.sets(st.integers(0, 50), min_size=1),
+    keep_last=st.none() | st.integers(1, 6),
+    keep_every=st.none() | st.integers(1, 7),
+)
+def test_the_newest_and_the_multiples_are_kept_and_all_else_goes(
+    steps: set[int], keep_last: int | None, keep_every: int | None
+) -> None:
+    going = steps_to_remove(list(steps), keep_last, keep_every)
+    if keep_last is None:
+        assert going == []
+        return
+    newest_ones = sorted(steps)[-keep_last:]
+    multiples = [step for step in steps if keep_every and step % keep_every == 0]
+    assert set(going) == steps - set(newest_ones) - set(multiples)
+    assert max(steps) not in going
+
+
+def damage(disk: Files, step: int, name: str = "rank00000-0.safetensors") -> None:
+    """Flip the last bit of a file, so that its size stays: only who reads it can tell."""
+    path = RUN / step_name(step) / name
+    with disk.open(path) as reader:
+        data = bytearray(reader.size)
+        reader.read_into(0, memoryview(data))
+    disk.remove_file(path)
+    with disk.create(path) as writer:
+        writer.write([memoryview(data[:-1] + bytes([data[-1] ^ 1]))])
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_rotation_leaves_one_that_verifies_even_if_newer_ones_are_damaged(keep_last: int) -> None:
+    """A load passed over steps 8 and 9, training went on from 5, and saves 6."""
+    disk = disk_with(1, {4: "A", 5: "B", 8: "C", 9: "D"})
+    damage(disk, 8), damage(disk, 9)
+    assert newest(disk, 1) == (5, "B")
+    write_and_rotate(disk, SoloControl(), "E", 6, keep_last)
+    assert newest(disk, 1) == (6, "E")
+
+
+def test_rotation_counts_no_checkpoint_that_fails_the_quick_check_and_removes_none() -> None:
+    disk = disk_with(1, {1: "A", 2: "B", 3: "C"})
+    disk.remove_file(RUN / step_name(3) / "manifest.json")
+    write_and_rotate(disk, SoloControl(), "D", 4, keep_last=2)
+    assert steps_in(disk, RUN) == [4, 3, 2]  # 3 is damaged: nobody can say whose it is
+
+
+def test_rotation_removes_no_checkpoint_of_another_run() -> None:
+    disk = disk_with(1, {1: "A", 2: "B", 3: "C"})
+    assert rotate(disk, RUN, "another run", 1, None, 3) == []
+    assert rotate(disk, RUN, "run", 1, None, 3) == [1, 2]
+    assert steps_in(disk, RUN) == [3]
+
+
+def test_killed_at_any_operation_of_a_rotation_what_is_left_are_whole_checkpoints() -> None:
+    start, at = disk_with(1, {1: "A", 2: "B", 3: "C", 4: "D"}), 0
+    while True:
+        disk = kept(start)
+        files = FaultyFiles(disk, Fault(at))
+        try:
+            rotate(files, RUN, "run", 2, None, 4)
+        except Killed:
+            pass
+        else:
+            assert steps_in(disk, RUN) == [4, 3] and at > 5
+            return
+        for step in steps_in(disk, RUN):
+            check_quickly(disk, RUN / step_name(step))
+        assert newest(disk, 1) == (4, "D") and steps_in(disk, RUN)[:2] == [4, 3]
+        clean_up(disk, RUN)
+        rotate(disk, RUN, "run", 2, None, 4)
+        assert steps_in(disk, RUN) == [4, 3]
+        assert not [name for name in disk.tree() if "/.old-" in name]
+        at += 1
+
+
+FOREIGN = (
+    "notes.txt",
+    ".tmp-step-9",  # no number at its end
+    ".tmp-step-00000009-0badcafe",  # holds what no checkpoint holds
+    ".old-step-00000001-deadbeef",  # holds a folder
+    ".tmp-file-00000000",  # a file
+    "step-9",
+    "step-00000099",  # a step without a manifest
+    "best",
+)
+
+
+def make_foreign(folder: Path) -> None:
+    (folder / "notes.txt").write_text("mine")
+    for name in (FOREIGN[1], FOREIGN[2], FOREIGN[3], *FOREIGN[5:]):
+        (folder / name).mkdir()
+    (folder / FOREIGN[2] / "rank00000-0.safetensors").write_text("x")
+    (folder / FOREIGN[2] / "thesis.tex").write_text("mine")
+    (folder / FOREIGN[3] / "sub").mkdir()
+    (folder / FOREIGN[4]).write_text("mine")
+    (folder / "step-00000099" / "rank00000-0.safetensors").write_text("mine")
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "rank00000-0.safetensors").write_text("mine")
+    (folder / ".tmp-step-00000003-00c0ffee").symlink_to(outside)
+
+
+def snapshot(folder: Path) -> dict[str, bytes | str | None]:
+    found: dict[str, bytes | str | None] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        is_link = path.is_symlink()
+        found[name] = os.readlink(path) if is_link else None if path.is_dir() else path.read_bytes()
+    return found
+
+
+def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    make_foreign(folder)
+    before = snapshot(tmp_path)
+    ours = folder / ".tmp-step-00000004-12345678"
+    ours.mkdir()
+    (ours / "rank00001-0.safetensors").write_bytes(b"half")
+    (folder / ".old-step-00000002-87654321").mkdir()
+    left = clean_up(RealFiles(), folder)
+    assert set(left.removed) == {ours.name, ".old-step-00000002-87654321"}
+    assert set(left.kept) == {*FOREIGN[2:5], ".tmp-step-00000003-00c0ffee"}
+    assert rotate(RealFiles(), folder, "run", 1, None, 99) == []
+    assert snapshot(tmp_path) == before
+
+
+def test_a_leftover_that_cannot_be_removed_is_reported_as_kept() -> None:
+    disk = SimulatedDisk()
+    disk.make_folders(RUN / ".tmp-step-00000001-01020304")
+    files = FaultyFiles(disk, Fault(0, errno.EIO, "remove_folder"))
+    left = clean_up(files, RUN)
+    assert (left.removed, left.kept) == ((), (".tmp-step-00000001-01020304",))
+
+
+# -------------------------------------------------------------------------------------- real ranks
+
+
+def keep_two(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int]]:
+    model, optimizer = build()
+    seen = []
+    with Checkpoints(folder, model, optimizer, keep_last=2, keep_every=5) as checkpoints:
+        for step in range(1, 9):
+            stamp(model, optimizer, "ABCDEFGH"[step - 1])
+            checkpoints.save(step, wait=True)
+            seen.append(max(steps_in(RealFiles(), Path(folder))))
+            dist.barrier()
+    left = steps_in(RealFiles(), Path(folder))
+    assert shardwise.load(folder, model, optimizer).step == 8
+    assert set(count(model, optimizer, "GH")) == {"H"}
+    return seen, left
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_keeps_its_last_two_and_every_fifth(tmp_path: Path, world_size: int) -> None:
+    for seen, left in run_ranks(keep_two, world_size, str(tmp_path)):
+        assert seen == list(range(1, 9)) and left == [8, 7, 5]
+
+
+def go_on_after_damage(rank: int, world_size: int, folder: str) -> list[int]:
+    """Steps 3 and 4 are damaged; training goes on from 2 and comes to 3 and 4 again."""
+    model, optimizer = build()
+    root = Path(folder)
+    with Checkpoints(root, model, optimizer) as checkpoints:
+        for step, save in enumerate("ABCD", 1):
+            stamp(model, optimizer, save)
+            checkpoints.save(step, wait=True)
+    if rank == 0:
+        for step in (3, 4):
+            path = root / step_name(step) / "rank00000-0.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    dist.barrier()
+    with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
+        with pytest.warns(UserWarning, match="is damaged") if rank == 0 else _nothing():
+            loaded = checkpoints.load()
+        assert loaded is not None and loaded.step == 2 and len(loaded.skipped) == 2
+        for step, save in ((3, "E"), (4, "F")):
+            stamp(model, optimizer, save)
+            checkpoints.save(step, wait=True)
+        again = checkpoints.load()
+        assert again is not None and again.step == 4 and not again.skipped
+        assert set(count(model, optimizer, "DF")) == {"F"}
+        with pytest.raises(CheckpointError, match="exists already"):  # a good one is not replaced
+            checkpoints.save(4, wait=True)
+    return steps_in(RealFiles(), root)
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_went_on_behind_damaged_steps_can_save_them_again(
+    tmp_path: Path, world_size: int
+) -> None:
+    for left in run_ranks(go_on_after_damage, world_size, str(tmp_path)):
+        assert left == [4, 3]
+
+
+def test_numbers_of_checkpoints_to_keep_are_checked(tmp_path: Path) -> None:
+    run_ranks(_refuse_numbers, 1, str(tmp_path))
+
+
+def _refuse_numbers(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = build()
+    for wrong in ({"keep_last": 0}, {"keep_every": -1}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            Checkpoints(folder, model, optimizer, **wrong)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- who may write
+
+
+def hold(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = build()
+    with Checkpoints(folder, model, optimizer) as checkpoints:
+        stamp(model, optimizer, "A")
+        checkpoints.save(1, wait=True)
+        Path(folder, f"holding{rank}").touch()
+        signal.pause()
+
+
+def try_to_open(rank: int, world_size: int, folder: str) -> tuple[str, list[str]]:
+    model, optimizer = build()
+    try:
+        with Checkpoints(folder, model, optimizer) as checkpoints:
+            loaded = checkpoints.load()
+            assert loaded is not None
+            checkpoints.save(2, wait=True)
+            return "", list(checkpoints.leftovers.removed)
+    except CheckpointError as error:
+        return str(error), []
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_second_run_is_refused_naming_the_first_until_that_one_is_dead(
+    tmp_path: Path, world_size: int
+) -> None:
+    first = start_ranks(hold, world_size, str(tmp_path))
+    try:
+        while len(list(tmp_path.glob("holding*"))) < world_size:
+            assert all(process.is_alive() for process in first.processes)
+        interrupted = tmp_path / ".tmp-step-00000002-00000001"  # as the first one may leave
+        interrupted.mkdir()
+        refusals = {text for text, _ in run_ranks(try_to_open, world_size, str(tmp_path))}
+        (refusal,) = refusals  # one text on all ranks
+        holder = f"process {first.pids[0]} on {socket.gethostname()}"
+        assert holder in refusal and str(tmp_path) in refusal and "choose another" in refusal
+        assert interrupted.exists()  # it may be at work there
+        for rank in range(world_size):
+            first.kill(rank)
+        first.wait()
+        opened = run_ranks(try_to_open, world_size, str(tmp_path))
+        assert opened[0] == ("", [interrupted.name])
+        assert {text for text, _ in opened} == {""} and not interrupted.exists()
+    finally:
+        first.close()
+    assert steps_in(RealFiles(), tmp_path) == [2, 1]
+
+
+def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import sys, os; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
+        "from shardwise.checkpoint.files import RealFiles\n"
+        "from shardwise.checkpoint.folder import take_lock\n"
+        "lock = take_lock(RealFiles(), Path(sys.argv[1]), 'their run')\n"
+        "print('held', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), *sys.path]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        said = rf"process {process.pid} on .* \(run their run\) saves checkpoints there"
+        with pytest.raises(CheckpointError, match=said):
+            take_lock(RealFiles(), tmp_path, "our run")
+        process.kill()
+    take_lock(RealFiles(), tmp_path, "our run").release()
+    assert json.loads((tmp_path / LOCK).read_text())["run"] == "our run"
+    garbled = tmp_path / LOCK
+    lock = RealFiles().lock(garbled)
+    assert lock is not None
+    lock.write('{"pid": 1')  # its writer died in the middle
+    with pytest.raises(CheckpointError, match="another process saves checkpoints there"):
+        take_lock(RealFiles(), tmp_path, "our run")
+    lock.release()
+
+
+def two_savers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A save in the foreground, and one of another folder, while one is under way behind."""
+    model, optimizer = build(width=120, depth=3)
+    with Checkpoints(Path(folder, "run"), model, optimizer) as checkpoints:
+        for step in range(1, 9):
+            stamp(model, optimizer, "ABCDEFGH"[step - 1])
+            checkpoints.save(step)
+            stamp(model, optimizer, "Z")
+            shardwise.save(Path(folder, "aside"), model, optimizer, step=step)
+        checkpoints.finish()
+        found = {}
+        for step in range(1, 9):
+            checkpoints.load(step=step)
+            found[step] = "".join(count(model, optimizer, "ABCDEFGH"))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_save_beside_a_background_save_disturbs_neither(tmp_path: Path, world_size: int) -> None:
+    for found in run_ranks(two_savers, world_size, str(tmp_path), timeout_s=120):
+        assert found == {step: "ABCDEFGH"[step - 1] for step in range(1, 9)}
+    assert steps_in(RealFiles(), tmp_path / "aside") == list(range(8, 0, -1))

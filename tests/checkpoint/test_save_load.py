@@ -1,0 +1,671 @@
+"""`save` and `load` as their caller sees them: what they refuse, what they restore, and how."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import shardwise
+from ranks import run_ranks
+from saving import (
+    Net,
+    Setting,
+    adamw,
+    build,
+    differences,
+    full,
+    take_step,
+    truth_of,
+)
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
+
+SIZES = (1, 3)
+
+
+def message(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """Return the text of the error that a call must raise."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def steps(run: Any, *numbers: int) -> list[float]:
+    return [take_step(run, number) for number in numbers]
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def save_inside_a_window(rank: int, world_size: int, path: Path) -> list[str]:
+    texts = []
+    for stage in range(4):
+        run = build(Setting(world_size, stage))
+        save = lambda run=run: shardwise.save(path, run.model, run.optimizer, replace=True)  # noqa: E731
+        with shardwise.accumulate(run.model, last=False):
+            run.model(torch.zeros(4, 3, dtype=torch.int64)).sum().backward()
+            texts.append(message(StateError, save))
+        if stage < 2:  # those that reduce once a step hold the window's sum here
+            texts.append(message(StateError, save))
+        run.optimizer.zero_grad()
+        save()
+    return texts
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_save_inside_an_accumulation_window_is_refused(tmp_path: Path, world_size: int) -> None:
+    texts = run_ranks(save_inside_a_window, world_size, tmp_path / "c")[0]
+    assert len(texts) == 6
+    assert all("accumulation window" in text and "zero_grad" in text for text in texts)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def save_twice(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
+    run = build(Setting(world_size))
+    shardwise.save(path, run.model, run.optimizer)
+    steps(run, 0)
+    text = message(CheckpointError, lambda: shardwise.save(path, run.model, run.optimizer))
+    shardwise.save(path, run.model, run.optimizer, replace=True)
+    other = build(Setting(world_size), seed=4)
+    shardwise.load(path, other.model, other.optimizer, extra={})
+    other.schedule, other.scaler = run.schedule, run.scaler
+    return text, differences(truth_of(other), truth_of(run))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_checkpoint_that_exists_is_only_replaced_when_asked(
+    tmp_path: Path, world_size: int
+) -> None:
+    for text, problems in run_ranks(save_twice, world_size, tmp_path / "c"):
+        assert "exists already" in text and "replace=True" in text
+        assert not problems
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def load_what_is_not_there(rank: int, world_size: int, root: Path) -> list[str]:
+    run = build(Setting(world_size))
+    before = truth_of(run)
+    texts = [
+        message(kind, lambda path=path, step=step: shardwise.load(path, run.model, step=step))
+        for path, step, kind in (
+            (root / "nowhere", None, CheckpointError),
+            (root, None, CheckpointError),
+            (root / "nowhere", 7, DamagedCheckpoint),
+        )
+    ]
+    assert not differences(truth_of(run), before)
+    steps(run, 0)  # it is not broken
+    return texts
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_missing_checkpoint_is_named(tmp_path: Path, world_size: int) -> None:
+    for nowhere, empty, step in run_ranks(load_what_is_not_there, world_size, tmp_path):
+        assert f"{tmp_path}/nowhere: there is no checkpoint" in nowhere
+        assert f"{tmp_path}: there is no checkpoint" in empty
+        assert "step-00000007" in step
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.few = nn.Parameter(torch.randn(4))
+
+
+class More(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.further = nn.Linear(2, 2)
+        self.register_buffer("ones", torch.ones(2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.02)
+
+
+def load_into_others(rank: int, world_size: int, path: Path) -> dict[str, str]:
+    setting = Setting(world_size)
+    run = build(setting)
+    steps(run, 0)
+    shardwise.save(path, run.model, run.optimizer, extra={"a": 1})
+    plain = path.with_name("plain")
+    shardwise.save(plain, run.model)
+    texts = {}
+
+    def refused(
+        name: str, folder: Path, other: Any, kind: Any = CheckpointError, **more: Any
+    ) -> None:
+        before = truth_of(other)
+        text = message(kind, lambda: shardwise.load(folder, other.model, other.optimizer, **more))
+        assert not differences(truth_of(other), before), name
+        steps(other, 0)  # nothing was changed, so it runs on
+        texts[name] = text
+
+    refused("shape", path, build(setting, make_model=Wider))
+    refused("names", path, build(setting, make_model=More))
+    refused("class", path, build(setting, make_optimizer=sgd))
+    refused("groups", path, build(setting, make_optimizer=two_groups))
+    refused("no optimizer", plain, build(setting))
+    refused("extra", path, build(setting), extra={"schedule": run.schedule})
+    return texts
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_what_does_not_fit_is_refused_before_anything_changes(
+    tmp_path: Path, world_size: int
+) -> None:
+    for texts in run_ranks(load_into_others, world_size, tmp_path / "c"):
+        assert "'few' has shape (2,) there and (4,) here" in texts["shape"]
+        assert "further.weight" in texts["names"] and "ones" in texts["names"]
+        assert "strict=False" in texts["names"]
+        assert "AdamW there and SGD here" in texts["class"]
+        assert "1 groups there and 2 here" in texts["groups"]
+        assert "optimizer=None" in texts["no optimizer"]
+        assert "no 'schedule'" in texts["extra"]
+
+
+def other_group_members(rank: int, world_size: int, path: Path) -> str:
+    def split(at: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        def make(model: nn.Module) -> torch.optim.Optimizer:
+            params = [p for p in model.parameters() if p.requires_grad]
+            return torch.optim.AdamW([{"params": params[:at]}, {"params": params[at:]}], lr=0.02)
+
+        return make
+
+    run = build(Setting(world_size), make_optimizer=split(2))
+    shardwise.save(path, run.model, run.optimizer)
+    other = build(Setting(world_size), make_optimizer=split(1))
+    return message(CheckpointError, lambda: shardwise.load(path, other.model, other.optimizer))
+
+
+def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
+    (text,) = run_ranks(other_group_members, 1, tmp_path / "c")
+    assert "is in group 0 of the optimizer there, not here" in text
+
+
+def strangers(rank: int, world_size: int, path: Path) -> str:
+    run = build(Setting(world_size))
+    stranger = torch.optim.SGD([*run.model.parameters(), nn.Parameter(torch.ones(3))], lr=1.0)
+    return message(ConfigError, lambda: shardwise.save(path, run.model, stranger))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path, world_size: int) -> None:
+    assert "not one of the sharded model's" in run_ranks(strangers, world_size, tmp_path / "c")[0]
+    assert not list(tmp_path.iterdir())
+
+
+def one_rank_cannot_save(rank: int, world_size: int, path: Path) -> str:
+    run = build(Setting(world_size))
+    extra = {"fine": 1, "odd": (lambda: 0) if rank == 1 else 2}
+    text = message(CheckpointError, lambda: shardwise.save(path, run.model, extra=extra))
+    shardwise.save(path, run.model, extra={"fine": 1})
+    return text
+
+
+def test_state_that_one_rank_cannot_write_raises_on_all(tmp_path: Path) -> None:
+    texts = run_ranks(one_rank_cannot_save, 3, tmp_path / "c")
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1: ") and "odd" in texts[0]
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def one_rank_has_stepped(rank: int, world_size: int, path: Path) -> str:
+    run = build(Setting(world_size, 0))
+    if rank == 2:
+        run.optimizer.zero_grad()
+        for p in run.model.parameters():
+            p.grad = torch.zeros_like(p)
+        run.optimizer.step()
+    return message(CheckpointError, lambda: shardwise.save(path, run.model, run.optimizer))
+
+
+def test_ranks_with_other_tensors_to_save_are_told(tmp_path: Path) -> None:
+    texts = run_ranks(one_rank_has_stepped, 3, tmp_path / "c")
+    assert len(set(texts)) == 1
+    assert "rank 2 has other" in texts[0] and "stepped on some ranks only" in texts[0]
+
+
+# ------------------------------------------------------------------------ what is loaded, and how
+
+
+def load_without_strict(rank: int, world_size: int, path: Path) -> list[Any]:
+    run = build(Setting(world_size))
+    steps(run, 0)
+    shardwise.save(path, run.model, run.optimizer)
+    other = build(Setting(world_size), seed=3, make_model=More)
+    steps(other, 1)
+    before, saved = truth_of(other), truth_of(run)
+    shardwise.load(path, other.model, other.optimizer, strict=False)
+    after = truth_of(other)
+    new = {key: value for key, value in after.items() if "further" in key or "ones" in key}
+    shared = {k: v for k, v in after.items() if k in saved and k.split()[0] in ("param", "state")}
+    problems = differences(new, {key: before[key] for key in new})
+    problems += differences(shared, {key: saved[key] for key in shared})
+    steps(other, 2)
+    shardwise.save(path.with_name("more"), other.model, other.optimizer)
+    shardwise.load(path.with_name("more"), run.model, run.optimizer, strict=False)
+    problems += differences(
+        {k: v for k, v in truth_of(run).items() if k.startswith("param")},
+        {k: v for k, v in truth_of(other).items() if k.startswith("param") and k in saved},
+    )
+    return [len(new), problems]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_without_strict_what_both_have_is_loaded(tmp_path: Path, world_size: int) -> None:
+    for num_new, problems in run_ranks(load_without_strict, world_size, tmp_path / "c"):
+        assert (
+            num_new == 3
+        )  # two parameters and a buffer, no state for a parameter without gradient
+        assert not problems
+
+
+def cast_between_masters(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
+    short = shardwise.Precision(torch.bfloat16, torch.bfloat16, torch.float32)
+
+    def bf16(setting: Setting, seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = shardwise.shard(Net(), stage=setting.stage, layout="flat", precision=short)
+        return model, adamw(model)
+
+    run = build(Setting(world_size))
+    steps(run, 0, 1)
+    shardwise.save(path, run.model, run.optimizer)
+    model, optimizer = bf16(Setting(world_size), 3)
+    text = message(CheckpointError, lambda: shardwise.load(path, model, optimizer))
+    shardwise.load(path, model, optimizer, cast=True)
+    expected = {
+        name: p.to(torch.bfloat16) if p.requires_grad else p
+        for name, p in ((n, full(p)) for n, p in run.model.named_parameters())
+    }
+    for name, p in run.model.named_parameters():
+        expected[name] = full(p).to(torch.bfloat16 if p.requires_grad else torch.float32)
+    problems = differences({n: full(p) for n, p in model.named_parameters()}, expected)
+    # and bf16 masters themselves are saved and loaded as they are
+    loss = model(torch.ones(4, 3, dtype=torch.int64)).float().pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    shardwise.save(path.with_name("bf16"), model, optimizer)
+    other, other_optimizer = bf16(Setting(world_size, 1), 5)
+    shardwise.load(path.with_name("bf16"), other, other_optimizer)
+    problems += differences(
+        {n: full(p) for n, p in other.named_parameters()},
+        {n: full(p) for n, p in model.named_parameters()},
+    )
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    for name, p in ours.items():
+        problems += differences(
+            {k: full(v) for k, v in other_optimizer.state[theirs[name]].items()},
+            {k: full(v) for k, v in optimizer.state[p].items()},
+        )
+    return text, problems
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_another_master_dtype_is_only_loaded_with_cast(tmp_path: Path, world_size: int) -> None:
+    for text, problems in run_ranks(cast_between_masters, world_size, tmp_path / "c"):
+        assert "torch.float32 there and torch.bfloat16 here" in text and "cast=True" in text
+        assert not problems
+
+
+def load_parameters_alone(rank: int, world_size: int, path: Path) -> list[str]:
+    run = build(Setting(world_size))
+    steps(run, 0)
+    shardwise.save(path, run.model, run.optimizer)
+    other = build(Setting(world_size, 2, "flat"), seed=3)
+    steps(other, 5)
+    before = truth_of(other)
+    shardwise.load(path, other.model)
+    after, saved = truth_of(other), truth_of(run)
+    expected = {k: saved[k] if k.split()[0] in ("param", "buffer") else before[k] for k in before}
+    return differences(after, expected)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_without_an_optimizer_parameters_and_buffers_alone_are_loaded(
+    tmp_path: Path, world_size: int
+) -> None:
+    assert run_ranks(load_parameters_alone, world_size, tmp_path / "c") == [[]] * world_size
+
+
+def load_before_the_first_step(rank: int, world_size: int, path: Path) -> list[str]:
+    run = build(Setting(world_size))
+    shardwise.save(path, run.model, run.optimizer, extra=run.extra)
+    straight = truth_of(run)
+    problems = []
+    for used in (False, True):
+        other = build(Setting(world_size), seed=3)
+        if used:
+            steps(other, 7, 8)
+        shardwise.load(path, other.model, other.optimizer, extra=other.extra)
+        problems += differences(truth_of(other), straight)
+        assert all(not state for state in other.optimizer.state.values())
+    first = steps(run, 0)
+    return problems if steps(other, 0) == first else [*problems, "another loss"]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_save_before_the_first_step_takes_the_state_away(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(load_before_the_first_step, world_size, tmp_path / "c") == [[]] * world_size
+
+
+def load_into_used_memory(rank: int, world_size: int, path: Path) -> list[bool]:
+    run = build(Setting(world_size))
+    steps(run, 0)
+    shardwise.save(path, run.model, run.optimizer)
+    other = build(Setting(world_size), seed=3)
+    steps(other, 4, 5)
+    loss = other.model(torch.ones(2, 3, dtype=torch.int64)).sum()
+    loss.backward()
+    params = list(other.model.parameters())
+    assert any(p.grad is not None for p in params)
+
+    def memory() -> list[int]:
+        tensors = [p.to_local() for p in params]
+        states = [other.optimizer.state[p] for p in params if p in other.optimizer.state]
+        tensors += [s[key].to_local() for s in states if s for key in ("exp_avg", "exp_avg_sq")]
+        tensors += list(other.model.buffers())
+        return [t.data_ptr() for t in tensors]
+
+    before = memory()
+    shardwise.load(path, other.model, other.optimizer)
+    return [memory() == before, all(p.grad is None for p in params), len(before) > len(params)]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_memory_is_used_again_and_gradients_are_dropped(tmp_path: Path, world_size: int) -> None:
+    assert all(map(all, run_ranks(load_into_used_memory, world_size, tmp_path / "c")))
+
+
+class Counter(nn.Module):
+    """Keeps a state that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.seen: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def load_module_state(rank: int, world_size: int, path: Path) -> list[Any]:
+    models = [shardwise.shard(nn.Sequential(Counter(), nn.Linear(3, 2))) for _ in range(2)]
+    models[0][0].seen = {"rank": rank, "amax": torch.arange(3) + rank, (1, "x"): {2, 3}}
+    shardwise.save(path, models[0])
+    shardwise.load(path, models[1])
+    seen = models[1][0].seen
+    return [seen["rank"], seen["amax"].tolist(), seen[1, "x"]]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_modules_own_state_comes_back_to_each_rank(tmp_path: Path, world_size: int) -> None:
+    found = run_ranks(load_module_state, world_size, tmp_path / "c")
+    assert found == [[r, [r, r + 1, r + 2], {2, 3}] for r in range(world_size)]
+
+
+def draws() -> list[Any]:
+    return [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
+
+
+def save_generators(rank: int, world_size: int, path: Path) -> list[Any]:
+    run = build(Setting(world_size))
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    draws()
+    shardwise.save(path, run.model)
+    return draws()
+
+
+def load_generators(rank: int, world_size: int, path: Path) -> list[Any]:
+    run = build(Setting(world_size))
+    found = []
+    for _ in range(2):
+        shardwise.load(path, run.model)
+        found.append(draws())
+    assert found[0] == found[1]
+    torch.manual_seed(9)
+    expected = torch.rand(1)
+    torch.manual_seed(9)
+    shardwise.load(path, run.model, restore_generators=False)
+    assert torch.equal(torch.rand(1), expected)
+    return found[0]
+
+
+def test_generators_go_on_where_they_were_or_are_derived(tmp_path: Path) -> None:
+    straight = run_ranks(save_generators, 2, tmp_path / "c")
+    assert straight[0] != straight[1]
+    assert run_ranks(load_generators, 2, tmp_path / "c") == straight
+    derived = run_ranks(load_generators, 3, tmp_path / "c")
+    for kind in range(3):
+        assert len({str(of_rank[kind]) for of_rank in (*derived, *straight)}) == 5
+    assert run_ranks(load_generators, 3, tmp_path / "c") == derived
+
+
+class Wrapped(nn.Module):
+    def __init__(self, wrap: str) -> None:
+        super().__init__()
+        inner: list[nn.Module] = [nn.Linear(4, 5), nn.Linear(5, 4)]
+        if wrap == "checkpoint":
+            inner = [checkpoint_wrapper(layer) for layer in inner]
+        elif wrap == "compile":
+            inner = [torch.compile(layer, backend="eager") for layer in inner]  # type: ignore[misc]
+        self.layers = nn.ModuleList(inner)
+
+
+def load_through_wrappers(rank: int, world_size: int, root: Path) -> list[list[str]]:
+    models = {}
+    for number, wrap in enumerate(("plain", "checkpoint", "compile")):
+        torch.manual_seed(number)
+        models[wrap] = shardwise.shard(Wrapped(wrap), units=[nn.Linear])
+    found = []
+    for wrap, model in models.items():
+        shardwise.save(root / wrap, model)
+        expected = {str(n): full(p) for n, p in enumerate(model.parameters())}
+        for other in models.values():
+            shardwise.load(root / wrap, other)
+            actual = {str(n): full(p) for n, p in enumerate(other.parameters())}
+            found.append(differences(actual, expected))
+    return found
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_names_do_not_depend_on_wrappers(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(load_through_wrappers, world_size, tmp_path) == [[[]] * 9] * world_size
+
+
+def tie_and_untie(rank: int, world_size: int, root: Path) -> list[Any]:
+    tied, untied = build(Setting(world_size)), build(Setting(world_size), 2, Untied)
+    problems = []
+    steps(tied, 0)
+    shardwise.save(root / "tied", tied.model, tied.optimizer)
+    steps(untied, 1)
+    shardwise.load(root / "tied", untied.model, untied.optimizer)
+    expected = truth_of(tied)
+    for kind in ("param ", "state "):
+        problems += differences(
+            {k: v for k, v in truth_of(untied).items() if k.startswith(kind)},
+            {k: v for k, v in expected.items() if k.startswith(kind)},
+        )
+    with torch.no_grad():
+        untied.model.head.weight.mul_(2)
+    shardwise.save(root / "untied", untied.model, untied.optimizer)
+    other = build(Setting(world_size, 1), seed=4)
+    shardwise.load(root / "untied", other.model, other.optimizer)
+    other.schedule, other.scaler = tied.schedule, tied.scaler
+    return [*problems, *differences(truth_of(other), expected)]
+
+
+class Untied(Net):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_tied_weights_load_into_both_and_of_two_the_first_is_taken(
+    tmp_path: Path, world_size: int
+) -> None:
+    assert run_ranks(tie_and_untie, world_size, tmp_path) == [[]] * world_size
+
+
+# ----------------------------------------------------------- whether what was loaded is also used
+
+
+def load_between_passes(rank: int, world_size: int, path: Path) -> list[str]:
+    """Load while full copies are fresh; the next pass must use the values that were loaded."""
+    problems = []
+    tokens = torch.arange(9).view(3, 3)
+    for precision in ("fp32", "bf16"):
+        for stage in range(4):
+            for units in ("found", "few", "root"):
+                run = _with_units(world_size, stage, precision, units, seed=1)
+                folder = path / f"{precision}{stage}{units}"
+                shardwise.save(folder, run)
+                run.eval()
+                with torch.no_grad():
+                    expected = run(tokens)
+                other = _with_units(world_size, stage, precision, units, seed=2).eval()
+                with torch.no_grad():
+                    before = other(tokens)
+                    shardwise.load(folder, other)
+                    found = other(tokens)
+                other(tokens).sum().backward()
+                shardwise.load(folder, other)
+                again = other(tokens)
+                if not (torch.equal(found, expected) and torch.equal(again, expected)):
+                    problems.append(f"{precision}, stage {stage}, {units}: old values")
+                assert not torch.equal(before, expected)
+    return problems
+
+
+class Holder(nn.Module):
+    """A unit with fewer elements than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.sum()
+
+
+class Holding(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+
+    def forward(self, tokens: Tensor, norm: bool = True) -> Tensor:
+        return self.holder(super().forward(tokens, norm))
+
+
+def _with_units(world_size: int, stage: int, precision: str, units: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    chosen = {"found": None, "few": [Holder], "root": [Holding]}[units]
+    return shardwise.shard(Holding(), stage=stage, precision=precision, units=chosen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_the_next_pass_uses_what_was_loaded(tmp_path: Path, world_size: int) -> None:
+    found = run_ranks(load_between_passes, world_size, tmp_path, timeout_s=30)
+    assert found == [[]] * world_size
+
+
+def cast_between_passes(rank: int, world_size: int, path: Path) -> list[bool]:
+    """Load with a cast while full copies are fresh; the last rank has no element of one unit."""
+    found = []
+    tokens = torch.arange(9).view(3, 3)
+    bf16 = shardwise.Precision(torch.bfloat16, torch.bfloat16, torch.float32)
+    for stage in (1, 2, 3):
+        torch.manual_seed(stage)
+        model = shardwise.shard(Holding(), units=[Holder])
+        shardwise.save(path / str(stage), model)
+        torch.manual_seed(7)
+        other = shardwise.shard(Holding(), stage=stage, units=[Holder], precision=bf16).eval()
+        with torch.no_grad():
+            before = other(tokens)
+            shardwise.load(path / str(stage), other, cast=True)
+            after = other(tokens)
+            close = torch.allclose(after.float(), model.eval()(tokens), rtol=0.1, atol=0.1)
+        found += [close, not torch.equal(before, after)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_the_next_pass_uses_what_was_cast(tmp_path: Path, world_size: int) -> None:
+    assert all(map(all, run_ranks(cast_between_passes, world_size, tmp_path, timeout_s=30)))
+
+
+def backward_over_a_load(rank: int, world_size: int, path: Path) -> bool:
+    run = build(Setting(world_size))
+    shardwise.save(path, run.model)
+    loss = run.model(torch.ones(2, 3, dtype=torch.int64)).pow(2).sum()
+    shardwise.load(path, run.model)
+    try:
+        loss.backward()
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_backward_pass_over_a_load_is_refused(tmp_path: Path, world_size: int) -> None:
+    assert all(run_ranks(backward_over_a_load, world_size, tmp_path / "c"))
+
+
+def break_and_heal(rank: int, world_size: int, root: Path) -> list[Any]:
+    run = build(Setting(world_size))
+    steps(run, 0)
+    for name in ("good", "bad"):
+        shardwise.save(root / name, run.model, run.optimizer, extra=run.extra)
+    truth = truth_of(run)
+    if rank == 0:
+        file = root / "bad" / f"rank{world_size - 1:05d}-0.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    other = build(Setting(world_size), seed=3)
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+
+    def load(name: str) -> None:
+        shardwise.load(root / name, other.model, other.optimizer, extra=other.extra)
+
+    texts = [message(DamagedCheckpoint, lambda: load("bad"))]
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            texts.append(message(StateError, lambda: other.model(tokens)))
+    load("good")
+    problems = differences(truth_of(other), truth)
+    return [texts, problems, steps(other, 1) == steps(run, 1)]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+def test_a_broken_load_stops_training_until_a_good_one(tmp_path: Path, world_size: int) -> None:
+    results = run_ranks(break_and_heal, world_size, tmp_path)
+    for texts, problems, same_loss in results:
+        assert texts == results[0][0]
+        assert f"rank{world_size - 1:05d}-0.safetensors" in texts[0] and "is damaged" in texts[0]
+        assert "not to be used" in texts[1] and texts[1] == texts[2]
+        assert not problems and same_loss

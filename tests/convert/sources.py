@@ -1,0 +1,76 @@
+"""A checkpoint in memory for tests, which counts what is read of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.container import dtype_name
+from shardwise.checkpoint.source import Kind, OptimizerInfo, Source, TensorInfo
+
+
+class MemorySource:
+    """A `Source` of given tensors; they are read in the order in which they were added."""
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor] | None = None,
+        *,
+        tied: Mapping[str, str] | None = None,
+        optimizer: OptimizerInfo | None = None,
+    ) -> None:
+        self.where = "memory"
+        self.tensors: list[TensorInfo] = []
+        self.step: int | None = None
+        self.optimizer = optimizer
+        self.extra: Mapping[str, Any] = {}
+        self.tied = dict(tied or {})
+        self.largest_read_bytes = 0
+        self.total_read_bytes = 0
+        self._data: dict[str, torch.Tensor] = {}
+        for name, tensor in (params or {}).items():
+            self.add("param", name, tensor)
+
+    def add(self, kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> None:
+        dtype = dtype_name(tensor.dtype, name)
+        info = TensorInfo(kind, name, dtype, tuple(tensor.shape), state)
+        self.tensors.append(info)
+        self._data[info.key] = tensor.detach().flatten()
+
+    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+        piece = self._data[tensor.key][lo:hi].clone()
+        self.largest_read_bytes = max(self.largest_read_bytes, piece.nbytes)
+        self.total_read_bytes += piece.nbytes
+        return piece
+
+
+def whole_tensors(source: Source) -> dict[str, torch.Tensor]:
+    return {t.key: source.read(t, 0, t.numel).view(t.shape) for t in source.tensors}
+
+
+def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    flat = tensor.detach().flatten()
+    return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes()
+
+
+def all_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def odd_tensors() -> dict[str, torch.Tensor]:
+    """Many dtypes and shapes; small elements first, so that offsets would not be aligned."""
+    nan = torch.tensor([float("nan"), -0.0, float("inf")])
+    return {
+        "flag": torch.tensor([True, False, True]),
+        "byte": torch.arange(5, dtype=torch.uint8),
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(-2.5),
+        "count": torch.tensor(2**40 + 1),
+        "half": torch.randn(3, 5).half(),
+        "brain": torch.randn(7, 2, 3).bfloat16(),
+        "plain": torch.randn(11, 4),
+        "double": torch.randn(2).double(),
+        "odd": nan,
+        "wave": torch.randn(3, dtype=torch.complex64),
+        "eight": torch.randn(9).to(torch.float8_e4m3fn),
+    }

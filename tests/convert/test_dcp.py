@@ -1,0 +1,214 @@
+"""Folders that dcp.save wrote: every element comes back, under its right name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ranks import run_ranks
+from shardwise.checkpoint.source import TensorInfo
+from shardwise.convert.dcp import DcpSource, open_dcp
+from shardwise.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+Full = dict[str, torch.Tensor]
+
+
+class Net(torch.nn.Module):
+    """Uneven on 2 and 3 ranks, with a buffer of each kind and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(5, 7)
+        self.norm = torch.nn.BatchNorm1d(7)
+        self.last = torch.nn.Linear(7, 1, bias=False)
+        self.frozen = torch.nn.Parameter(torch.randn(4, 2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))) + self.frozen.sum()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(6, 5, generator=generator)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in trained if p.ndim == 1], "lr": 0.25},
+    ]
+    return torch.optim.AdamW(groups, lr=0.125)
+
+
+def full(value: Any) -> torch.Tensor:
+    tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.detach().clone()
+
+
+def save_fsdp(rank: int, world: int, folder: str, layout: str) -> tuple[Full, dict[str, Full]]:
+    """Save an FSDP2 model and its AdamW; return all of its tensors, gathered."""
+    model = Net()
+    for module in (model.first, model.last, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=layout.startswith("flat"))
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.save(layouts(weights, states)[layout], checkpoint_id=folder)
+    moments = {
+        name: {key: full(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return {name: full(value) for name, value in weights.items()}, moments
+
+
+def layouts(weights: Any, states: Any) -> dict[str, Any]:
+    extra = {"sampler": {"epoch": 3, "seeds": [1, 2], "rng": torch.arange(3)}, "tag": ("a", None)}
+    return {
+        "nested": {"model": weights, "optim": states, "user": extra},
+        "deep": {"app": {"model": weights, "optimizer": states}, "user": extra},
+        "flat under a key": {"model": weights, "optimizer": states, "user": extra},
+        "flat, model at the top": {**weights, "optimizer": states, "user": extra},
+        "flat, all at the top": {**weights, **states, "user": extra},
+    }
+
+
+def table(source: DcpSource) -> dict[tuple[str, str], TensorInfo]:
+    return {(info.name, info.state): info for info in source.tensors}
+
+
+def whole(source: DcpSource, info: TensorInfo) -> torch.Tensor:
+    return source.read(info, 0, info.numel).view(info.shape)
+
+
+def check_slices(source: DcpSource, info: TensorInfo, expected: torch.Tensor) -> None:
+    flat = expected.reshape(-1)
+    for lo in range(0, flat.numel() + 1, 2):
+        for hi in {lo, min(lo + 3, flat.numel()), flat.numel()}:
+            assert torch.equal(source.read(info, lo, hi), flat[lo:hi]), (info, lo, hi)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(2, layout) for layout in layouts({}, {})] + [(1, "nested"), (3, "nested")],
+)
+def test_fsdp_checkpoints_come_back_element_by_element(
+    world: int, layout: str, tmp_path: Path
+) -> None:
+    weights, moments = run_ranks(save_fsdp, world, str(tmp_path / "c"), layout)[0]
+    source = open_dcp(tmp_path / "c")
+    infos = table(source)
+    assert set(infos) == {(name, "") for name in weights} | {
+        (name, key) for name, states in moments.items() for key in states
+    }
+    for name, expected in weights.items():
+        check_slices(source, infos[name, ""], expected)
+        assert infos[name, ""].kind == ("buffer" if name.endswith("tracked") else "param")
+    for name, states in moments.items():
+        for key, expected in states.items():
+            check_slices(source, infos[name, key], expected)
+    assert source.step == 2
+    assert source.optimizer is not None
+    groups = {
+        tuple(sorted(g["params"])): (g["lr"], g["weight_decay"]) for g in source.optimizer.groups
+    }
+    assert groups == {
+        ("first.weight", "last.weight"): (0.125, 0.5),
+        ("first.bias", "norm.bias", "norm.weight"): (0.25, 0.01),
+    }
+    assert source.optimizer.groups[0]["betas"] == (0.9, 0.999)
+    user = source.extra["user"]
+    assert user["sampler"].pop("rng").tolist() == [0, 1, 2]
+    assert user == {"sampler": {"epoch": 3, "seeds": [1, 2]}, "tag": ("a", None)}
+    assert set(source.extra) == {"user"}
+
+
+def save_cut(rank: int, world: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    columns = distribute_tensor(torch.arange(35.0).view(5, 7), mesh, [Shard(1)])
+    same = distribute_tensor(torch.arange(6).view(2, 3), mesh, [Replicate()])
+    dcp.save({"model": {"columns": columns, "same": same}}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_tensors_cut_by_columns_or_replicated_are_put_together(world: int, tmp_path: Path) -> None:
+    run_ranks(save_cut, world, str(tmp_path))
+    source = open_dcp(tmp_path)
+    infos = table(source)
+    check_slices(source, infos["columns", ""], torch.arange(35.0).view(5, 7))
+    check_slices(source, infos["same", ""], torch.arange(6).view(2, 3))
+
+
+def save(folder: Path, state: Any) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("key", [None, "model", "module"])
+def test_a_model_alone_is_found(key: str | None, tmp_path: Path) -> None:
+    weights = get_model_state_dict(Net())
+    source = open_dcp(save(tmp_path / "c", weights if key is None else {key: weights}))
+    assert {info.name for info in source.tensors} == set(weights)
+    assert source.optimizer is None
+    assert source.step is None
+    assert source.extra == {}
+
+
+def test_of_two_models_the_optimizers_is_taken_and_the_other_is_extra(tmp_path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer = make_optimizer(model)
+    train(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    folder = save(tmp_path / "c", {"ema": other.state_dict(), "model": weights, "optim": states})
+    source = open_dcp(folder)
+    check_slices(source, table(source)["first.weight", ""], model.first.weight.detach())
+    assert torch.equal(source.extra["ema"]["first.weight"], other.first.weight)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}}, "which of 'a', 'b' is the model"),
+        ({"values": 3}, "no tensor in it"),
+        (
+            {"model": {"w": torch.ones(1)}, "a": {"param_groups": [{"params": ["w"]}]}}
+            | {"b": {"param_groups": [{"params": ["w"]}]}},
+            "several optimizers, at 'a', 'b'",
+        ),
+        (
+            {"model": {"w": torch.ones(1)}, "o": {"param_groups": [{"params": [0], "lr": 1.0}]}},
+            "numbers its parameters",
+        ),
+        (
+            {"model": {"w": torch.ones(1)}, "o": {"param_groups": [{"params": ["x"], "lr": 1.0}]}},
+            "updates 'x', but no model",
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_refused_and_not_guessed(
+    state: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_dcp(save(tmp_path / "c", state))
+
+
+def test_a_folder_that_is_none_is_refused_in_words(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError, match="expected a folder written by"):
+            open_dcp(folder)

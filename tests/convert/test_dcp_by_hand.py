@@ -1,0 +1,243 @@
+"""DCP folders written by hand, with torch's own classes: any cut is read, any lie is refused."""
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import metadata as names
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from shardwise.convert.dcp import open_dcp
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def write(folder: Path, tensor: torch.Tensor, boxes: list[Box]) -> names.Metadata:
+    """Write one tensor cut into boxes (offsets, lengths); return the table, not yet saved."""
+    folder.mkdir(parents=True, exist_ok=True)
+    storage, at = {}, 0
+    with open(folder / "__0_0.distcp", "wb") as file:
+        for offsets, lengths in boxes:
+            cut = tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+            torch.save(cut.clone(), file)
+            index = names.MetadataIndex("w", torch.Size(offsets))
+            storage[index] = _StorageInfo("__0_0.distcp", at, file.tell() - at)
+            at = file.tell()
+    chunks = [names.ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
+    properties = names.TensorProperties(tensor.dtype)
+    entry = names.TensorStorageMetadata(properties, tensor.size(), chunks)
+    return names.Metadata({"w": entry}, {"w": ("w",)}, storage, names.StorageMeta())
+
+
+def put(folder: Path, table: Any) -> Path:
+    (folder / ".metadata").write_bytes(pickle.dumps(table))
+    return folder
+
+
+def cuts(size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    def pairs(inner: set[int]) -> list[tuple[int, int]]:
+        borders = [0, *sorted(inner), size]
+        return [(a, b - a) for a, b in pairwise(borders)]
+
+    return (
+        st.sets(st.integers(1, size - 1), max_size=3).map(pairs) if size > 1 else st.just([(0, 1)])
+    )
+
+
+@given(st.data(), st.lists(st.integers(1, 5), max_size=3))
+def test_any_grid_of_boxes_gives_every_slice(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: list[int]
+) -> None:
+    boxes: list[Box] = [((), ())]
+    for size in shape:
+        sides = data.draw(cuts(size))
+        boxes = [((*o, a), (*n, b)) for o, n in boxes for a, b in sides]
+    tensor = torch.arange(prod(shape)).view(shape)
+    folder = tmp_path_factory.mktemp("grid")
+    source = open_dcp(put(folder, write(folder, tensor, data.draw(st.permutations(boxes)))))
+    lo = data.draw(st.integers(0, tensor.numel()))
+    hi = data.draw(st.integers(lo, tensor.numel()))
+    assert source.read(source.tensors[0], lo, hi).tolist() == list(range(lo, hi))
+
+
+HALVES: list[Box] = [((0, 0), (2, 3)), ((2, 0), (2, 3))]
+W = torch.arange(12.0).view(4, 3)
+
+
+def lies() -> Iterator[tuple[str, Callable[[Path, names.Metadata], None], type, str]]:
+    """Yield (what is wrong, how to make it so, the error, what it says)."""
+
+    def info(table: names.Metadata, **fields: Any) -> None:
+        key = names.MetadataIndex("w", torch.Size((2, 0)))
+        old = vars(table.storage_data[key])
+        table.storage_data[key] = _StorageInfo(**{**old, **fields})
+
+    def chunk(table: names.Metadata, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+        table.state_dict_metadata["w"].chunks[1] = names.ChunkStorageMetadata(
+            torch.Size(offsets), torch.Size(lengths)
+        )
+
+    def other_class(table: names.Metadata) -> None:
+        table.state_dict_metadata["w"] = names.BytesStorageMetadata()
+
+    for path in ("../x", "/etc/passwd", "..", "a/b", "", "a\0b"):
+        yield (
+            f"path {path!r}",
+            lambda f, t, p=path: info(t, relative_path=p),
+            CheckpointError,
+            "no plain file name",
+        )
+    yield "a link", lambda f, t: (_link(f), None)[1], CheckpointError, "symbolic link"
+    yield (
+        "no file",
+        lambda f, t: info(t, relative_path="gone"),
+        DamagedCheckpoint,
+        "gone is missing",
+    )
+    yield "past the end", lambda f, t: info(t, length=1 << 40), DamagedCheckpoint, "cut short"
+    yield "negative", lambda f, t: info(t, offset=-1), DamagedCheckpoint, "a size was expected"
+    yield "shared bytes", lambda f, t: info(t, offset=3), DamagedCheckpoint, "shares bytes"
+    yield (
+        "compressed",
+        lambda f, t: info(t, transform_descriptors=["zstd"]),
+        CheckpointError,
+        "compressed",
+    )
+    yield "overlap", lambda f, t: chunk(t, (1, 0), (3, 3)), DamagedCheckpoint, "in no file"
+    yield "outside", lambda f, t: chunk(t, (2, 0), (3, 3)), DamagedCheckpoint, "outside of it"
+    yield "a gap", lambda f, t: chunk(t, (2, 0), (1, 3)), DamagedCheckpoint, "only 9 of 12"
+    yield (
+        "no chunks",
+        lambda f, t: t.state_dict_metadata["w"].chunks.clear(),
+        DamagedCheckpoint,
+        "only 0 of 12",
+    )
+    yield (
+        "not in the table",
+        lambda f, t: t.storage_data.clear(),
+        DamagedCheckpoint,
+        "'w'.* is in no file",
+    )
+    yield "another kind", lambda f, t: other_class(t), DamagedCheckpoint, "'w' is in no file"
+    yield (
+        "no table",
+        lambda f, t: setattr(t, "state_dict_metadata", [1]),
+        DamagedCheckpoint,
+        "not a table",
+    )
+    yield (
+        "a long shape",
+        lambda f, t: setattr(t.state_dict_metadata["w"], "size", torch.Size([1] * 99)),
+        DamagedCheckpoint,
+        "not a whole pickle",
+    )
+
+
+def _link(folder: Path) -> None:
+    (folder / "__0_0.distcp").rename(folder / "real")
+    (folder / "__0_0.distcp").symlink_to("real")
+
+
+@pytest.mark.parametrize(
+    ("lie", "error", "says"), [pytest.param(*rest, id=name) for name, *rest in lies()]
+)
+def test_a_table_that_lies_is_refused_when_it_is_opened(
+    lie: Callable[[Path, names.Metadata], None], error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    made = write(tmp_path, W, HALVES)
+    lie(tmp_path, made)
+    with pytest.raises(error, match=says):
+        open_dcp(put(tmp_path, made))
+
+
+def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
+    made = write(tmp_path, W, [((0, 0), (2, 3)), ((1, 0), (2, 3))])
+    with pytest.raises(DamagedCheckpoint, match="overlap"):
+        open_dcp(put(tmp_path, made))
+
+
+def test_a_chunk_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
+    for wrong in (W.double(), W[:, :2]):
+        made = write(tmp_path, W, HALVES)
+        lying = write(tmp_path, wrong, [((0, 0), (2, wrong.size(1))), ((2, 0), (2, wrong.size(1)))])
+        made.storage_data = lying.storage_data
+        source = open_dcp(put(tmp_path, made))
+        with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp, tensor 'w'"):
+            source.read(source.tensors[0], 0, 12)
+
+
+class Runs:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("where", ["metadata", "planner_data", "value", "tensor"])
+def test_code_in_a_folder_is_refused_and_never_runs(where: str, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    hostile = Runs(f"touch {marker}")
+    folder = tmp_path / "c"
+    made = write(folder, W, HALVES)
+    if where == "metadata":
+        put(folder, hostile)
+    elif where == "planner_data":
+        made.planner_data = {"w": ("w",), "x": hostile}
+        put(folder, made)
+    else:
+        made = write(folder, W, [((0, 0), (4, 3))])
+        with open(folder / "bad", "wb") as file:
+            torch.save(hostile, file)
+        info = _StorageInfo("bad", 0, (folder / "bad").stat().st_size)
+        if where == "tensor":
+            made.storage_data = dict.fromkeys(made.storage_data, info)
+        else:
+            made.state_dict_metadata["v"] = names.BytesStorageMetadata()
+            made.storage_data[names.MetadataIndex("v")] = info
+        put(folder, made)
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        source = open_dcp(folder)
+        source.read(source.tensors[0], 0, 12)
+        _ = source.extra
+    assert not marker.exists()
+
+
+def test_a_flipped_bit_in_a_chunk_is_found_and_named(tmp_path: Path) -> None:
+    put(tmp_path, write(tmp_path, W, HALVES))
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.arange(6.0, 12.0).numpy().tobytes())
+    data[at + 5] ^= 1
+    path.write_bytes(data)
+    source = open_dcp(tmp_path)
+    assert source.read(source.tensors[0], 0, 6).tolist() == W[:2].reshape(-1).tolist()
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp, tensor 'w'.* not those that were"):
+        source.read(source.tensors[0], 6, 12)
+
+
+@given(st.data())
+def test_any_change_of_the_table_gives_the_tensor_or_our_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    table = bytearray(pickle.dumps(write(folder, W, HALVES)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
+    (folder / ".metadata").write_bytes(table)
+    try:
+        source = open_dcp(folder)
+        for info in source.tensors:
+            source.read(info, 0, info.numel)
+        _ = source.extra, source.step
+    except CheckpointError as error:
+        assert str(folder) in str(error)

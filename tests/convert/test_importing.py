@@ -1,0 +1,207 @@
+"""A source of any format becomes a checkpoint that verifies, and loads on any number of ranks."""
+
+import errno
+import weakref
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from checkpoint.disk import Fault, FaultyFiles
+from checkpoint.saving import Net, Run, Setting, adamw, build, differences, take_step, truth_of
+from convert.sources import MemorySource, all_bits, odd_tensors, whole_tensors
+from ranks import run_ranks
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
+from shardwise.checkpoint.verify import verify
+from shardwise.convert.importing import import_source
+from shardwise.errors import CheckpointError, DamagedCheckpoint
+
+FILES = RealFiles()
+
+
+def plain_run() -> Run:
+    """Train without Shardwise for two steps."""
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = adamw(model)
+    for step in range(2):
+        tokens = torch.arange(12).view(4, 3) % 11 + step % 2
+        model(tokens % 11).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.0123
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+    scaler.scale(torch.ones(()))
+    return Run(model, optimizer, schedule, scaler)
+
+
+def source_of(run: Run) -> MemorySource:
+    """Describe a plain run as other formats would: names, and values beside the tensors."""
+    model, optimizer = run.model, run.optimizer
+    names = {id(p): name for name, p in reversed(list(model.named_parameters()))}
+    groups = tuple(
+        {**group, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    )
+    values = {names[id(p)]: {"odd": (1, 2)} for p in list(optimizer.state)[:1]}
+    source = MemorySource(
+        dict(model.named_parameters()),
+        tied={"head.weight": "embedding.weight"},
+        optimizer=OptimizerInfo("AdamW", groups, values),
+    )
+    for name, buffer in model.named_buffers():
+        if name != "scratch":
+            source.add("buffer", name, buffer)
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            source.add("optimizer", names[id(param)], value, key)
+    source.step = 2
+    source.extra = {key: value.state_dict() for key, value in run.extra.items()}
+    return source
+
+
+def load_and_gather(rank: int, _: int, path: Path, setting: Setting) -> dict[str, Any]:
+    run = build(setting, seed=9)
+    loaded = shardwise.load(path, run.model, run.optimizer, extra=run.extra)
+    assert loaded.step == 2
+    return truth_of(run)
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(1, 0), Setting(3, 3, "rows"), Setting(3, 1, "flat", "linear")], ids=str
+)
+def test_a_plain_run_goes_on_sharded_with_every_bit_of_its_state(
+    tmp_path: Path, setting: Setting
+) -> None:
+    run = plain_run()
+    written = import_source(source_of(run), tmp_path / "ours", files=FILES)
+    assert written.path == tmp_path / "ours"
+    expected = truth_of(run)
+    key = next(iter(run.optimizer.state))
+    name = next(n for n, p in run.model.named_parameters() if p is key)
+    names = [name, "head.weight"] if name == "embedding.weight" else [name]
+    expected |= {f"state {n} odd": (1, 2) for n in names}
+    for truth in run_ranks(load_and_gather, setting.num_ranks, written.path, setting):
+        assert not differences(truth, expected)
+
+
+def train_and_save(rank: int, _: int, path: Path, setting: Setting) -> dict[str, Any]:
+    run = build(setting)
+    for step in range(2):
+        take_step(run, step)
+    shardwise.save(path, run.model, run.optimizer, step=2, extra=run.extra)
+    return truth_of(run)
+
+
+def test_a_sharded_checkpoint_becomes_one_of_a_single_rank(tmp_path: Path) -> None:
+    saved = run_ranks(train_and_save, 3, tmp_path / "run", Setting(3, 3, "flat"))
+    with closing(Checkpoint(FILES, tmp_path / "run" / "step-00000002")) as source:
+        written = import_source(source, tmp_path / "whole", files=FILES)
+    assert verify(FILES, written.path).ok
+    (truth,) = run_ranks(load_and_gather, 1, written.path, Setting(1, 2))
+    assert not differences(truth, saved[0])
+
+
+def test_all_of_a_source_comes_back_to_the_bit(tmp_path: Path) -> None:
+    groups = (
+        {"lr": torch.tensor(0.1), "betas": (0.9, 0.999), "params": ["plain", "half"]},
+        {"lr": 1e-9, "foreach": None, "params": []},
+    )
+    state = {"plain": {"limit": torch.tensor([1.0, 2.0]), "note": "text"}}
+    source = MemorySource(
+        odd_tensors(), tied={"other": "plain"}, optimizer=OptimizerInfo("Any", groups, state)
+    )
+    source.add("optimizer", "plain", torch.randn(11, 4), "exp_avg")
+    source.add("buffer", "mean", torch.randn(3))
+    source.extra = {"loader": {"at": 7, "perm": torch.randperm(9)}, "none": None}
+    told: list[int] = []
+    written = import_source(source, tmp_path / "ours", files=FILES, progress=told.append)
+
+    assert verify(FILES, written.path).ok
+    with closing(Checkpoint(FILES, written.path)) as ours:
+        infos = [info for info in ours.tensors if info.name]
+        assert sorted(infos, key=str) == sorted(source.tensors, key=str)
+        found = {i.key: ours.read(i, 0, i.numel).view(i.shape) for i in infos}
+        assert all_bits(found) == all_bits(whole_tensors(source))
+        assert (ours.step, ours.tied) == (None, {"other": "plain"})
+        assert ours.optimizer is not None
+        assert str(ours.optimizer) == str(source.optimizer)
+        assert str(ours.extra) == str(source.extra)
+        assert ours.values_of(0)["generators"] == {}
+    assert sum(told) == sum(t.nbytes for t in whole_tensors(source).values())
+
+
+def test_a_given_step_wins_and_names_the_folder(tmp_path: Path) -> None:
+    source = MemorySource({"w": torch.ones(3)})
+    source.step = 5
+    assert import_source(source, tmp_path / "a", files=FILES).path == tmp_path / "a"
+    written = import_source(source, tmp_path / "run", files=FILES, step=7)
+    assert written.path == tmp_path / "run" / "step-00000007"
+    steps = [Checkpoint(FILES, path).step for path in (tmp_path / "a", written.path)]
+    assert steps == [5, 7]
+
+
+class Kept(bytearray):
+    """Memory of a tensor that tells when it is gone."""
+
+
+class OneAtATime(MemorySource):
+    """A source that counts how many of its large tensors are in memory when it is read."""
+
+    def __init__(self, params: dict[str, torch.Tensor]) -> None:
+        super().__init__(params)
+        self.given: list[weakref.ref[Kept]] = []
+        self.alive: list[int] = []
+
+    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+        self.alive.append(sum(ref() is not None for ref in self.given))
+        memory = Kept(super().read(tensor, lo, hi).numpy().tobytes())
+        self.given.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def test_one_large_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    source = OneAtATime({f"w{n}": torch.randn(9 << 18) for n in range(4)})
+    import_source(source, tmp_path / "ours", files=FILES)
+    assert source.alive == [0, 0, 0, 0]
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    class Damaged(MemorySource):
+        def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+            raise DamagedCheckpoint(f"weights.bin: tensor '{tensor.name}' is damaged")
+
+    source = Damaged({"w": torch.ones(3)})
+    with pytest.raises(DamagedCheckpoint, match=r"^weights.bin: tensor 'w' is damaged"):
+        import_source(source, tmp_path / "ours", files=FILES)
+    files = FaultyFiles(FILES, Fault(0, errno.ENOSPC, "write", lasting=True))
+    with pytest.raises(CheckpointError, match=f"errno {errno.ENOSPC}"):
+        import_source(MemorySource({"w": torch.ones(3)}), tmp_path / "ours", files=files)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_is_there_is_refused(tmp_path: Path) -> None:
+    source = MemorySource({"w": torch.ones(3)})
+    import_source(source, tmp_path / "ours", files=FILES)
+    with pytest.raises(CheckpointError, match="exists already"):
+        import_source(source, tmp_path / "ours", files=FILES)
+
+
+def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path: Path) -> None:
+    source = MemorySource({"w": torch.ones(3)})
+    source.extra = {"hook": print}
+    with pytest.raises(CheckpointError, match=r"extra\['hook'\]"):
+        import_source(source, tmp_path / "ours", files=FILES)
+    twice = MemorySource({"w": torch.ones(3)})
+    twice.add("buffer", "w", torch.ones(3))
+    with pytest.raises(CheckpointError, match=r"memory cannot be saved: .*two have one name"):
+        import_source(twice, tmp_path / "ours", files=FILES)
+    long = MemorySource({"w" * 5000: torch.ones(3)})
+    with pytest.raises(CheckpointError, match=r"www.* cannot be saved: .*4096"):
+        import_source(long, tmp_path / "ours", files=FILES)

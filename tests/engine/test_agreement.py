@@ -1,0 +1,362 @@
+"""Ranks that were not started alike are all told so, with the first difference, at the start."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from models import Block, Stack
+from ranks import run_ranks, start_ranks
+from shardwise import shard
+from shardwise.comm.control import SoloControl
+from shardwise.engine.agreement import agree, find_difference, name_ranks
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError
+
+
+class Meeting:
+    """Rows of ranks that are threads of this process."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.rows: list[bytes] = [b""] * num_ranks
+        self.barrier = threading.Barrier(num_ranks, timeout=10)
+        self.num_sent = 0
+
+
+class ThreadControl:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.num_ranks = meeting, rank, len(meeting.rows)
+
+    def exchange(self, row: bytes) -> list[bytes]:
+        self.meeting.rows[self.rank] = row
+        self.meeting.barrier.wait()
+        rows = list(self.meeting.rows)
+        if self.rank == 0:
+            self.meeting.num_sent += 1
+        self.meeting.barrier.wait()
+        assert len({len(r) for r in rows}) == 1
+        return rows
+
+    def broadcast(self, data: bytes) -> bytes:
+        self.meeting.rows[self.rank] = data
+        self.meeting.barrier.wait()
+        found = self.meeting.rows[0]
+        self.meeting.barrier.wait()
+        return found
+
+
+def differences(facts: list[list[str]]) -> tuple[list[str | None], int]:
+    """Return what each rank is told, and the number of exchanges."""
+    meeting = Meeting(len(facts))
+    found: list[Any] = ["not told"] * len(facts)
+
+    def run(rank: int) -> None:
+        found[rank] = find_difference(ThreadControl(meeting, rank), facts[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(facts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, meeting.num_sent
+
+
+FACTS = st.lists(
+    st.sampled_from(["a", "b", "\N{SNOWMAN}" * 3, "\N{GRINNING FACE}" * 400, "\ud800"])
+)
+
+
+@given(st.lists(FACTS, min_size=2, max_size=4))
+def test_all_ranks_are_told_the_same_and_only_where_they_differ(facts: list[list[str]]) -> None:
+    found, num_sent = differences(facts)
+    odd = [rank for rank, lines in enumerate(facts) if lines != facts[0]]
+    assert len(set(found)) == 1
+    told = found[0]
+    if not odd:
+        assert told is None and num_sent == 1
+        return
+    assert told is not None
+    first = min(_first(facts[rank], facts[0]) for rank in odd)
+    named = [r for r in odd if _first(facts[r], facts[0]) == first]
+    assert any(name_ranks([r])[5:] in told for r in named)
+    assert told.encode(errors="strict")  # no half character
+
+
+def _first(lines: list[str], of_rank_0: list[str]) -> int:
+    for index, (line, expected) in enumerate(zip(lines, of_rank_0, strict=False)):
+        if line != expected:
+            return index
+    return min(len(lines), len(of_rank_0))
+
+
+def test_ranks_with_the_same_difference_are_named_together() -> None:
+    found, _ = differences([["x", "y"], ["x"], ["x", "z"], ["x", "z"], ["w", "y"]])
+    assert found[0] == (
+        "rank 4 has [w] where rank 0 has [x]; rank 1 has nothing more where rank 0 has [y]; "
+        "ranks 2, 3 have [z] where rank 0 has [y]"
+    )
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks(range(30)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (30 in all)"
+    found, _ = differences([["x"], ["a"], ["b"], ["c"], ["d"], ["e"]])
+    assert found[0] is not None and found[0].endswith("; 2 further differences")
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    agree(SoloControl(), ["a"], "this")
+
+
+class Bag(nn.Module):
+    """Parameters and a buffer of given shapes, in a given order."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def _other_buffer() -> nn.Module:
+    model = Bag(a=(3, 2), b=(4,))
+    model.seen = torch.zeros(3)
+    return model
+
+
+def _frozen() -> nn.Module:
+    model = Bag(a=(3, 2), b=(4,))
+    model.b.requires_grad_(False)
+    return model
+
+
+def _tied(tied: bool) -> nn.Module:
+    model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)})
+    if tied:
+        model["two"].weight = model["one"].weight
+    return nn.Sequential(model)
+
+
+def _bag(**shapes: tuple[int, ...]) -> Callable[[], nn.Module]:
+    return lambda: Bag(**shapes)
+
+
+def _meta(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        with torch.device("meta"):
+            return make()
+
+    return made
+
+
+PLAIN = _bag(a=(3, 2), b=(4,))
+# What differs: model and settings of every rank but the last, those of the last rank, and what the
+# message must say of them.
+CASES: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any], str, str]] = {
+    "stage": (PLAIN, {"stage": 3}, PLAIN, {"stage": 2}, "[stage=3]", "[stage=2]"),
+    "layout": (PLAIN, {}, PLAIN, {"layout": "flat"}, "[layout=rows]", "[layout=flat]"),
+    "precision": (PLAIN, {}, PLAIN, {"precision": "bf16"}, "param=None", "param=torch.bfloat16"),
+    "prefetch": (PLAIN, {}, PLAIN, {"prefetch_bytes": 7}, "bytes=None]", "bytes=7]"),
+    "init": (PLAIN, {}, PLAIN, {"init": nn.init.zeros_}, "[init=NoneType]", "[init=zeros_]"),
+    "shape": (
+        *(PLAIN, {}, _bag(a=(3, 2), b=(5,)), {}),
+        "[parameter 'b' (4,) torch.float32, trainable, unit '(root)']",
+        "[parameter 'b' (5,) torch.float32, trainable, unit '(root)']",
+    ),
+    "extra": (PLAIN, {}, _bag(a=(3, 2), b=(4,), c=(1,)), {}, "[buffer 'seen'", "[parameter 'c'"),
+    "missing": (PLAIN, {}, _bag(b=(4,)), {}, "[parameter 'a'", "[parameter 'b'"),
+    "order": (PLAIN, {}, _bag(b=(4,), a=(3, 2)), {}, "[parameter 'a'", "[parameter 'b'"),
+    "dtype": (PLAIN, {}, lambda: PLAIN().double(), {}, "torch.float32, t", "torch.float64, t"),
+    "frozen": (
+        PLAIN,
+        {},
+        _frozen,
+        {},
+        "'b' (4,) torch.float32, trainable",
+        "torch.float32, frozen",
+    ),
+    "meta": (PLAIN, {"init": len}, _meta(PLAIN), {"init": len}, "float32, t", "float32 on meta, t"),
+    "tied": (
+        *(lambda: _tied(False), {}, lambda: _tied(True), {}),
+        "[parameter '0.one.bias'",
+        "[parameter '0.one.weight' tied to '0.two.weight']",
+    ),
+    "buffer": (PLAIN, {}, _other_buffer, {}, "[buffer 'seen' (2,)", "[buffer 'seen' (3,)"),
+    "units": (
+        *(Stack, {"units": [Block]}, Stack, {"units": [nn.Linear]}),
+        "[unit 'blocks.0' (Block)]",
+        "[unit 'blocks.0.up' (Linear)]",
+    ),
+    "class": (lambda: nn.Sequential(Block()), {}, lambda: Bag(), {}, "(Sequential)]", "(Bag)]"),
+    "refused setting": (PLAIN, {}, PLAIN, {"stage": 5}, "[no error]", "[ConfigError: stage=5: exp"),
+    "refused model": (
+        *(PLAIN, {}, lambda: nn.ModuleList([PLAIN()]), {}),
+        *("[no error]", "[ConfigError: model: a ModuleList has no forward"),
+    ),
+}
+
+
+def messages(rank: int, world_size: int, odd: int) -> dict[str, str]:
+    """Return what this rank is told where one rank is odd, and check that nothing has changed."""
+    found = {}
+    for case, (make, settings, make_odd, odd_settings, _, _) in CASES.items():
+        model = (make_odd if rank == odd else make)()
+        before = dict(model.named_parameters())
+        values = {n: p.detach().clone() for n, p in before.items()}
+        with pytest.raises(ConfigError) as error:
+            shard(model, **(odd_settings if rank == odd else settings))
+        found[case] = str(error.value)
+        after = dict(model.named_parameters())
+        for name, param in after.items():
+            assert type(param) is nn.Parameter and param is before[name]
+            assert param.is_meta or torch.equal(param, values[name])
+        assert after.keys() == before.keys() and not any(
+            m._forward_hooks or m._forward_pre_hooks for m in model.modules()
+        )
+    good = shard(Stack(), stage=3)  # and the ranks may go on
+    assert good(torch.ones(1, 8)).shape == (1, 5)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "odd"), [(2, 1), (3, 2), (3, 0)])
+def test_a_rank_that_differs_is_named_on_all_ranks_before_anything_is_changed(
+    world_size: int, odd: int
+) -> None:
+    by_rank = run_ranks(messages, world_size, odd)
+    assert all(found == by_rank[0] for found in by_rank)
+    names = "ranks 1, 2 have" if odd == 0 else f"rank {odd} has"
+    for case, (_, _, _, _, most, other) in CASES.items():
+        told = by_rank[0][case]
+        here, there = (other, most) if odd == 0 else (most, other)
+        left, right = told.split(" where rank 0 has ")
+        assert left.startswith(f"shard(): the ranks differ: {names} ") and there in left, told
+        assert here in right and "Start every rank with the same" in right, told
+
+
+def different_versions(rank: int, world_size: int) -> str:
+    from shardwise.engine import agreement
+
+    kept = torch.__version__, agreement.__version__
+    try:
+        if rank == 1:
+            torch.__version__ = "2.12.1+elsewhere"
+        with pytest.raises(ConfigError) as torch_error:
+            shard(PLAIN())
+        torch.__version__ = kept[0]
+        if rank == 1:
+            agreement.__version__ = "9.9"
+        with pytest.raises(ConfigError) as own_error:
+            shard(PLAIN())
+    finally:
+        torch.__version__, agreement.__version__ = kept
+    return f"{torch_error.value}\n{own_error.value}"
+
+
+def test_other_versions_of_torch_and_of_shardwise_are_named() -> None:
+    told = run_ranks(different_versions, 2)
+    assert told[0] == told[1]
+    assert "rank 1 has [torch 2.12.1+elsewhere] where rank 0 has [torch 2." in told[0]
+    assert "rank 1 has [shardwise 9.9] where rank 0 has [shardwise " in told[0]
+
+
+def mesh_of_other_shape(rank: int, world_size: int) -> str:
+    one = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ConfigError) as error:
+        shard(PLAIN(), mesh=two if rank else one)
+    return str(error.value)
+
+
+def test_meshes_of_other_shapes_are_told() -> None:
+    told = run_ranks(mesh_of_other_shape, 2)
+    assert told[0] == told[1]
+    assert "[mesh of 1 replicas x 2 shards, cpu, axes ('dp',), ranks [0, 1]]" in told[0]
+    assert "[mesh of 2 replicas x 1 shards, cpu, " in told[0]
+
+
+def refuse_alike(rank: int, world_size: int) -> str:
+    with pytest.raises(ConfigError) as error:
+        shard(PLAIN(), stage=7)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_that_all_refuse_alike_say_only_why(world_size: int) -> None:
+    for told in run_ranks(refuse_alike, world_size):
+        assert told.startswith("stage=7: expected 0, 1, 2 or 3")
+
+
+def control_of(rank: int, world_size: int) -> tuple[list[bytes], bytes, int]:
+    """Exchange over two models' groups; also count the groups that torch knows of."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    first, second = (engine_of(shard(PLAIN())).comm.control for _ in range(2))
+    assert first.num_ranks == world_size and first.rank == rank
+    rows = first.exchange(bytes([rank])) + second.exchange(bytes([rank + 10]))
+    return rows, second.broadcast(bytes([rank])), len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("again", [False, True])  # a second call in the same processes
+def test_every_sharded_model_has_a_control_group_of_its_own(world_size: int, again: bool) -> None:
+    ranks = range(world_size)
+    expected = [bytes([r]) for r in ranks] + [bytes([r + 10]) for r in ranks]
+    for rows, sent, num_groups in run_ranks(control_of, world_size):
+        assert rows == expected and sent == b"\0" and num_groups == 0
+
+
+def control_beside_other_groups(rank: int, world_size: int) -> list[bytes]:
+    """The user has a group without this rank, and data parallelism is one axis of the mesh."""
+    dist.new_group([0])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = shard(PLAIN(), mesh=mesh, shard_axis="dp")
+    return engine_of(model).comm.control.exchange(bytes([rank]))
+
+
+def test_a_control_group_meets_beside_groups_that_not_all_ranks_have() -> None:
+    rows = run_ranks(control_beside_other_groups, 4)
+    assert rows == [[b"\0", b"\2"], [b"\1", b"\3"]] * 2
+
+
+def replica_ranks(rank: int, world_size: int) -> tuple[int, list[bytes]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    control = engine_of(shard(PLAIN(), mesh=mesh)).comm.control
+    return control.rank, control.exchange(bytes([rank]))
+
+
+def test_ranks_of_a_control_group_count_replica_by_replica() -> None:
+    rows = [bytes([r]) for r in range(4)]
+    assert run_ranks(replica_ranks, 4) == [(r, rows) for r in range(4)]
+
+
+def train_one_step(rank: int, world_size: int) -> Tensor:
+    model = shard(Stack(), stage=2)
+    model(torch.ones(2, 8)).sum().backward()
+    return torch.stack([p.grad.full_tensor().sum() for p in model.parameters()])
+
+
+def test_processes_end_cleanly_with_a_control_group() -> None:
+    sums = run_ranks(train_one_step, 3, fresh=True)
+    assert all(torch.equal(s, sums[0]) for s in sums)
+
+
+def fail_before_shard(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise OSError("no such file")
+    shard(PLAIN(), stage=3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_died_before_is_not_waited_for(world_size: int) -> None:
+    outcomes = start_ranks(fail_before_shard, world_size).wait(timeout_s=30)
+    assert outcomes[1].error_type == "OSError"
+    for outcome in outcomes:
+        if outcome.rank != 1:
+            assert outcome.error_type == "CollectiveError", outcome.describe()
+            assert "the ranks could not agree" in (outcome.error or "")

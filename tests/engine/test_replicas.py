@@ -1,0 +1,241 @@
+"""One flipped bit in a copy of the training state is found, and its rank and tensor are named."""
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from models import Stack
+from ranks import run_ranks
+from shardwise import shard
+from shardwise.engine.api import engine_of
+from shardwise.engine.replicas import check_replicas
+from shardwise.errors import ReplicaError, StateError
+from trainer import LAYOUTS, adamw
+
+NAME = "blocks.1.up.weight"
+ENDING = "test that rank's machine"
+
+
+class Noisy(Stack):
+    """With a scalar parameter, an integer one, a frozen one and statistics of each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().mean(0)
+        return super().forward(x) * self.scale
+
+
+def build(rank: int, num_steps: int = 1, fused: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Return a model and its optimizer after some steps on this rank's own data."""
+    torch.manual_seed(0)
+    model = shard(Noisy(), **options)
+    optimizer = adamw(model.parameters(), fused=fused)
+    random = torch.Generator().manual_seed(rank)
+    for _ in range(num_steps):
+        model(torch.randn(4, 8, generator=random)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def flip_bit(tensor: Tensor, element: int = 0, bit: int = 0) -> None:
+    """Flip one bit in memory, behind torch's back."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    assert tensor.numel() > element
+    address = tensor.data_ptr() + element * tensor.element_size() + bit // 8
+    ctypes.c_uint8.from_address(address).value ^= 1 << bit % 8
+
+
+def refusal(model: Any, optimizer: Any) -> str:
+    with pytest.raises(ReplicaError) as error:
+        check_replicas(model, optimizer)
+    return str(error.value)
+
+
+def flip_everywhere_once(rank: int, world_size: int, odd: int) -> list[str]:
+    """Flip a bit of each kind of state on one rank and back again; return what was said."""
+    said = []
+    for options in ({"stage": 0}, {"stage": 0, "layout": "flat", "precision": "bf16"}):
+        model, optimizer = build(rank, **options)
+        param = model.get_parameter(NAME)
+        state = optimizer.state[param]
+        for tensor in (param, state["exp_avg"], state["step"], model.counts):
+            if rank == odd:
+                flip_bit(tensor)
+            said.append(refusal(model, optimizer))
+            if rank == odd:
+                flip_bit(tensor)
+            check_replicas(model, optimizer)
+    return said
+
+
+@pytest.mark.parametrize(("world_size", "odd"), [(3, 1), (3, 0), (2, 1)])
+def test_a_flipped_bit_of_replicated_state_is_named_on_every_rank(
+    world_size: int, odd: int
+) -> None:
+    by_rank = run_ranks(flip_everywhere_once, world_size, odd)
+    assert all(said == by_rank[0] for said in by_rank)
+    places = [f"'{NAME}', value", f"'{NAME}', exp_avg", f"'{NAME}', step", "'counts', value"] * 2
+    others = ", ".join(str(r) for r in range(3) if r != odd)
+    blame = f"rank {odd} differs from ranks {others}. "
+    if world_size == 2:
+        blame = "ranks 0, 1 differ from each other, and no majority tells which is right. "
+    for said, place in zip(by_rank[0], places, strict=True):
+        assert f"differ: parameter {place}: {blame}" in said and said.endswith(ENDING), said
+
+
+def flip_in_full_copies(rank: int, world_size: int) -> list[str]:
+    said = []
+    for options in (
+        {"stage": 2},
+        {"stage": 1, "layout": "flat"},
+        {"stage": 2, "precision": "bf16"},
+        {"stage": 0, "precision": "bf16"},
+    ):
+        model, optimizer = build(rank, **options)
+        slot = next(s for u in engine_of(model).units for s in u.slots if s.name == NAME)
+        if rank == 2:
+            flip_bit(slot.leaf.data, element=5)  # stale: the step has changed the shards
+        check_replicas(model, optimizer)
+        with torch.no_grad():
+            model.eval()(torch.ones(2, 8))  # gathers it again
+        check_replicas(model, optimizer)
+        if rank == 2:
+            flip_bit(slot.leaf.data, element=5, bit=3)
+        said.append(refusal(model, optimizer))
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.is_floating_point():
+                    param.mul_(1)  # stale again: what is stale is nobody's loss
+        check_replicas(model, optimizer)
+    return said
+
+
+def test_a_flipped_bit_of_a_fresh_full_copy_is_named() -> None:
+    by_rank = run_ranks(flip_in_full_copies, 3)
+    assert all(said == by_rank[0] for said in by_rank)
+    for said in by_rank[0]:
+        assert f"differ: parameter '{NAME}', full copy: rank 2 differs from ranks 0, 1. " in said
+
+
+def flip_in_one_replica(rank: int, world_size: int, layout: str) -> list[str]:
+    num_replicas = world_size // 2
+    mesh = init_device_mesh("cpu", (num_replicas, 2), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = build(rank, mesh=mesh, stage=3, layout=layout)
+    check_replicas(model, optimizer)
+    param = model.get_parameter(NAME)
+    said = []
+    for tensor in (param, optimizer.state[param]["exp_avg_sq"], optimizer.state[param]["step"]):
+        if rank == 3:
+            flip_bit(tensor)
+        said.append(refusal(model, optimizer))
+        check_replicas(model) if tensor is not param else None
+        if rank == 3:
+            flip_bit(tensor)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout", "blame"),
+    [
+        (4, "rows", "ranks 1, 3 differ from each other, and no majority"),
+        (6, "rows", "rank 3 differs from ranks 1, 5. "),
+    ],
+)
+def test_a_flipped_bit_of_one_replica_is_named_among_those_with_the_same_slices(
+    num_ranks: int, layout: str, blame: str
+) -> None:
+    by_rank = run_ranks(flip_in_one_replica, num_ranks, layout)
+    assert all(said == by_rank[0] for said in by_rank)
+    value, moment, step = by_rank[0]
+    assert f"differ: parameter '{NAME}', value: {blame}" in value
+    assert f"differ: parameter '{NAME}', exp_avg_sq: {blame}" in moment
+    others = ", ".join(str(r) for r in range(num_ranks) if r != 3)
+    assert f"differ: parameter '{NAME}', step: rank 3 differs from ranks {others}. " in step
+
+
+def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
+    """Check after every step and between forward and backward; return the number of checks."""
+    mesh = None
+    if num_replicas > 1:
+        shape = (num_replicas, world_size // num_replicas)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    num_checks = 0
+    for options in [*LAYOUTS, *({"stage": s, "precision": "bf16"} for s in range(4))]:
+        model, optimizer = build(rank, num_steps=0, fused=True, mesh=mesh, **options)
+        check_replicas(model, optimizer)
+        for step in range(3):
+            x = torch.full((4, 8), float(rank)) + torch.eye(4, 8) * step
+            loss = model(x).float().square().sum()
+            check_replicas(model, optimizer)
+            loss.backward()
+            check_replicas(model, optimizer)
+            optimizer.step()
+            check_replicas(model, optimizer)
+            optimizer.zero_grad()
+            num_checks += 3
+        rows = engine_of(model).comm.control.exchange(model.seen.numpy().tobytes())
+        assert len(set(rows)) == world_size  # a buffer that is each rank's own blames nobody
+    return num_checks
+
+
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2), (2, 2)])
+def test_no_rank_is_blamed_in_sound_training(num_ranks: int, num_replicas: int) -> None:
+    assert run_ranks(train_unharmed, num_ranks, num_replicas) == [12 * 9] * num_ranks
+
+
+def state_on_one_rank_only(rank: int, world_size: int) -> str:
+    model, _ = build(rank, stage=1)
+    optimizer = adamw(model.parameters())
+    if rank == 1:
+        param = model.get_parameter(NAME)
+        optimizer.state[param] = {"step": torch.tensor(1.0)}
+    said = refusal(model, optimizer)
+    check_replicas(model)
+    return said
+
+
+def test_state_that_only_one_rank_has_is_named() -> None:
+    said = run_ranks(state_on_one_rank_only, 2)
+    assert said[0] == said[1]
+    assert f"rank 1 has [parameter '{NAME}', step] where rank 0 has nothing more" in said[0]
+
+
+def many_flips(rank: int, world_size: int) -> str:
+    model, optimizer = build(rank, stage=0)
+    if rank == 2:
+        for param in model.parameters():
+            flip_bit(param)
+    return refusal(model, optimizer)
+
+
+def test_only_the_first_of_many_differences_are_listed() -> None:
+    (said, *others) = run_ranks(many_flips, 3)
+    assert others == [said, said]
+    num_params = len(list(Noisy().parameters()))
+    assert said.count("rank 2 differs") == 3
+    assert f"; {num_params - 3} further tensors. " in said
+
+
+def test_the_error_is_a_state_error() -> None:
+    assert issubclass(ReplicaError, StateError)
+
+
+def one_rank(rank: int, world_size: int) -> None:
+    model, optimizer = build(rank, stage=0)
+    flip_bit(model.get_parameter(NAME))
+    check_replicas(model, optimizer)
+
+
+def test_one_rank_has_nobody_to_compare_with() -> None:
+    run_ranks(one_rank, 1)

@@ -1,0 +1,395 @@
+"""`shardwise ckpt` on real checkpoints: what it prints, what it writes, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import shardwise
+from checkpoint.saving import Setting, build, take_step
+from convert import fake_deepspeed
+from convert.sources import MemorySource, all_bits, whole_tensors
+from ranks import run_ranks
+from shardwise.checkpoint.files import Lock, RealFiles
+from shardwise.checkpoint.folder import take_lock
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.source import OptimizerInfo
+from shardwise.cli.main import app
+from shardwise.convert.deepspeed import open_deepspeed
+from shardwise.convert.importing import import_source
+
+SOURCES = Path(__file__).parents[1] / "src"
+FILES = RealFiles()
+NEWEST = "step-00000003"
+TENSORS = "rank00000-0.safetensors"
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["ckpt", *map(str, arguments)])
+
+
+def facts_of(*arguments: object, code: int = 0) -> Any:
+    result = command(*arguments, "--json")
+    assert result.exit_code == code, result.stderr
+    return json.loads(result.stdout)
+
+
+def source_of(step: int) -> MemorySource:
+    torch.manual_seed(step)
+    groups = ({"lr": 0.25, "betas": (0.9, 0.99), "foreach": None, "params": ["up", "down"]},)
+    source = MemorySource(
+        {"up": torch.randn(30, 70), "down": torch.randn(70, 30)},
+        tied={"head": "up"},
+        optimizer=OptimizerInfo("AdamW", groups, {}),
+    )
+    for name in ("up", "down"):
+        source.add("optimizer", name, torch.randn(30, 70), "exp_avg")
+        source.add("optimizer", name, torch.tensor(float(step)), "step")
+    source.add("buffer", "mean", torch.arange(3))
+    source.extra = {"order": torch.randperm(11), "epoch": 1}
+    return source
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with the checkpoints of three steps."""
+    for step in (1, 2, 3):
+        import_source(source_of(step), tmp_path / "run", files=FILES, step=step)
+    return tmp_path / "run"
+
+
+def train_and_save(rank: int, _: int, path: Path) -> None:
+    run = build(Setting(3, 3, "flat"))
+    take_step(run, 0)
+    shardwise.save(path, run.model, run.optimizer, extra={"mine": torch.ones(5)})
+
+
+@pytest.fixture
+def locked(run: Path) -> Iterator[Lock]:
+    lock = take_lock(FILES, run, "abc")
+    yield lock
+    lock.release()
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+# -- inspect --------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_newest_first_with_the_newest_that_passes_marked(run: Path) -> None:
+    cut(run / NEWEST / TENSORS)
+    (run / ".tmp-step-00000004-0a1b2c3d").mkdir()
+    facts = facts_of("inspect", run)
+    rows = facts["checkpoints"]
+    assert [row["step"] for row in rows] == [3, 2, 1]
+    assert [row["is_newest"] for row in rows] == [False, True, False]
+    assert [row["damage"] is None for row in rows] == [False, True, True]
+    assert TENSORS in rows[0]["damage"]
+    assert [row["num_bytes"] for row in rows[1:]] == [
+        disk_bytes(run / "step-00000002"),
+        disk_bytes(run / "step-00000001"),
+    ]
+    assert facts["leftovers"] == [".tmp-step-00000004-0a1b2c3d"]
+    assert facts["lock_holder"] is None
+
+    shown = command("inspect", run).stdout
+    (line,) = [line for line in shown.splitlines() if "<- newest" in line]
+    assert line.split()[0] == "2"
+    assert ".tmp-step-00000004-0a1b2c3d" in shown
+
+
+def test_a_run_whose_manifest_is_gone_is_shown_all_the_same(run: Path) -> None:
+    (run / NEWEST / "manifest.json").unlink()
+    first, second, _ = facts_of("inspect", run)["checkpoints"]
+    assert (first["step"], first["num_ranks"], second["is_newest"]) == (3, None, True)
+    assert command("inspect", run).exit_code == 0
+    assert command("inspect", run / NEWEST).exit_code == 1
+
+
+def test_who_writes_there_is_named(run: Path, locked: Lock) -> None:
+    assert f"process {os.getpid()}" in facts_of("inspect", run)["lock_holder"]
+    assert f"process {os.getpid()}" in command("inspect", run).stdout
+    locked.release()
+    assert facts_of("inspect", run)["lock_holder"] is None
+
+
+def test_the_sizes_of_a_checkpoint_are_those_of_its_tensors(run: Path) -> None:
+    facts, source = facts_of("inspect", run / NEWEST, "--tensors"), source_of(3)
+    for kind in ("param", "buffer", "optimizer"):
+        tensors = [t for t in source.tensors if t.kind == kind]
+        found = whole_tensors(source)
+        assert facts[f"num_{kind}_tensors"] == len(tensors)
+        assert facts[f"num_{kind}_elements"] == sum(t.numel for t in tensors)
+        assert facts[f"{kind}_bytes"] == sum(found[t.key].nbytes for t in tensors)
+    assert facts["extra_bytes"] == 11 * 8
+    assert facts["num_bytes"] == disk_bytes(run / NEWEST)
+    assert (facts["step"], facts["stage"], facts["num_ranks"]) == (3, 0, 1)
+    assert (facts["tied"], facts["damage"]) == ({"head": "up"}, None)
+    assert facts["torch"] == torch.__version__
+    assert facts["optimizer"] == {
+        "class_name": "AdamW",
+        "groups": [{"lr": 0.25, "betas": [0.9, 0.99], "foreach": None, "num_params": 2}],
+    }
+    listed = {(t["name"], t["state"], t["dtype"], tuple(t["shape"])) for t in facts["tensors"]}
+    named = {(t.name, t.state, t.dtype, t.shape) for t in source.tensors}
+    assert listed == named | {("order", "", "I64", (11,))}
+    assert "tensors" not in facts_of("inspect", run / NEWEST)
+
+
+def test_how_tensors_are_cut_is_shown(tmp_path: Path) -> None:
+    run_ranks(train_and_save, 3, tmp_path / "ours")
+    facts = facts_of("inspect", tmp_path / "ours", "--tensors")
+    cuts = {(t["name"], t["layout"], t["num_parts"]) for t in facts["tensors"]}
+    assert {("frozen", "flat", 3), ("counts", "whole", 1), ("mine", "own", 3)} <= cuts
+    assert facts["extra_bytes"] == 3 * 5 * 4
+    assert (facts["num_ranks"], facts["stage"], facts["step"]) == (3, 3, None)
+    shown = command("inspect", tmp_path / "ours", "--all").stdout
+    assert "flat, 3" in shown and "own, 3 ranks" in shown
+    assert command("verify", tmp_path / "ours").exit_code == 0
+
+
+def test_a_checkpoint_is_shown_for_people(run: Path) -> None:
+    shown = command("inspect", run / NEWEST).stdout
+    for part in ("AdamW", "lr 0.25", "betas (0.9, 0.99)", "head = up", "16.4 KiB", "stage 0"):
+        assert part in shown
+    assert "foreach" not in shown  # what is not set is left out
+
+
+def test_names_in_a_checkpoint_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    source = MemorySource({"w\x1b[2Jx[bold]": torch.ones(2)}, tied={"a\nb": "w\x1b[2Jx[bold]"})
+    import_source(source, tmp_path / "ours", files=FILES)
+    shown = command("inspect", tmp_path / "ours", "--tensors").stdout
+    assert "\x1b" not in shown
+    assert r"w\x1b[2Jx[bold]" in shown
+    flip(tmp_path / "ours" / TENSORS)
+    shown = command("verify", tmp_path / "ours").stdout
+    assert "\x1b" not in shown
+    assert r"'w\x1b[2Jx[bold]'" in shown
+
+
+@pytest.mark.parametrize("name", ["inspect", "verify", "export"])
+def test_what_is_no_checkpoint_ends_with_code_2(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for path in ("nowhere", "empty", "file"):
+        rest = [tmp_path / "out"] if name == "export" else []
+        result = command(name, tmp_path / path, *rest)
+        assert result.exit_code == 2
+        assert str(tmp_path / path) in result.stderr
+        assert (result.stdout, (tmp_path / "out").exists()) == ("", False)
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def test_all_checkpoints_of_a_run_are_verified(run: Path) -> None:
+    facts = facts_of("verify", run)
+    assert [c["step"] for c in facts["checkpoints"]] == [3, 2, 1]
+    assert facts["num_bytes"] == sum(disk_bytes(folder) for folder in run.glob("step-*"))
+    assert (facts["ok"], facts["num_damaged"]) == (True, 0)
+    result = command("verify", run)
+    assert (result.exit_code, result.stdout.count("whole")) == (0, 3)
+    assert "3 checkpoints" in result.stdout
+
+
+def test_damage_is_printed_and_ends_with_code_1(run: Path) -> None:
+    flip(run / NEWEST / TENSORS)
+    (run / "step-00000001" / "note.txt").write_text("x")
+    facts = facts_of("verify", run, code=1)
+    (finding,) = facts["checkpoints"][0]["findings"]
+    assert (finding["file"], finding["tensor"]) == (TENSORS, "extra.order")
+    assert [c["ok"] for c in facts["checkpoints"]] == [False, True, True]
+    assert len(facts["checkpoints"][2]["notes"]) == 1
+
+    result = command("verify", run / NEWEST)
+    assert result.exit_code == 1
+    assert f"{TENSORS}: tensor 'extra.order': damaged" in result.stdout
+    assert "1 damaged" in result.stdout
+    assert command("verify", run / "step-00000001").exit_code == 0
+
+
+# -- export ---------------------------------------------------------------------------------------
+
+
+def test_the_weights_of_the_newest_that_passes_are_exported(run: Path, tmp_path: Path) -> None:
+    cut(run / NEWEST / TENSORS)
+    result = command("export", run, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert "passed over" in result.stderr and NEWEST in result.stderr
+    assert "head" in result.stdout
+    source = source_of(2)
+    wanted = {k: t for k, t in whole_tensors(source).items() if k in ("up", "down", "mean")}
+    assert all_bits(load_file(tmp_path / "out" / "model.safetensors")) == all_bits(wanted)
+
+
+def test_a_step_a_dtype_and_a_size_can_be_chosen(run: Path, tmp_path: Path) -> None:
+    options = ["--step", 1, "--dtype", "bf16", "--max-shard-size", "4.2KB"]
+    result = command("export", run, tmp_path / "out", *options)
+    assert result.exit_code == 0, result.stderr
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == 3
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found |= load_file(file)
+    wanted = whole_tensors(source_of(1))
+    assert torch.equal(found["up"], wanted["up"].bfloat16())
+    assert torch.equal(found["mean"], wanted["mean"])
+
+
+def test_a_damaged_tensor_is_never_exported(run: Path, tmp_path: Path) -> None:
+    data = (run / NEWEST / TENSORS).read_bytes()
+    flip(run / NEWEST / TENSORS, at=8 + int.from_bytes(data[:8], "little") + 30)
+    result = command("export", run / NEWEST, tmp_path / "out", "--to", "dcp")
+    assert result.exit_code == 1
+    assert "is damaged" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--max-shard-size", "5 apples"], "5 apples"),
+        (["--max-shard-size", "0"], "max_shard_bytes"),
+        (["--dtype", "int8"], "int8"),
+        (["--to", "dcp", "--dtype", "bf16"], "--to hf only"),
+        (["--to", "onnx"], "onnx"),
+        (["--step", "9"], "no checkpoint of step 9"),
+    ],
+)
+def test_wrong_options_of_an_export_end_with_code_2(
+    run: Path, tmp_path: Path, options: list[str], part: str
+) -> None:
+    result = command("export", run, tmp_path / "out", *options)
+    assert (result.exit_code, (tmp_path / "out").exists()) == (2, False)
+    assert part in result.stderr
+
+
+def test_a_target_that_is_there_stays_as_it_is(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    for arguments in (["export", run], ["import", "--from", "hf", tmp_path / "weights"]):
+        if arguments[0] == "import":
+            assert command("export", run, tmp_path / "weights").exit_code == 0
+        result = command(*arguments, tmp_path / "out")
+        assert (result.exit_code, os.listdir(tmp_path / "out")) == (1, ["mine"])
+        assert str(tmp_path / "out") in result.stderr
+
+
+# -- import ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_what_was_exported_is_found_and_imported_to_the_bit(
+    run: Path, tmp_path: Path, to: str
+) -> None:
+    assert command("export", run, tmp_path / "out", "--to", to).exit_code == 0
+    result = command("import", tmp_path / "out", tmp_path / "back", "--step", 7)
+    assert result.exit_code == 0, result.stderr
+    assert {"hf": "Hugging Face", "dcp": "torch DCP"}[to] in result.stdout
+    wanted = whole_tensors(source_of(3))
+    with closing(Checkpoint(FILES, tmp_path / "back" / "step-00000007")) as back:
+        found = whole_tensors(back)
+        assert back.step == 7
+        if to == "dcp":
+            assert back.optimizer is not None
+            assert back.optimizer.groups[0]["lr"] == 0.25
+            wanted["head"] = wanted["up"]
+        else:
+            wanted = {key: wanted[key] for key in ("up", "down", "mean")}
+    assert all_bits(found) == all_bits(wanted)
+    assert command("verify", tmp_path / "back").exit_code == 0
+
+
+@pytest.mark.parametrize("way", ["latest", "tag", "folder"])
+def test_a_deepspeed_folder_is_found_and_imported_to_the_bit(tmp_path: Path, way: str) -> None:
+    wanted = fake_deepspeed.make_run()
+    home = fake_deepspeed.write(tmp_path / "ds", wanted, stage=3, world=2, tag="step7")
+    fake_deepspeed.write(tmp_path / "ds", fake_deepspeed.make_run(), 3, 2, tag="later")
+    (tmp_path / "ds" / "latest").write_text("later" if way == "tag" else "step7")
+    source = home if way == "folder" else tmp_path / "ds"
+    tag = ["--tag", "step7"] if way == "tag" else []
+    result = command("import", source, tmp_path / "back", *tag)
+    assert result.exit_code == 0, result.stderr
+    assert "DeepSpeed ZeRO" in result.stdout
+    with closing(Checkpoint(FILES, tmp_path / "back")) as back:
+        found = whole_tensors(back)
+        assert back.step == open_deepspeed(home).step
+    assert all_bits(found) == all_bits(whole_tensors(open_deepspeed(home)))
+    assert command("verify", tmp_path / "back").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "code", "part"),
+    [
+        ([], [], 2, "none of the formats"),
+        (["model.safetensors", ".metadata"], [], 2, "Hugging Face safetensors and torch DCP"),
+        (["manifest.json"], [], 2, "ours already"),
+        (["step-00000001"], [], 2, "ours already"),
+        (["model.safetensors"], ["--tag", "x"], 2, "--tag is for DeepSpeed"),
+        (["model.safetensors"], [], 1, "0 bytes are no safetensors file"),
+        ([".metadata"], [], 1, ".metadata"),
+        (["latest"], [], 1, "plain name"),
+        (["latest"], ["--tag", "x"], 1, "no folder 'x'"),
+        (["mp_rank_00_model_states.pt"], [], 1, "mp_rank_00"),
+    ],
+)
+def test_what_cannot_be_imported_says_why(
+    tmp_path: Path, names: list[str], options: list[str], code: int, part: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in names:
+        (tmp_path / "in" / name).touch()
+    result = command("import", tmp_path / "in", tmp_path / "out", *options)
+    assert (result.exit_code, part in result.stderr) == (code, True), result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def test_inspect_and_verify_import_no_torch_and_show_no_bar_in_a_pipe(run: Path) -> None:
+    code = "import sys; from shardwise.cli.main import app\n"
+    lines = [["--help"], ["inspect", str(run)], ["inspect", str(run / NEWEST), "--all"]]
+    for arguments in [*lines, ["verify", str(run)], ["verify", str(run), "--json"]]:
+        code += f"app({['ckpt', *arguments]!r}, standalone_mode=False)\n"
+    code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_help_names_every_command() -> None:
+    result = command("--help")
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("inspect", "verify", "export", "import"))

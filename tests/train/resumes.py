@@ -1,0 +1,94 @@
+"""Train the recipe inside a rank of a test, and let it die in a given step."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.train.checks import check_run
+from shardwise.train.config import load_config
+from shardwise.train.launch import RankPlace, StopRequest
+from shardwise.train.loop import train_prepared
+from shardwise.train.setup import Run, prepare_run
+from shardwise.train.summary import RunResult
+
+TINY: dict[str, Any] = {
+    **{"dim": 16, "layers": 2, "heads": 2, "seq": 16, "micro_batch": 2},
+    **{"lr": 3e-2, "sample_tokens": 2, "eval_windows": 3, "threads": 1},
+}
+WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "def", "return", "while\n"]
+
+
+class Died(Exception):
+    """Stands for the end of a process."""
+
+
+class CountsSteps:
+    """A `StopRequest` that never asks to stop, counts the steps, and dies in the n-th.
+
+    It dies in the middle: the state has changed, and no other rank has heard of it.
+    """
+
+    def __init__(self, die_in: int | None = None) -> None:
+        self.num_steps = 0
+        self._die_in = die_in
+
+    @property
+    def requested(self) -> bool:
+        self.num_steps += 1
+        if self.num_steps == self._die_in:
+            raise Died
+        return False
+
+
+def write_text(folder: Path) -> Path:
+    """Write a small text to train on."""
+    path = folder / "text.txt"
+    draw = random.Random(1)
+    path.write_text(" ".join(draw.choice(WORDS) for _ in range(600)))
+    return path
+
+
+def prepared(rank: int, world_size: int, flags: dict[str, Any]) -> Run:
+    """Make one rank's run of the tiny model; the loss scale of fp16 starts too high."""
+    config = check_run(load_config(None, {**TINY, **flags}), world_size)
+    place = RankPlace(rank, world_size, rank, world_size)
+    run = prepare_run(config, place, torch.device("cpu"))
+    if run.scaler.is_enabled():
+        high = {"scale": 2.0**19, "growth_interval": 3}
+        run.scaler.load_state_dict({**run.scaler.state_dict(), **high})
+    return run
+
+
+def train(
+    rank: int,
+    world_size: int,
+    flags: dict[str, Any],
+    stop: Any = None,
+    said: list[str] | None = None,
+) -> RunResult:
+    """Train as one rank; ``said`` takes the lines for people."""
+    say = said.append if said is not None else lambda line: None
+    return train_prepared(prepared(rank, world_size, flags), stop or StopRequest(), say)
+
+
+def train_and_die(rank: int, world_size: int, flags: dict[str, Any], step: int) -> None:
+    """Train as one rank that dies in the n-th step that it takes."""
+    try:
+        train(rank, world_size, flags, CountsSteps(step))
+    except Died:
+        return
+    raise AssertionError("it was to die")
+
+
+def lines_of(output: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve_of(output: Path) -> list[tuple[int, str, str]]:
+    """Return (step, loss, gradient norm) of every step, the numbers to the bit."""
+    steps = [line for line in lines_of(output) if "loss" in line]
+    return [(s["step"], s["loss"].hex(), (s["grad_norm"] or 0.0).hex()) for s in steps]

@@ -1,0 +1,278 @@
+"""A run that died goes on to the same bits, on real ranks; what stops it is told on all of them."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from resumes import CountsSteps, curve_of, lines_of, prepared, train, train_and_die, write_text
+from shardwise.checkpoint import checkpoints
+from shardwise.checkpoint.files import RealFiles, Writer
+from shardwise.errors import CheckpointError
+from shardwise.train.launch import StopRequest
+from shardwise.train.loop import train_prepared
+from shardwise.train.saves import RunCheckpoints
+from shardwise.train.summary import format_result
+
+SOURCES = Path(__file__).parents[2] / "src"
+STEPS = 7
+# Every stage, precision, layout, 1 to 3 ranks; with and without accumulation, checkpointing, ties.
+SETTINGS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"stage": 0, "precision": "fp32", "layout": "rows", "accumulation": 2, "grad_clip": 0}),
+    (1, {"stage": 3, "precision": "fp16", "layout": "flat", "activation_checkpointing": True}),
+    (2, {"stage": 1, "precision": "bf16", "layout": "flat", "tied_head": True}),
+    (2, {"stage": 2, "precision": "fp16", "layout": "rows", "accumulation": 3}),
+    (2, {"stage": 0, "precision": "bf16", "layout": "rows", "save_in_background": False}),
+    (3, {"stage": 3, "precision": "fp32", "layout": "rows", "activation_checkpointing": True}),
+    (3, {"stage": 1, "precision": "fp16", "layout": "rows", "accumulation": 2}),
+    (3, {"stage": 2, "precision": "fp32", "layout": "flat", "reduce_every": "step"}),
+    (3, {"stage": 3, "precision": "bf16", "layout": "flat", "accumulation": 2, "tied_head": True}),
+]
+
+
+def straight_and_died(
+    rank: int, world_size: int, folder: Path, flags: dict[str, Any], die_in: int, save_every: int
+) -> None:
+    """Train without an end, then the same in two parts; only one of them evaluates often."""
+    flags = {"steps": STEPS, "dropout": 0.1, "warmup_steps": 2, **flags}
+    train(rank, world_size, {**flags, "output": folder / "straight", "eval_every": 2})
+    saving = {"output": folder / "parts", "save_every": save_every, "resume": "auto"}
+    train_and_die(rank, world_size, {**flags, **saving}, die_in)
+    said: list[str] = []
+    result = train(rank, world_size, {**flags, **saving}, said=said)
+    done = (die_in - 1) // save_every * save_every
+    assert [line.split(" (")[0] for line in said] == [f"going on from step {done}"] * (done > 0)
+    assert len(result.losses) == STEPS - done
+
+
+@pytest.mark.parametrize("case", range(len(SETTINGS)))
+def test_a_run_that_died_goes_on_to_the_same_bits(tmp_path: Path, case: int) -> None:
+    world_size, flags = SETTINGS[case]
+    flags = {**flags, "data": write_text(tmp_path)}
+    die_in, save_every = [(4, 1), (6, 2), (2, 1), (5, 3)][case % 4]
+    run_ranks(straight_and_died, world_size, tmp_path, flags, die_in, save_every)
+    straight = curve_of(tmp_path / "straight")
+    assert [step for step, _, _ in straight] == list(range(1, STEPS + 1))
+    assert curve_of(tmp_path / "parts") == straight
+    ends = [lines_of(tmp_path / name) for name in ("straight", "parts")]
+    evals = [[line["eval_loss"] for line in lines if "eval_loss" in line][-1] for lines in ends]
+    assert evals[0] == evals[1]
+    if flags["precision"] == "fp16":
+        norms = [line["grad_norm"] for line in ends[0] if "loss" in line]
+        assert None in norms and norms[-1] is not None, "steps were to be skipped, but not all"
+
+
+def change_ranks(
+    rank: int, world_size: int, flags: dict[str, Any], die_in: int | None
+) -> list[str]:
+    said: list[str] = []
+    if die_in is not None:
+        train_and_die(rank, world_size, flags, die_in)
+    else:
+        train(rank, world_size, flags, said=said)
+    return said
+
+
+def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path: Path) -> None:
+    shape = {"data": write_text(tmp_path), "steps": STEPS, "global_batch": 12}
+    run_ranks(change_ranks, 1, {**shape, "output": tmp_path / "alone"}, None)
+    parts = {**shape, "output": tmp_path / "parts", "save_every": 1, "resume": "auto"}
+    run_ranks(change_ranks, 2, {**parts, "stage": 3, "layout": "flat"}, 4)
+    said, *_ = run_ranks(change_ranks, 3, {**parts, "stage": 1, "weight_decay": 0.2}, None)
+    alone, changed = (lines_of(tmp_path / name) for name in ("alone", "parts"))
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (alone, changed)]
+    assert losses[1][:4] == pytest.approx(losses[0][:4], rel=1e-6)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    text = "\n".join(said)
+    for part in ("ranks: 2 -> 3", "stage: 3 -> 1", "weight_decay: 0.1 -> 0.2"):
+        assert part in text
+    assert "global_batch" not in text and "dim" not in text
+
+
+def change_settings(rank: int, world_size: int, flags: dict[str, Any]) -> list[float]:
+    """Go on with another decay, which must be the new one; the checkpoint has the old one."""
+    run = prepared(rank, world_size, {**flags, "weight_decay": 0.25, "beta1": 0.5})
+    with RunCheckpoints(run) as saves:
+        assert saves.resume(lambda line: None) is not None
+    group = run.optimizer.param_groups[0]
+    return [group["weight_decay"], *group["betas"]]
+
+
+def test_settings_of_the_optimizer_are_those_asked_for_now(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 1}
+    flags |= {"save_every": 1, "resume": "auto"}
+    run_ranks(change_ranks, 1, flags, None)
+    assert run_ranks(change_settings, 1, flags) == [[0.25, 0.5, 0.95]]
+
+
+def first_draws(rank: int, world_size: int, flags: dict[str, Any]) -> list[float]:
+    prepared(rank, world_size, flags)
+    return torch.rand(4).tolist()
+
+
+def test_each_rank_draws_its_own_masks_and_the_same_in_each_run(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run"}
+    first, second = (run_ranks(first_draws, 3, flags) for _ in range(2))
+    assert first == second
+    assert len(set(map(tuple, first))) == 3
+    assert run_ranks(first_draws, 1, {**flags, "seed": 1})[0] not in first
+
+
+def finish_twice(rank: int, world_size: int, flags: dict[str, Any]) -> str:
+    train(rank, world_size, flags)
+    result = train(rank, world_size, flags)
+    assert (result.steps, result.losses) == (3, [])
+    return format_result(result)
+
+
+def test_a_run_that_is_done_has_nothing_left_to_do(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 3}
+    flags |= {"save_every": 2, "resume": "auto"}
+    texts = run_ranks(finish_twice, 2, flags)
+    assert all("nothing left to do: step 3 is the last one" in text for text in texts)
+    lines = lines_of(tmp_path / "run")
+    saves = [line for line in lines if "saved_bytes" in line]
+    assert [line["step"] for line in saves] == [2, 3]
+    keys = ["save_bytes_per_s", "save_s", "save_stall_s", "save_waited_s", "saved_bytes", "step"]
+    assert sorted(saves[0]) == keys
+    assert saves[0]["saved_bytes"] == sum(
+        path.stat().st_size
+        for path in (tmp_path / "run" / "checkpoints" / "step-00000002").iterdir()
+        if path.name != "manifest.json"
+    )
+    (load,) = [line for line in lines if "load_s" in line]
+    assert load["step"] == 3 and load["loaded_bytes"] > 0 and load["load_bytes_per_s"] > 0
+
+
+def resume_past_damage(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+    train_and_die(rank, world_size, flags, 5)
+    folder = flags["output"] / "checkpoints"
+    if rank == 0:
+        path = folder / "step-00000004" / "rank00000-0.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(rank, world_size, flags)
+    told = [str(w.message) for w in caught if "step-00000004 is damaged" in str(w.message)]
+    assert len(told) == (rank == 0)
+    train(rank, world_size, {**flags, "steps": 7})
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "steps": 6, "schedule": "constant"}
+    run_ranks(change_ranks, 2, {**flags, "steps": 7, "output": tmp_path / "straight"}, None)
+    parts = {**flags, "output": tmp_path / "parts", "save_every": 2, "keep_last": 2}
+    run_ranks(resume_past_damage, 2, {**parts, "resume": "auto"})
+    assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")
+    names = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
+    assert names == ["step-00000006", "step-00000007"]
+
+
+class NoSpace(RealFiles):
+    """A disk that is full from the second checkpoint on, on one rank."""
+
+    def create(self, path: Path) -> Writer:
+        if "step-00000002" in str(path):
+            time.sleep(0.2)  # so that other ranks are ready to go on
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return super().create(path)
+
+
+def fail_to_save(rank: int, world_size: int, flags: dict[str, Any]) -> tuple[str, int]:
+    counts = CountsSteps()
+    checkpoints.RealFiles = NoSpace if rank == 1 else RealFiles  # type: ignore[misc]
+    try:
+        train(rank, world_size, flags, counts)
+    except CheckpointError as error:
+        return str(error), counts.num_steps
+    finally:
+        checkpoints.RealFiles = RealFiles  # type: ignore[misc]
+    raise AssertionError("the disk was full")
+
+
+def test_a_save_that_fails_in_the_background_ends_all_ranks_after_one_step(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "steps": 500}
+    outcomes = run_ranks(fail_to_save, 3, {**flags, "save_every": 1})
+    assert len(set(outcomes)) == 1
+    text, num_steps = outcomes[0]
+    assert re.search(r"rank 1: .*step-00000002.*No space left on device", text)
+    assert 2 <= num_steps < 500
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == [".shardwise.lock", "step-00000001"]
+
+
+def run_beside(rank: int, world_size: int, flags: dict[str, Any]) -> str:
+    path = flags["output"] / "metrics.jsonl"
+    with RunCheckpoints(prepared(rank, world_size, flags)):
+        before = path.read_bytes()
+        with pytest.raises(CheckpointError) as caught:
+            train_prepared(prepared(rank, world_size, flags), StopRequest())
+        assert path.read_bytes() == before
+    return str(caught.value)
+
+
+def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", "resume": "auto"}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    texts = run_ranks(run_beside, 2, flags)
+    assert len(set(texts)) == 1
+    assert "\n" not in texts[0] and f"process {os.getpid()}" not in texts[0]
+    assert "saves checkpoints there; choose another folder, or end that run" in texts[0]
+
+
+def start(arguments: list[Any]) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def kill_job(process: subprocess.Popen[str]) -> None:
+    """Kill the launcher and its ranks, which have sessions of their own."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in (process.pid, *map(int, children)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    flags = {"data": write_text(tmp_path), "dropout": 0.1, "schedule": "constant"}
+    shape = {**{"dim": 16, "layers": 2, "heads": 2, "seq": 16, "micro_batch": 2, "lr": 3e-2}}
+    shape |= {"sample_tokens": 2, "eval_windows": 3, "threads": 1, **flags}
+    common = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
+    common += ["--ranks=2", "--save-every=1", f"--output={tmp_path / 'parts'}", "--resume=auto"]
+    path = tmp_path / "parts" / "metrics.jsonl"
+    process = start([*common, "--steps=100000"])
+    deadline = time.monotonic() + 120
+    while not (path.exists() and '"step": 6,' in path.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    kill_job(process)
+    reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
+    process = start([*common, f"--steps={reached + 4}"])
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, err) == (0, ""), err
+    said = re.search(r"^going on from step (\d+) .*\nchanged since then: steps: 100000 ->", out)
+    assert said is not None and reached - 2 <= int(said[1]) <= reached
+    flags |= {"output": tmp_path / "straight", "steps": reached + 4}
+    run_ranks(change_ranks, 2, flags, None)
+    assert curve_of(tmp_path / "parts") == curve_of(tmp_path / "straight")

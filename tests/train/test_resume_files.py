@@ -1,0 +1,144 @@
+"""What a resume reads and cuts: metrics, settings, and the folder of an earlier run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.train.checks import check_output, checkpoints_path, metrics_path
+from shardwise.train.config import TrainConfig
+from shardwise.train.metrics import MetricsFile, show_load
+from shardwise.train.saves import find_changes
+from shardwise.train.summary import RunResult, StateBytes, format_result
+
+
+def test_metrics_after_the_resumed_step_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = ['{"step": 1, "loss": 2.5}\n', '{"step": 2, "loss": 2.25}\n', '{"step": 1, "a": 0}\n']
+    torn = ['{"step": 3}\n', "[]\n", '{"loss": 1}\n', '{"step": null}\n', '{"step": 2, "lo']
+    path.write_text("".join([*kept, *torn]))
+    with MetricsFile(path, last_step=2) as metrics:
+        assert path.read_text() == "".join(kept)
+        metrics.write(step=3, loss=2.0)
+    assert path.read_text() == "".join(kept) + '{"step": 3, "loss": 2.0}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_metrics_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    seen = []
+
+    def replace(self: Path, target: Path) -> None:
+        seen.append((self.read_text(), target.read_text()))
+        raise OSError
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError):
+        MetricsFile(path, last_step=1)
+    assert seen == [('{"step": 1}\n', '{"step": 1}\n{"step": 2}\n')]
+
+
+def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for terminal in ("", "1"):
+        monkeypatch.setenv("FORCE_COLOR", terminal)
+        with show_load(True) as progress:
+            progress(1 << 21)
+            progress(1 << 21)
+        assert ("MiB" in capsys.readouterr().out) is (terminal == "1")
+    with show_load(False) as progress:
+        progress(1)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_new_run_starts_with_no_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 0}\n')
+    with MetricsFile(path):
+        assert path.read_text() == ""
+
+
+def make_steps(config: TrainConfig, *steps: int) -> None:
+    for step in steps:
+        (checkpoints_path(config) / f"step-{step:08d}").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_checkpoints_of_an_earlier_run_are_never_written_over(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    config = TrainConfig(output=tmp_path, overwrite=overwrite)
+    checkpoints_path(config).mkdir()
+    check_output(config)
+    make_steps(config, 3, 12)
+    with pytest.raises(ConfigError, match=r"checkpoints holds .*newest: step 12.*--resume auto"):
+        check_output(config)
+    check_output(config.model_copy(update={"resume": "auto"}))
+    assert len(list(checkpoints_path(config).iterdir())) == 2
+
+
+def test_a_step_to_resume_from_must_be_there_and_the_newest(tmp_path: Path) -> None:
+    config = TrainConfig(output=tmp_path, resume=12)
+    with pytest.raises(ConfigError, match="no checkpoint of step 12; it has none"):
+        check_output(config)
+    make_steps(config, 3, 12)
+    metrics_path(config).write_text("{}\n")
+    check_output(config)
+    with pytest.raises(ConfigError, match="no checkpoint of step 4; it has 12, 3"):
+        check_output(config.model_copy(update={"resume": 4}))
+    with pytest.raises(ConfigError, match=r"after step 3 \(step-00000012\).*move them away"):
+        check_output(config.model_copy(update={"resume": 3}))
+
+
+SAVED = {**TrainConfig().model_dump(mode="json"), "source": "abc"}
+
+
+def test_what_is_the_same_is_not_told() -> None:
+    assert find_changes(SAVED, dict(SAVED), 2, 2) == []
+    quiet = {"output": "elsewhere", "prompt": "x", "eval_every": 3, "save_every": 1, "threads": 2}
+    assert find_changes(SAVED, {**SAVED, **quiet}, 2, 2) == []
+
+
+@pytest.mark.parametrize("key", ["dim", "layers", "heads", "kv_heads", "tied_head", "vocab"])
+def test_another_model_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: the checkpoint is of a model with {key}"):
+        find_changes(SAVED, {**SAVED, key: 7}, 1, 1)
+
+
+def test_every_key_that_changes_the_steps_is_told_in_a_line_of_its_own() -> None:
+    now = {**SAVED, "lr": 0.5, "precision": "bf16", "seed": 3, "source": "def", "dropout": 0.1}
+    assert find_changes(SAVED, now, 2, 4) == [
+        "ranks: 2 -> 4; random numbers (dropout) go on from new seeds",
+        "dropout: 0.0 -> 0.1",
+        "precision: fp32 -> bf16",
+        "lr: 0.0003 -> 0.5",
+        "seed: 0 -> 3",
+        "data: the text files have changed since",
+    ]
+
+
+def test_every_key_is_refused_told_or_known_to_change_nothing() -> None:
+    silent = {"eval_every", "prompt", "sample_tokens", "output", "overwrite", "ranks", "threads"}
+    silent |= {k for k, v in TrainConfig.model_fields.items() if panel(v) == "Checkpoints"}
+    for key in TrainConfig.model_fields:
+        try:
+            told = bool(find_changes(SAVED, {**SAVED, key: "other"}, 1, 1))
+        except ConfigError:
+            told = True
+        assert told is (key not in silent), key
+
+
+def panel(field: object) -> str:
+    return json.loads(json.dumps(field.json_schema_extra))["panel"]  # type: ignore[attr-defined]
+
+
+def test_the_summary_tells_the_last_checkpoint_and_the_stall() -> None:
+    result = RunResult(unigram_entropy=3.0, first_step=41, saved_step=60, save_stall_s=0.125)
+    result.add_step(60, 2.0, 0.5, 100, StateBytes(1, 1, 1, 3, 1))
+    text = format_result(result)
+    assert "checkpoints   the last of step 60; saving stopped training for 0.12 s in all" in text
+    assert "resumed       from step 40, to step 60" in text
+    assert text.startswith("1 steps")
