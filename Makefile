@@ -56,14 +56,18 @@ bench: $(RUN_STAMP)
 bench-ckpt: $(RUN_STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
+# Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
+CAMPAIGN ?= crashes errors damage reshard kill power
+TRIALS ?= 200
 SEED ?= 0
-TRIALS ?= 1000
 
 soak: $(DEV_STAMP)
-	$(BIN)/python tests/campaigns/soak.py all --trials $(TRIALS) --seed $(SEED)
+	for campaign in $(CAMPAIGN); do \
+	  $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) || exit 1; \
+	done
 
 fuzz: $(DEV_STAMP)
-	$(BIN)/python tests/campaigns/fuzz.py --trials $(TRIALS)000 --seed $(SEED)
+	$(BIN)/python tests/campaigns/fuzz.py --trials 1000000 --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

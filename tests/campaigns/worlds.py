@@ -5,6 +5,7 @@ so it only reads files and compares. A rank says short messages ("saved") throug
 for a word to go on; the parent kills it when it likes.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -138,6 +139,8 @@ def _live(
         return word.strip()
 
     try:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # never outlive the campaign
         gc.disable()
         log = os.open(Path(scratch, f"log{rank}"), os.O_CREAT | os.O_WRONLY)
         os.dup2(log, 1)

@@ -240,7 +240,8 @@ def assert_an_error_leaves_nothing(
     assert f"{name}: " in text and f"(errno {faults[rank].number})" in text, (where, text)
     assert (f"rank {rank}: " in text) == (ranks > 1), (where, text)
     assert ("one other rank" in text or "other ranks" in text) == (len(met) > 1), (where, text)
-    if op == "write" and faults[rank].number in FULL and not faults[rank].lasting:
+    in_file = op in ("create", "write", "sync", "close")
+    if in_file and faults[rank].number in FULL and not faults[rank].lasting:
         assert " bytes, " in text and "are free there" in text, text
     if in_clean_up or any(
         fault.lasting for fault in faults.values()

@@ -16,8 +16,8 @@ was written. Nothing points at a checkpoint but its name.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,16 +208,28 @@ def _write_file(
 ) -> list[str]:
     """Write one file of tensors, synced; return the digests of each tensor's chunks."""
     digests = []
-    with files.create(path) as writer:
-        batch = _Batch(
-            files, path, writer, progress, len(header) + (stored[-1].end if stored else 0)
-        )
+    with _new_file(files, path, len(header) + (stored[-1].end if stored else 0)) as writer:
+        batch = _Batch(writer, progress)
         batch.add(memoryview(header))
         for s, read in zip(stored, reads, strict=True):
             digests.append(_add_tensor(batch, read(), s))
         batch.flush()
-        writer.sync()
     return digests
+
+
+@contextmanager
+def _new_file(files: Files, path: Path, wanted: int) -> Iterator[Writer]:
+    """Make a file of ``wanted`` bytes and sync it; when the disk is full, say what was wanted."""
+    try:
+        with files.create(path) as writer:
+            yield writer
+            writer.sync()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            with suppress(OSError):
+                free = files.free_bytes(path.parent)
+                error.wanted = f"This file wants {wanted} bytes, {free} are free there"  # type: ignore[attr-defined]
+        raise
 
 
 def _add_tensor(batch: _Batch, data: memoryview, stored: Stored) -> str:
@@ -234,16 +246,11 @@ def _add_tensor(batch: _Batch, data: memoryview, stored: Stored) -> str:
 
 
 class _Batch:
-    """Buffers to be written with one call; says what was wanted when the disk is full."""
+    """Buffers to be written with one call."""
 
-    def __init__(
-        self, files: Files, path: Path, writer: Writer, progress: Progress | None, wanted: int
-    ) -> None:
-        self._files = files
-        self._path = path
+    def __init__(self, writer: Writer, progress: Progress | None) -> None:
         self._writer = writer
         self._progress = progress
-        self._wanted = wanted
         self._buffers: list[memoryview] = []
         self._num_bytes = 0
 
@@ -256,25 +263,15 @@ class _Batch:
 
     def flush(self) -> None:
         """Write what was added."""
-        try:
-            self._writer.write(self._buffers)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                with suppress(OSError):
-                    free = self._files.free_bytes(self._path.parent)
-                    error.wanted = f"This file wants {self._wanted} bytes, {free} are free there"  # type: ignore[attr-defined]
-            raise
+        self._writer.write(self._buffers)
         if self._progress is not None:
             self._progress(self._num_bytes)
         self._buffers, self._num_bytes = [], 0
 
 
 def _write_small(files: Files, path: Path, data: bytes) -> None:
-    with files.create(path) as writer:
-        batch = _Batch(files, path, writer, None, len(data))
-        batch.add(memoryview(data))
-        batch.flush()
-        writer.sync()
+    with _new_file(files, path, len(data)) as writer:
+        writer.write([memoryview(data)])
 
 
 def _commit(
