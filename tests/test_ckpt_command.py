@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import shardwise
@@ -19,9 +20,10 @@ from checkpoint.saving import Setting, build, take_step
 from convert import fake_deepspeed
 from convert.sources import MemorySource, all_bits, whole_tensors
 from ranks import run_ranks
-from shardwise.checkpoint.files import Lock, RealFiles
+from shardwise.checkpoint.files import Entry, Lock, RealFiles
 from shardwise.checkpoint.folder import take_lock
 from shardwise.checkpoint.read import Checkpoint
+from shardwise.checkpoint.sealed import seal, unseal
 from shardwise.checkpoint.source import OptimizerInfo
 from shardwise.cli.main import app
 from shardwise.convert.deepspeed import open_deepspeed
@@ -134,6 +136,15 @@ def test_who_writes_there_is_named(run: Path, locked: Lock) -> None:
     assert facts_of("inspect", run)["lock_holder"] is None
 
 
+def test_a_folder_that_a_running_run_may_be_writing_is_called_no_leftover(
+    run: Path, locked: Lock
+) -> None:
+    (run / ".tmp-step-00000004-0a1b2c3d").mkdir()
+    assert "being written or removed now, or left by" in command("inspect", run).stdout
+    locked.release()
+    assert "the next run in this folder removes them" in command("inspect", run).stdout
+
+
 def test_the_sizes_of_a_checkpoint_are_those_of_its_tensors(run: Path) -> None:
     facts, source = facts_of("inspect", run / NEWEST, "--tensors"), source_of(3)
     for kind in ("param", "buffer", "optimizer"):
@@ -229,6 +240,64 @@ def test_damage_is_printed_and_ends_with_code_1(run: Path) -> None:
     assert command("verify", run / "step-00000001").exit_code == 0
 
 
+class Rotating(RealFiles):
+    """A disk from which a run removes its checkpoint of step 2 once it was listed so often."""
+
+    def __init__(self, num_lists: int) -> None:
+        self.num_lists = num_lists
+
+    def list(self, path: Path) -> list[Entry]:
+        if path.name == "step-00000002":
+            self.num_lists -= 1
+            if self.num_lists < 0 and path.exists():
+                path.rename(path.parent / ".old-step-00000002-0a1b2c3d")
+        return super().list(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_lists"),
+    [("inspect", 0), ("inspect", 1), *(("verify", n) for n in range(4)), ("verify", 99)],
+)
+def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_lists: int
+) -> None:
+    files = Rotating(num_lists)
+    monkeypatch.setattr("shardwise.checkpoint.files.RealFiles", lambda: files)
+    flip(run / "step-00000001" / "manifest.json")
+    facts = facts_of(name, run, code=1 if name == "verify" else 0)
+    steps = [Path(c["path"]).name for c in facts["checkpoints"]]
+    gone = num_lists < 99
+    assert steps == [NEWEST, *(["step-00000002"] if not gone else []), "step-00000001"]
+    assert len(facts["removed_meanwhile"]) == gone
+
+
+def test_verifying_beside_a_rotation_ends_well_and_says_so(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Rotating(1)
+    monkeypatch.setattr("shardwise.checkpoint.files.RealFiles", lambda: files)
+    result = command("verify", run)
+    assert result.exit_code == 0, result.stderr
+    assert "step-00000002 was removed meanwhile" in result.stdout
+    assert "2 checkpoints" in result.stdout
+
+
+def test_a_checkpoint_that_cannot_be_judged_does_not_hide_the_others(run: Path) -> None:
+    path = run / NEWEST / "manifest.json"
+    value = unseal(path.read_bytes(), "") | {"format": 9}
+    path.write_bytes(seal(SimpleNamespace(model_dump=lambda **_: value)))  # type: ignore[arg-type]
+    flip(run / "step-00000001" / TENSORS)
+    result = command("verify", run)
+    assert (result.exit_code, "1 damaged" in result.stdout) == (1, True)
+    assert "format 9" in result.stderr
+
+
+def test_a_run_without_a_checkpoint_is_not_verified(tmp_path: Path) -> None:
+    take_lock(FILES, tmp_path, "abc").release()
+    result = command("verify", tmp_path)
+    assert (result.exit_code, "no checkpoint to verify" in result.stdout) == (1, True)
+
+
 # -- export ---------------------------------------------------------------------------------------
 
 
@@ -275,6 +344,7 @@ def test_a_damaged_tensor_is_never_exported(run: Path, tmp_path: Path) -> None:
         (["--to", "dcp", "--dtype", "bf16"], "--to hf only"),
         (["--to", "onnx"], "onnx"),
         (["--step", "9"], "no checkpoint of step 9"),
+        (["--config-from", "nowhere"], "--config-from nowhere: there is no such folder"),
     ],
 )
 def test_wrong_options_of_an_export_end_with_code_2(
@@ -346,7 +416,7 @@ def test_a_deepspeed_folder_is_found_and_imported_to_the_bit(tmp_path: Path, way
         (["model.safetensors", ".metadata"], [], 2, "Hugging Face safetensors and torch DCP"),
         (["manifest.json"], [], 2, "ours already"),
         (["step-00000001"], [], 2, "ours already"),
-        (["model.safetensors"], ["--tag", "x"], 2, "--tag is for DeepSpeed"),
+        (["model.safetensors"], ["--tag", "x"], 2, "is for DeepSpeed"),
         (["model.safetensors"], [], 1, "0 bytes are no safetensors file"),
         ([".metadata"], [], 1, ".metadata"),
         (["latest"], [], 1, "plain name"),
@@ -363,6 +433,39 @@ def test_what_cannot_be_imported_says_why(
     result = command("import", tmp_path / "in", tmp_path / "out", *options)
     assert (result.exit_code, part in result.stderr) == (code, True), result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_prefix_is_stripped_and_one_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    save_file({"module.w": torch.ones(3)}, tmp_path / "in" / "model.safetensors")
+    result = command("import", tmp_path / "in", tmp_path / "out", "--strip-prefix", "model.")
+    assert (result.exit_code, "begins with 'model.'" in result.stderr) == (2, True)
+    result = command("import", tmp_path / "in", tmp_path / "out", "--strip-prefix", "module.")
+    assert (result.exit_code, ": 1 tensor, " in result.stdout) == (0, True), result.stderr
+    with closing(Checkpoint(FILES, tmp_path / "out")) as ours:
+        assert [info.name for info in ours.tensors] == ["w"]
+
+
+def test_nothing_is_imported_beside_a_running_run(run: Path, locked: Lock, tmp_path: Path) -> None:
+    assert command("export", run, tmp_path / "out").exit_code == 0
+    result = command("import", tmp_path / "out", run, "--step", 9)
+    assert (result.exit_code, "(run abc) saves checkpoints there" in result.stderr) == (1, True)
+    assert not (run / "step-00000009").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [(MemoryError(), "memory of this machine is not enough\n"), (RuntimeError("odd"), "odd\n")],
+)
+def test_errors_of_the_machine_are_messages_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, part: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("shardwise.convert.detect.open_any", fail)
+    result = command("import", tmp_path, tmp_path / "out")
+    assert (result.exit_code, result.stderr.endswith(part)) == (1, True)
 
 
 # -- the process ----------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ Names are imported on first use, so that the command line answers without loadin
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.checkpoints import Checkpoints, load, save
+    from shardwise.checkpoint.checkpoints import Checkpoints
+    from shardwise.checkpoint.single import load, save
     from shardwise.config import Precision
     from shardwise.engine.accumulate import accumulate
     from shardwise.engine.api import shard, stats
@@ -39,8 +40,8 @@ _HOMES = {
     "check_replicas": "shardwise.engine.replicas",
     "describe": "shardwise.engine.describe",
     "gathered": "shardwise.engine.gathered",
-    "load": "shardwise.checkpoint.checkpoints",
-    "save": "shardwise.checkpoint.checkpoints",
+    "load": "shardwise.checkpoint.single",
+    "save": "shardwise.checkpoint.single",
     "shard": "shardwise.engine.api",
     "stats": "shardwise.engine.api",
 }

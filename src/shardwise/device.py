@@ -45,7 +45,7 @@ def set_accelerator_generator(device: torch.device, state: torch.Tensor) -> None
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return host memory for copies from ``device``: uint8 [num_bytes], touched, page-locked."""
-    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def wait_for_copies(devices: set[torch.device]) -> None:

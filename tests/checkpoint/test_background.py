@@ -16,8 +16,9 @@ from disk import Fault, FaultyFiles
 from ranks import run_ranks
 from saving import Run, Setting, build, differences, local_bytes, take_step, truth_of
 from shardwise.checkpoint import staging
-from shardwise.checkpoint.checkpoints import Checkpoints, Saving
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.saving import Saving
 from shardwise.errors import CheckpointError
 
 SIZES = (1, 3)
@@ -232,7 +233,7 @@ def count_allocations(rank: int, world_size: int, root: Path) -> list[Any]:
             saves = []
             for step in range(1, 4):
                 take_step(run, step)
-                saves.append(c.save(step, extra={"a": step}).staged_bytes)
+                saves.append(c.save(step, extra={"a": step}).held_bytes)
     finally:
         staging.host_buffer = host_buffer
     params = local_bytes(run.model)

@@ -322,7 +322,7 @@ def test_when_all_are_damaged_all_ranks_say_so_for_each_and_nothing_can_be_saved
 ) -> None:
     results = run_ranks(load_when_all_are_damaged, 3, str(tmp_path))
     text, warned = results[0]
-    assert {said for said, _ in results} == {text} and len(warned) == 2
+    assert {said for said, _ in results} == {text} and not warned  # the error names both
     assert text.startswith("CheckpointError: ") and "no checkpoint can be used" in text
     for step in (1, 2):
         assert f"{step_name(step)}/rank00002-0.safetensors: tensor" in text

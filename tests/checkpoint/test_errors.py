@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,7 +247,7 @@ def load_with_each_operation_failing(
     said, at = [], 0
     while True:
         stamp(model, optimizer, "Z")
-        faults = [Fault(at, errno.EIO)] if rank == victim else []
+        faults = [Fault(at, errno.ESTALE)] if rank == victim else []
         files = FaultyFiles(RealFiles(), *faults)
         request = Request(files, control, model, optimizer)
         text = raised(lambda r=request: load_newest(r, Path(folder)))
@@ -275,5 +276,33 @@ def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_
     assert len({tuple(said) for said in results}) == 1
     assert len(results[0]) > 5  # the listing, the manifest, the index, each tensor
     for text in results[0]:
-        assert text.startswith("CheckpointError: ") and f"(errno {errno.EIO})" in text
+        assert text.startswith("CheckpointError: ") and f"(errno {errno.ESTALE})" in text
         assert (f"rank {victim}: " in text) == (world_size > 1)
+
+
+def load_from_a_bad_sector(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer = build()
+    for save, step in (("A", 1), ("B", 2)):
+        stamp(model, optimizer, save)
+        shardwise.save(folder, model, optimizer, step=step)
+    at = 3 if world_size > 1 else 2  # after the manifest and the indexes
+    faults = [Fault(at, errno.EIO, "read")] if rank == world_size - 1 else []
+    request = Request(
+        FaultyFiles(RealFiles(), *faults), engine_of(model).comm.control, model, optimizer
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loaded = load_newest(request, Path(folder))
+    assert loaded is not None and loaded.step == 1
+    assert set(count(model, optimizer)) == {"A"}, (loaded, count(model, optimizer))
+    assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
+    return list(loaded.skipped)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_sector_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
+    tmp_path: Path, world_size: int
+) -> None:
+    results = run_ranks(load_from_a_bad_sector, world_size, str(tmp_path))
+    assert all(skipped == results[0] for skipped in results) and len(results[0]) == 1
+    assert f"(errno {errno.EIO})" in results[0][0] and "step-00000002" in results[0][0]

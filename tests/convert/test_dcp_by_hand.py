@@ -1,5 +1,6 @@
 """DCP folders written by hand, with torch's own classes: any cut is read, any lie is refused."""
 
+import datetime
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,7 +91,7 @@ def lies() -> Iterator[tuple[str, Callable[[Path, names.Metadata], None], type, 
     def other_class(table: names.Metadata) -> None:
         table.state_dict_metadata["w"] = names.BytesStorageMetadata()
 
-    for path in ("../x", "/etc/passwd", "..", "a/b", "", "a\0b"):
+    for path in ("../x", "/etc/passwd", "..", "a/b", "", "a\0b", "\ud800", "a" * 256):
         yield (
             f"path {path!r}",
             lambda f, t, p=path: info(t, relative_path=p),
@@ -183,7 +185,7 @@ class Runs:
         return os.system, (self.command,)
 
 
-@pytest.mark.parametrize("where", ["metadata", "planner_data", "value", "tensor"])
+@pytest.mark.parametrize("where", ["metadata", "planner_data", "tensor"])
 def test_code_in_a_folder_is_refused_and_never_runs(where: str, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     hostile = Runs(f"touch {marker}")
@@ -199,17 +201,128 @@ def test_code_in_a_folder_is_refused_and_never_runs(where: str, tmp_path: Path) 
         with open(folder / "bad", "wb") as file:
             torch.save(hostile, file)
         info = _StorageInfo("bad", 0, (folder / "bad").stat().st_size)
-        if where == "tensor":
-            made.storage_data = dict.fromkeys(made.storage_data, info)
-        else:
-            made.state_dict_metadata["v"] = names.BytesStorageMetadata()
-            made.storage_data[names.MetadataIndex("v")] = info
+        made.storage_data = dict.fromkeys(made.storage_data, info)
         put(folder, made)
     with pytest.raises(CheckpointError, match=r"posix\.system"):
         source = open_dcp(folder)
         source.read(source.tensors[0], 0, 12)
         _ = source.extra
     assert not marker.exists()
+
+
+def add_value(folder: Path, made: names.Metadata, path: tuple[str | int, ...], value: Any) -> None:
+    key = ".".join(map(str, path))
+    with open(folder / f"of {key}", "wb") as file:
+        torch.save(value, file)
+    info = _StorageInfo(f"of {key}", 0, (folder / f"of {key}").stat().st_size)
+    made.state_dict_metadata[key] = names.BytesStorageMetadata()
+    made.planner_data[key] = path
+    made.storage_data[names.MetadataIndex(key)] = info
+
+
+def test_what_is_made_of_other_classes_is_left_out_named_and_never_run(tmp_path: Path) -> None:
+    marker, folder = tmp_path / "ran", tmp_path / "c"
+    made = write(folder, W, HALVES)
+    hostile, state = Runs(f"touch {marker}"), np.random.RandomState(5).get_state()
+    for path, value in {
+        ("evil",): hostile,
+        ("train", "rng"): state,
+        ("train", "big"): np.arange(4, dtype=">i4").reshape(2, 2).T,
+        ("train", "when"): datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+        ("train", "list", 0): 1,
+        ("train", "list", 1): {"a": [hostile]},
+        ("train", "words"): np.array(["a", "b"]),
+        ("train", "other", 0): hostile,
+    }.items():
+        add_value(folder, made, path, value)
+    source = open_dcp(put(folder, made))
+    assert set(source.extra) == {"train"}
+    train = source.extra["train"]
+    assert set(train) == {"rng", "big", "list"}
+    assert train["rng"][0] == "MT19937"
+    assert train["rng"][1].tolist() == state[1].tolist()
+    assert train["big"].tolist() == [[0, 2], [1, 3]]
+    assert train["list"] == [1, {}]
+    assert set(source.left_out) == {
+        *("evil", "train.when", "train.list.1.'a'", "train.words", "train.other.0")
+    }
+    assert not marker.exists()
+
+
+def test_boxes_that_take_too_long_to_compare_are_refused(tmp_path: Path) -> None:
+    side = 1200  # columns, each cut in two at the diagonal
+    halves = [((n, n), (side - n, 1)) for n in range(side)] + [
+        ((0, n), (n, 1)) for n in range(side)
+    ]
+    boxes = [
+        names.ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths))
+        for offsets, lengths in halves
+        if lengths[0]
+    ]
+    made = write(tmp_path, W, HALVES)
+    info = next(iter(made.storage_data.values()))
+    made.state_dict_metadata["w"].size = torch.Size((side, side))
+    made.state_dict_metadata["w"].chunks = boxes
+    made.storage_data = {names.MetadataIndex("w", box.offsets): info for box in boxes}
+    with pytest.raises(CheckpointError, match="takes too long"):
+        open_dcp(put(tmp_path, made))
+
+
+def test_a_dtype_that_is_not_read_is_named_as_torch_names_it(tmp_path: Path) -> None:
+    made = write(tmp_path, W, HALVES)
+    made.state_dict_metadata["w"].properties.dtype = torch.complex128
+    with pytest.raises(CheckpointError, match=r"'w' has dtype torch\.complex128,"):
+        open_dcp(put(tmp_path, made))
+
+
+OPTIONS = {"lr": 0.5, "momentum": 0.9, "dampening": 0, "nesterov": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [(OPTIONS, "SGD"), ({"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False}, "")],
+)
+def test_the_optimizers_class_is_told_by_its_options(
+    options: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    made = write(tmp_path, W, HALVES)
+    for name, value in {**options, "params": ["w"]}.items():
+        add_value(tmp_path, made, ("optim", "param_groups", 0, name), value)
+    found = open_dcp(put(tmp_path, made)).optimizer
+    assert found is not None
+    assert found.class_name == expected
+
+
+def test_param_groups_of_the_users_own_are_no_optimizer(tmp_path: Path) -> None:
+    made = write(tmp_path, W, HALVES)
+    add_value(tmp_path, made, ("mine", "param_groups", "x"), 5)
+    source = open_dcp(put(tmp_path, made))
+    assert source.optimizer is None
+    assert source.extra == {"mine": {"param_groups": {"x": 5}}}
+
+
+@pytest.mark.parametrize("step", [-(10**400), 10**400, float("nan"), 1j])
+def test_an_odd_step_is_none_or_an_error_that_names_the_folder(step: Any, tmp_path: Path) -> None:
+    made = write(tmp_path, W, HALVES)
+    for name, value in {"lr": 0.5, "params": ["w"]}.items():
+        add_value(tmp_path, made, ("optim", "param_groups", 0, name), value)
+    add_value(tmp_path, made, ("optim", "state", "w", "step"), step)
+    source = open_dcp(put(tmp_path, made))
+    assert source.step is None
+
+
+def test_a_group_of_5000_digits_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    made = write(tmp_path, W, HALVES)
+    add_value(tmp_path, made, ("o", "param_groups", 0, "params"), ["w"])
+    digits, old = "9" * 5000, "o.param_groups.0.params"
+    for table in (made.state_dict_metadata, made.planner_data):
+        table[f"o.param_groups.{digits}.lr"] = table[old]
+    info = made.storage_data[names.MetadataIndex(old)]
+    made.storage_data[names.MetadataIndex(f"o.param_groups.{digits}.lr")] = _StorageInfo(
+        info.relative_path, 0, 0
+    )
+    with pytest.raises(DamagedCheckpoint, match=str(tmp_path)):
+        open_dcp(put(tmp_path, made))
 
 
 def test_a_flipped_bit_in_a_chunk_is_found_and_named(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """DeepSpeed's ZeRO folders: every element of known tensors, damage named, no code run."""
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -311,20 +313,38 @@ class Runs:
         return os.system, (self.command,)
 
 
-@pytest.mark.parametrize("where", ["optim", "model"])
-def test_code_in_a_file_is_refused_and_never_runs(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["optim", "module"])
+def test_code_in_a_file_is_refused_and_never_runs(place: str, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     home = write(tmp_path, make_run(), 3, 2)
-    path = sorted(home.glob(f"*{where}_states.pt"))[1]
-    edit(path, lambda saved: saved.update(extra=Runs(f"touch {marker}")))
-    with pytest.raises(CheckpointError, match=rf"{path.name}: it names 'posix\.system'"):
+    path = sorted(home.glob("*optim_states.pt" if place == "optim" else "*model_states.pt"))[0]
+
+    def change(saved: Any) -> None:
+        (saved if place == "optim" else saved["module"])["evil"] = Runs(f"touch {marker}")
+
+    edit(path, change)
+    with pytest.raises(CheckpointError, match=rf"{path.name}: .*posix\.system"):
         open_deepspeed(home)
     assert not marker.exists()
 
 
-def test_a_class_of_the_users_own_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_the_users_own_classes_made_is_left_out_named_and_never_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
     run = make_run()
-    run.client = {"mine": Path}
+    when = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    state = np.random.RandomState(3).get_state()
+    run.client = {"n": 1, "rng": state, "in": {"when": when, "list": [when], "ok": 2}, "cls": Path}
     home = write(tmp_path, run, 1, 1)
-    with pytest.raises(CheckpointError, match=r"'pathlib\.Path'.*save that state as numbers"):
-        open_deepspeed(home)
+    edit(
+        home / "mp_rank_00_model_states.pt",
+        lambda saved: saved.update(evil=Runs(f"touch {marker}")),
+    )
+    source = open_deepspeed(home)
+    assert not marker.exists()
+    assert source.extra["n"] == 1
+    assert source.extra["in"] == {"ok": 2}
+    assert source.extra["rng"][1].tolist() == state[1].tolist()
+    assert not {"cls", "evil"} & set(source.extra)
+    assert set(source.left_out) == {
+        f"client_state.{key}" for key in ("'in'.'when'", "'in'.'list'", "'cls'", "'evil'")
+    }

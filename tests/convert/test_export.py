@@ -429,8 +429,9 @@ def test_joined_experts_of_a_mixture_are_loaded_under_the_names_of_the_module(
 
 
 def test_the_tokenizer_and_the_config_come_along_through_links_but_no_code(tmp_path: Path) -> None:
-    theirs, blobs = tmp_path / "theirs", tmp_path / "blobs"
-    theirs.mkdir()
+    theirs, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    theirs.mkdir(parents=True)
+    (theirs / "vocab.txt").symlink_to(blobs / "gone")
     blobs.mkdir()
     for name in ("config.json", "tokenizer.json", "modeling_evil.py", "other.json"):
         (blobs / name).write_text(f"the text of {name}")
@@ -445,6 +446,21 @@ def test_the_tokenizer_and_the_config_come_along_through_links_but_no_code(tmp_p
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         export_huggingface(source, tmp_path / "new", files=FILES, config_from=theirs)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_config_from_elsewhere_or_beyond_all_sizes_is_not_copied(tmp_path: Path) -> None:
+    theirs, source = tmp_path / "theirs", MemorySource({"w": torch.ones(2)})
+    theirs.mkdir()
+    (tmp_path / "secret").write_text("x")
+    (theirs / "config.json").symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to .*secret"):
+        export_huggingface(source, tmp_path / "out", files=FILES, config_from=theirs)
+    (theirs / "config.json").unlink()
+    (theirs / "config.json").touch()
+    os.truncate(theirs / "config.json", (64 << 20) + 1)
+    with pytest.raises(CheckpointError, match=r"config\.json has 67108865 bytes"):
+        export_huggingface(source, tmp_path / "out", files=FILES, config_from=theirs)
+    assert not (tmp_path / "out").exists()
 
 
 # -- torch's own format ---------------------------------------------------------------------------

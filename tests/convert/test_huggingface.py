@@ -103,6 +103,18 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
         open_huggingface(snapshot)
 
 
+def test_a_link_that_leads_out_is_not_followed(tmp_path: Path) -> None:
+    two_files(tmp_path / "real")
+    (tmp_path / "real" / FIRST).rename(tmp_path / "elsewhere")
+    (tmp_path / "real" / FIRST).symlink_to("../elsewhere")
+    with pytest.raises(CheckpointError, match=rf"{FIRST} is a link to .*elsewhere"):
+        open_huggingface(tmp_path / "real")
+    (tmp_path / "elsewhere").rename(tmp_path / "real" / "inside")
+    (tmp_path / "real" / FIRST).unlink()
+    (tmp_path / "real" / FIRST).symlink_to("inside")
+    assert set(whole_tensors(open_huggingface(tmp_path / "real"))) == {"a", "b", "c"}
+
+
 HOSTILE = (
     *("../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ".", ""),
     *(".hidden.safetensors", "..\\model.safetensors", "model.bin", "a\0.safetensors"),
@@ -207,7 +219,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     for target in ("/dev/zero", "pipe", "."):
         link = tmp_path / "model.safetensors"
         link.symlink_to(target)
-        with pytest.raises(CheckpointError, match="should be a regular file"):
+        with pytest.raises(CheckpointError, match=r"should be a regular file|leads out of"):
             open_huggingface(tmp_path)
         link.unlink()
 

@@ -15,11 +15,12 @@ from checkpoint.saving import Net, Run, Setting, adamw, build, differences, take
 from convert.sources import MemorySource, all_bits, odd_tensors, whole_tensors
 from ranks import run_ranks
 from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import take_lock
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.checkpoint.verify import verify
-from shardwise.convert.importing import import_source
-from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.convert.importing import import_source, without_prefix
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 FILES = RealFiles()
 
@@ -205,3 +206,65 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path: Path) -> None:
     long = MemorySource({"w" * 5000: torch.ones(3)})
     with pytest.raises(CheckpointError, match=r"www.* cannot be saved: .*4096"):
         import_source(long, tmp_path / "ours", files=FILES)
+
+
+def named_source(prefix: str) -> MemorySource:
+    torch.manual_seed(0)
+    groups = ({"lr": 0.5, "params": [f"{prefix}w", f"{prefix}module.v"]},)
+    source = MemorySource(
+        {
+            f"{prefix}w": torch.randn(3, 2),
+            f"{prefix}module.v": torch.randn(2),
+            "free": torch.ones(1),
+        },
+        tied={f"{prefix}head": f"{prefix}w"},
+        optimizer=OptimizerInfo("AdamW", groups, {f"{prefix}w": {"odd": 1}}),
+    )
+    source.add("buffer", f"{prefix}mean", torch.randn(3))
+    source.add("optimizer", f"{prefix}w", torch.randn(3, 2), "exp_avg")
+    source.extra = {"module.x": torch.arange(4)}
+    return source
+
+
+def test_a_prefix_is_dropped_from_every_name_and_only_once() -> None:
+    found, wanted = without_prefix(named_source("module."), "module."), named_source("")
+    assert list(found.tensors) == wanted.tensors
+    assert (found.tied, found.optimizer) == (wanted.tied, wanted.optimizer)
+    assert all_bits(whole_tensors(found)) == all_bits(whole_tensors(wanted))
+    assert list(found.extra) == ["module.x"]
+
+
+def test_a_prefix_that_is_not_there_or_that_tells_names_apart_is_refused() -> None:
+    for prefix in ("model.", ""):
+        with pytest.raises(ConfigError, match=rf"begins with '{prefix}'.* free, module.head"):
+            without_prefix(named_source("module."), prefix)
+    both = MemorySource({"module.w": torch.ones(1), "w": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"'module.w' and 'w' would be one name"):
+        without_prefix(both, "module.")
+    both = MemorySource({"module.w": torch.ones(1)}, tied={"w": "module.w"})
+    with pytest.raises(ConfigError, match=r"'module.w' and 'w' would be one name"):
+        without_prefix(both, "module.")
+
+
+def test_a_source_without_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="memory holds no tensors"):
+        import_source(MemorySource(), tmp_path / "ours", files=FILES, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_is_only_imported_into_a_folder_that_no_run_holds(tmp_path: Path) -> None:
+    class Asking(MemorySource):
+        def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+            with pytest.raises(CheckpointError, match="saves checkpoints there"):
+                take_lock(FILES, tmp_path / "run", "other")
+            asked.append(tensor.name)
+            return super().read(tensor, lo, hi)
+
+    asked: list[str] = []
+    lock = take_lock(FILES, tmp_path / "run", "other")
+    with pytest.raises(CheckpointError, match=r"run other\) saves checkpoints there"):
+        import_source(Asking({"w": torch.ones(3)}), tmp_path / "run", files=FILES, step=1)
+    lock.release()
+    import_source(Asking({"w": torch.ones(3)}), tmp_path / "run", files=FILES, step=1)
+    assert asked == ["w"]
+    take_lock(FILES, tmp_path / "run", "other").release()

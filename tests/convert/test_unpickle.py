@@ -14,8 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.convert.torch_file import StoredTensor, TorchFile
-from shardwise.convert.unpickle import PLAIN, Made, Name, read_pickle
+from shardwise.convert.plain_names import PLAIN
+from shardwise.convert.torch_file import TorchFile
+from shardwise.convert.torch_names import StoredTensor
+from shardwise.convert.unpickle import Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SCALARS = (
@@ -118,6 +120,21 @@ BOMBS = {
     + pickle.dumps(nested(60))[2:-1]
     + b"\x90.",
     "marks without end": b"\x80\x04" + b"(" * 1000 + b".",
+    "a path that doubles 40 times": b"\x80\x02X\x01\x00\x00\x00xq\x00"
+    + b"".join(b"cpathlib\nPosixPath\nh%ch%c\x86Rq%c" % (n, n, n + 1) for n in range(40))
+    + b".",
+    "bytes of one text many times": b"\x80\x02X\x00\x00\x01\x00"
+    + b"x" * 65536
+    + b"q\x00]("
+    + b"c_codecs\nencode\nh\x00X\x06\x00\x00\x00latin1\x86R" * 60
+    + b"e\x86.",
+    "sets of one list many times": pickle.dumps(list(range(100_000)), 2)[:-1]
+    + b"q\xff]("
+    + b"c__builtin__\nset\nh\xff\x85R" * 1000
+    + b"e\x86.",
+    "keys of one hash": pickle.dumps({n * ((1 << 61) - 1): None for n in range(3000)}),
+    "members of one hash": pickle.dumps({n * ((1 << 61) - 1) for n in range(3000)}),
+    "frozen members of one hash": pickle.dumps(frozenset(n * ((1 << 61) - 1) for n in range(3000))),
     "a number of 2^31 bytes": b"\x80\x02\x8b\xff\xff\xff\x7f.",
 }
 
@@ -126,6 +143,23 @@ BOMBS = {
 def test_small_pickles_that_would_take_for_ever_are_refused(kind: str) -> None:
     with pytest.raises(CheckpointError):
         read_pickle(BOMBS[kind], "f", PLAIN)
+
+
+def test_a_tensor_that_stands_in_many_places_is_read_once(tmp_path: Path) -> None:
+    tensor = torch.arange(3)
+    torch.save([tensor] * 5, tmp_path / "f.pt")
+    file = TorchFile(tmp_path / "f.pt")
+    first, *others = file.plain(file.value, "it")
+    assert all(other is first for other in others)
+    torch.save([torch.zeros(10_000)] * 100, tmp_path / "f.pt")
+    file = TorchFile(tmp_path / "f.pt")
+    with pytest.raises(CheckpointError, match="many times over"):
+        file.plain(file.value, "it")
+
+
+def test_many_large_keys_of_different_hashes_are_read() -> None:
+    value: dict[Any, int] = {(n, "a"): n for n in range(5000)} | {n << 61: n for n in range(5000)}
+    assert read_pickle(pickle.dumps(value), "f", PLAIN) == value
 
 
 def test_a_tree_that_holds_one_branch_a_million_times_is_not_walked(tmp_path: Path) -> None:
@@ -260,6 +294,18 @@ def test_the_format_before_zip_files_is_refused_in_words(tmp_path: Path) -> None
     torch.save(torch.arange(4), tmp_path / "f.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="from before"):
         TorchFile(tmp_path / "f.pt")
+
+
+def test_a_compressed_file_is_refused_in_words(tmp_path: Path) -> None:
+    torch.save(torch.arange(4), tmp_path / "f.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "f.pt") as old,
+        zipfile.ZipFile(tmp_path / "g.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CheckpointError, match="is compressed"):
+        TorchFile(tmp_path / "g.pt")
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

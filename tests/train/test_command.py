@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from shardwise.cli.train import read_place
-from shardwise.train.launch import RankPlace
+from shardwise.train.launch import RankPlace, StopRequest
 
 SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
@@ -156,12 +156,41 @@ def test_a_signal_ends_all_ranks_after_their_step(
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named(tiny: Path) -> None:
     process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
+    ranks = ranks_at_work(process, tiny)
+    os.kill(ranks[-1], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert "was killed by SIGKILL" in err
+
+
+def ranks_at_work(process: subprocess.Popen[str], tiny: Path) -> list[int]:
+    """Return the ranks' process ids once a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    code, _, err = finish(process)
-    assert code == 1
-    assert "was killed by SIGKILL" in err
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(child) for child in children.split()]
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
+    saving = ["--ranks", 2, "--save-every", 90_000]
+    process = command("train", tiny, *saving, "--steps", 100_000)
+    ranks = ranks_at_work(process, tiny)
+    assert len(ranks) >= 2
+    process.kill()
+    code, out, err = finish(process)  # when the ranks, too, have closed the pipes
+    assert (code, err) == (-signal.SIGKILL, "")
+    lines = metrics(tiny.parent / "run")
+    last = int(max(line["step"] for line in lines))
+    assert f"stopped after step {last}, the launcher is gone; it is saved" in out
+    code, _, err = finish(command("train", tiny, *saving, "--steps", last + 1, "--resume", "auto"))
+    assert code == 0, err
+    assert max(line["step"] for line in metrics(tiny.parent / "run")) == last + 1
+
+
+def test_only_a_rank_that_has_a_launcher_cares_who_its_parent_is() -> None:
+    assert not StopRequest().requested
+    assert not StopRequest(os.getppid()).requested
+    assert StopRequest(os.getpid()).requested

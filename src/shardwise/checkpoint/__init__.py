@@ -7,5 +7,5 @@ by slices), `sealed`, `manifest`, `rank_index`, `presence` (what a checkpoint ho
 and in), `state` (a model and its optimizer as a table of tensors), `assemble` (that table as a
 manifest), `staging` (copies for a background write), `restore` (the table filled again), `folder`
 (all checkpoints of a run), `loading` (which one is taken, and how), `verify` (every byte),
-`checkpoints` (the public calls).
+`single`, `saving`, `checkpoints` (the public calls: one checkpoint, one in the background, a run).
 """

@@ -10,6 +10,7 @@ than their bytes.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -87,7 +88,9 @@ class ChunkReader:
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
         except OSError as error:
-            raise CheckpointError(
+            # A sector that cannot be read is damage: an older checkpoint may be whole.
+            kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
+            raise kind(
                 f"{self._folder / first.name}: tensor '{first.key}': {error.strerror} "
                 f"(errno {error.errno})"
             ) from error

@@ -23,6 +23,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, Self
+from weakref import WeakSet
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -137,8 +138,7 @@ class RealFiles:
         """Make a folder and those above it as far as they are missing, durably."""
         made = [p for p in path.parents if not p.exists()]
         os.makedirs(path, exist_ok=True)
-        # An older process may have made `path` and died before its sync, so it is always synced.
-        for folder in (path, *made):
+        for folder in (path, *made):  # `path` too: who made it may have died before the sync
             with suppress(PermissionError):  # a folder one may write to but not read
                 self.sync_folder(folder.parent)
 
@@ -213,7 +213,10 @@ class RealFiles:
         except BaseException:
             os.close(fd)
             raise
-        return _Lock(path, fd)
+        lock = _Lock(path, fd)
+        held = WeakSet([lock])  # a forked worker that outlives this process would keep the lock
+        os.register_at_fork(after_in_child=lambda: list(map(_Lock.close, held)))
+        return lock
 
 
 def remove_tree(files: Files, path: Path) -> None:
@@ -327,7 +330,6 @@ class _Lock(_Descriptor):
 
     def release(self) -> None:
         if self._fd >= 0:
-            # Said aloud, as a forked child may hold a copy of the descriptor.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.close()
 

@@ -93,11 +93,11 @@ def clean_up(files: Files, folder: Path) -> Leftovers:
     removed, kept = [], []
     for entry in leftovers_in(files, folder):
         path = folder / entry.name
-        ours = entry.kind == "folder" and all(
-            e.kind == "file" and is_ours(e.name) for e in files.list(path)
-        )
-        if ours:
-            with suppress(OSError):
+        with suppress(OSError):
+            ours = entry.kind == "folder" and all(
+                e.kind == "file" and is_ours(e.name) for e in files.list(path)
+            )
+            if ours:
                 remove_tree(files, path)
                 removed.append(entry.name)
                 continue

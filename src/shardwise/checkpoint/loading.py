@@ -27,7 +27,9 @@ from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
     Matched,
+    Target,
     apply_optimizer,
+    differences,
     match_model,
     match_optimizer,
     optimizer_targets,
@@ -38,17 +40,19 @@ from shardwise.checkpoint.state import module_states
 from shardwise.checkpoint.together import together
 from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
-from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
 from shardwise.unit.unit import Slot
 
 _SIZE_BYTES = 8
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Loaded:
     """What was loaded: the folder, its step, the user's own state, bytes that this rank read.
 
-    ``skipped`` says, for each newer checkpoint that could not be used, why.
+    ``skipped`` says, for each newer checkpoint that could not be used, why; ``missing`` and
+    ``unexpected`` are, without ``strict``, the names that only the model or the checkpoint has.
     """
 
     path: Path
@@ -58,6 +62,8 @@ class Loaded:
     num_bytes: int
     num_ranks_saved: int
     skipped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -91,11 +97,13 @@ def load_newest(request: Request, folder: Path) -> Loaded | None:
             return None
         path, step, manifest = chosen
         try:
-            return _load(request, path, manifest, tuple(skipped))
+            loaded = _load(request, path, manifest, tuple(skipped))
         except DamagedCheckpoint as error:
             skipped.append(str(error))
             below = step
-            _warn(request.control, path, str(error))
+            continue
+        _warn(request, loaded)
+        return loaded
 
 
 def load_one(request: Request, path: Path) -> Loaded:
@@ -104,12 +112,19 @@ def load_one(request: Request, path: Path) -> Loaded:
 
     def check() -> None:
         if request.control.rank == 0:
+            folder, step = path.parent, path.name
+            steps = [step_name(s) for s in steps_in(request.files, folder)]
+            if step.startswith("step-") and steps and step not in steps:
+                there = ", ".join(steps[:_SHOWN])
+                raise CheckpointError(f"{folder}: there is no {step}; the newest are {there}")
             found.append(check_quickly(request.files, path))
 
     together(request.control, check)
     said = request.control.broadcast(found[0][1] if found else b"")
     manifest = found[0][0] if found else parse_manifest(said, str(path / MANIFEST))
-    return _load(request, path, manifest, ())
+    loaded = _load(request, path, manifest, ())
+    _warn(request, loaded)
+    return loaded
 
 
 def _choose(
@@ -149,18 +164,22 @@ def _look(request: Request, folder: Path, below: int | None) -> tuple[Manifest |
             break
         except DamagedCheckpoint as error:
             skipped.append(str(error))
-            _warn(request.control, path, str(error))
     word = json.dumps({"step": chosen, "skipped": skipped}).encode()
     return manifest, len(word).to_bytes(_SIZE_BYTES, "little") + word + data
 
 
-def _warn(control: Control, path: Path, reason: str) -> None:
-    if control.rank == 0:
-        warnings.warn(
-            f"checkpoint {path.name} is damaged and passed over: {reason}. The next older one is "
-            "taken",
-            stacklevel=2,
-        )
+def _warn(request: Request, loaded: Loaded) -> None:
+    """Say what was passed over and what was left out, once all ranks are through."""
+    if request.control.rank == 0:
+        for reason in loaded.skipped:
+            warnings.warn(
+                f"a newer checkpoint is damaged and was passed over: {reason}. {loaded.path.name} "
+                "was loaded",
+                stacklevel=3,
+            )
+        if loaded.missing or loaded.unexpected:
+            names = differences(loaded.missing, loaded.unexpected)
+            warnings.warn(f"{loaded.path.name} was loaded in part: {names}", stacklevel=3)
 
 
 def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
@@ -170,44 +189,47 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     same_ranks = manifest.num_ranks == control.num_ranks
     # A rank that did not save goes on with the own state of one that did.
     checkpoint = Checkpoint(request.files, path, manifest, control.rank % manifest.num_ranks)
-    found: list[tuple[Matched, list[dict[str, Any]]]] = []
+    found: list[_Plan] = []
     values: dict[str, Any] = {}
 
     def match() -> None:
-        matched = match_model(checkpoint, model, strict=request.strict, cast=request.cast)
-        groups = match_optimizer(checkpoint, optimizer, matched) if optimizer is not None else []
+        if engine.suspended:
+            raise StateError("load() inside gathered(): leave that context first")
         values.update(checkpoint.values_of(checkpoint.rank))
-        missing = [key for key in request.extra if key not in values["extra"]]
-        if missing:
-            raise CheckpointError(
-                f"extra: the checkpoint has no {missing[0]!r}; it has {sorted(values['extra'])}"
-            )
-        found.append((matched, groups))
+        found.append(_plan(request, checkpoint, values))
 
     def read() -> None:
-        matched, groups = found[0]
-        states: dict[Slot, dict[str, Any]] = {}
-        targets = list(matched.targets)
-        if optimizer is not None:
-            states, more = optimizer_targets(checkpoint, optimizer, matched)
-            targets += more
-        for num_bytes in read_targets(checkpoint, targets):
+        for num_bytes in read_targets(checkpoint, found[0].targets):
             if request.progress is not None:
                 request.progress(num_bytes)
-        if optimizer is not None:
-            apply_optimizer(optimizer, groups, states)
 
     try:
         together(control, match)
+        plan = found[0]
         engine.finish_reductions()
+        engine.half_loaded |= plan.names
         engine.broken = f"a load of {path} did not come to its end; load a whole checkpoint first"
         together(control, read)
+    except BaseException:
+        # What was read into the memory of its state may be of two checkpoints.
+        if optimizer is not None and found:
+            for slot in found[0].states:
+                optimizer.state.pop(slot.param, None)
+        raise
     finally:
         checkpoint.close()
-    together(control, lambda: _apply_values(request, values, same_ranks))
-    for slot, _ in found[0][0].slots:
-        slot.write_grad(None)
+    engine.half_loaded -= plan.names
+    if engine.half_loaded:
+        raise CheckpointError(
+            f"{path}: '{min(engine.half_loaded)}' is half loaded from another checkpoint, and not "
+            "in this one; load one that has all of the model"
+        )
     engine.broken = None
+    if optimizer is not None:
+        apply_optimizer(optimizer, plan.groups, plan.states)
+    for slot, _ in plan.matched.slots:
+        slot.write_grad(None)
+    together(control, lambda: _apply_values(request, values, same_ranks))
     return Loaded(
         path,
         manifest.step,
@@ -216,7 +238,44 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         checkpoint.num_bytes,
         manifest.num_ranks,
         skipped,
+        plan.matched.missing_names,
+        plan.matched.unexpected,
     )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a load will change: decided, and allocated, before anything is."""
+
+    matched: Matched
+    targets: list[Target]
+    names: set[str]
+    groups: list[dict[str, Any]]
+    states: dict[Slot, dict[str, Any]]
+
+
+def _plan(request: Request, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
+    """Match a checkpoint with the model, the optimizer and what else is to be restored."""
+    model, optimizer = request.model, request.optimizer
+    matched = match_model(checkpoint, model, strict=request.strict, cast=request.cast)
+    missing = [key for key in request.extra if key not in values["extra"]]
+    if missing:
+        raise CheckpointError(
+            f"extra: the checkpoint has no {missing[0]!r}; it has {sorted(values['extra'])}"
+        )
+    modules = {name for name, _ in module_states(model)}
+    if request.strict and modules != set(values["modules"]):
+        name = min(modules ^ set(values["modules"]))
+        raise CheckpointError(
+            f"{checkpoint.where}: module '{name}' has an extra state "
+            f"{'here, and none there' if name in modules else 'there, and none here'}"
+        )
+    names = {target.info.key for target in matched.targets}
+    if optimizer is None:
+        return _Plan(matched, list(matched.targets), names, [], {})
+    groups = match_optimizer(checkpoint, optimizer, matched)
+    states, more = optimizer_targets(checkpoint, optimizer, matched, groups)
+    return _Plan(matched, [*matched.targets, *more], names, groups, states)
 
 
 def _apply_values(request: Request, values: Mapping[str, Any], same_ranks: bool) -> None:

@@ -116,13 +116,18 @@ class Checkpoint:
         """Return elements [lo, hi) of the flattened tensor, on the CPU."""
         import torch
 
-        out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
+        out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype), device="cpu")
         self._read(self.chunks(tensor, lo, hi, memory_of(out)))
         return out
 
     def is_cut(self, tensor: TensorInfo) -> bool:
         """Tell whether the ranks that saved held slices of it; else it was whole on each."""
         return self.manifest.tensors[self._numbers[tensor]].layout is not None
+
+    @property
+    def is_imported(self) -> bool:
+        """Tell whether it was written whole, from a checkpoint of somebody else."""
+        return not self.manifest.layouts
 
     # -- what a rank reads
     def chunks(self, tensor: TensorInfo, lo: int, hi: int, out: memoryview) -> list[Chunk]:
@@ -204,7 +209,7 @@ class Checkpoint:
             row = own.pop(place, None)  # each stands in one place only
             if row is None:
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
-            out = torch.empty(row.shape, dtype=torch_dtype(row.dtype))
+            out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
             self._read(_chunks_of_own(rank, row, 0, row.info.numel, memory_of(out)))
             return out
 

@@ -36,12 +36,15 @@ class Target:
 class Matched:
     """What goes where: parameters and buffers, and each slot with the name it was saved under.
 
-    ``missing`` are the slots that the checkpoint has not; only without ``strict``.
+    Without ``strict``, ``missing`` are the slots that the checkpoint has not, ``missing_names``
+    what it has not in all, ``unexpected`` what only it has.
     """
 
     targets: tuple[Target, ...]
     slots: tuple[tuple[Slot, str], ...]
-    missing: tuple[Slot, ...] = ()
+    missing: tuple[Slot, ...]
+    missing_names: tuple[str, ...]
+    unexpected: tuple[str, ...]
 
 
 class Names:
@@ -88,17 +91,23 @@ def match_model(source: Source, model: nn.Module, *, strict: bool, cast: bool) -
         _check(source, info, tuple(buffer.shape), buffer.dtype, cast)
         targets.append(Target(info, 0, info.numel, buffer.detach()))
     unexpected = [name for name in names.infos if name not in used]
-    if strict and (missing or unexpected):
-        differences = [
-            f"{len(found)} {what} ({', '.join(found[:_SHOWN])}{', ...' if found[_SHOWN:] else ''})"
-            for what, found in (("missing there", missing), ("unknown here", unexpected))
-            if found
-        ]
+    if (strict or not slots) and (missing or unexpected):
+        remedy = "or pass strict=False to load what both have" if slots else "no parameter is alike"
         raise CheckpointError(
-            f"{source.where}: the model and the checkpoint differ: {'; '.join(differences)}. Load "
-            "into the model that was saved, or pass strict=False to load what both have"
+            f"{source.where}: the model and the checkpoint differ: "
+            f"{differences(missing, unexpected)}. Load into the model that was saved; {remedy}"
         )
-    return Matched(tuple(targets), tuple(slots), tuple(lacking))
+    return Matched(tuple(targets), tuple(slots), tuple(lacking), tuple(missing), tuple(unexpected))
+
+
+def differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Write down which names only the model, and which only the checkpoint has."""
+    parts = [
+        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if names[_SHOWN:] else ''})"
+        for what, names in (("missing there", missing), ("unknown here", unexpected))
+        if names
+    ]
+    return "; ".join(parts)
 
 
 def _check(
@@ -158,7 +167,10 @@ def match_optimizer(
 
 
 def optimizer_targets(
-    source: Source, optimizer: torch.optim.Optimizer, matched: Matched
+    source: Checkpoint,
+    optimizer: torch.optim.Optimizer,
+    matched: Matched,
+    groups: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[Slot, dict[str, Any]], list[Target]]:
     """Return new state for each slot, and what is to be read into its tensors.
 
@@ -174,7 +186,11 @@ def optimizer_targets(
     saved_dtypes = {
         tensor.name: tensor.dtype for tensor in source.tensors if tensor.kind == "param"
     }
-    in_optimizer = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    in_optimizer = {
+        id(p): {**group, **saved}
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for p in group["params"]
+    }
     states: dict[Slot, dict[str, Any]] = {}
     targets = []
     for slot, name in matched.slots:
@@ -200,12 +216,12 @@ def optimizer_targets(
     return states, targets
 
 
-def _is_cut(source: Source, info: TensorInfo, slot: Slot) -> bool:
+def _is_cut(source: Checkpoint, info: TensorInfo, slot: Slot) -> bool:
     """Tell whether a tensor of the optimizer is cut like its parameter; else it is a plain one."""
-    if info.shape != slot.cut.shape or info.shape:
-        return info.shape == slot.cut.shape
-    told = getattr(source, "is_cut", None)  # of a scalar parameter, the shape does not tell
-    return info.state not in _PLAIN_SCALARS if told is None else bool(told(info))
+    if info.shape != slot.cut.shape:
+        return False
+    # One that was imported is whole in its file; of a scalar the shape does not tell then.
+    return source.is_cut(info) or (source.is_imported and info.state not in _PLAIN_SCALARS)
 
 
 def _state_tensor(
@@ -270,7 +286,12 @@ def apply_optimizer(
 ) -> None:
     """Give the optimizer its settings and its state, once all tensors are read."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update(saved)
+        for key, value in saved.items():
+            before = group.get(key)
+            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+                before.copy_(value)  # a captured graph, or a schedule, holds on to it
+            else:
+                group[key] = value
     for slot, state in states.items():
         if state:
             optimizer.state[slot.param] = state

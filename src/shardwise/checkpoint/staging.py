@@ -21,7 +21,7 @@ class Staging:
     """One buffer for the copies of one rank's state; it grows and never shrinks."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._shapes: list[tuple[int, torch.dtype]] = []
         self._views: list[torch.Tensor] = []
 
@@ -41,7 +41,9 @@ class Staging:
             total += -(-item.data.nbytes // _ALIGNMENT) * _ALIGNMENT
         if total > self._buffer.nbytes:
             self._views, self._shapes = [], []
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one
+            self._buffer = torch.empty(
+                0, dtype=torch.uint8, device="cpu"
+            )  # the old one goes before the new one
             devices = {item.data.device for item in items if item.data.device.type != "cpu"}
             self._buffer = host_buffer(total, next(iter(devices), torch.device("cpu")))
         self._views = [

@@ -153,11 +153,16 @@ def names_of_params(slots: list[Slot], optimizer: torch.optim.Optimizer) -> list
 
 
 def _check_moment(engine: Engine) -> None:
+    if engine.suspended:
+        raise StateError(
+            "save() inside gathered(): leave that context first; changes come back then"
+        )
     if engine.broken is not None:
         raise StateError(f"save(): the model's parameters are not to be used: {engine.broken}")
     engine.finish_reductions()
     partial = [u.name or "(root)" for u in engine.units if u.grad_state is GradState.PARTIAL]
-    if partial or not engine.is_last_micro_batch:
+    has_grads = any(u.grad_state is not GradState.EMPTY for u in engine.units)
+    if partial or not engine.is_last_micro_batch or (engine.window_open and has_grads):
         where = f"unit '{partial[0]}' holds gradients of" if partial else "this is inside of"
         raise StateError(
             f"save(): {where} an accumulation window that is not over, and a checkpoint has no "

@@ -209,8 +209,8 @@ class _Check:
         if not self.findings:  # what loading asks first; it must never refuse what passed here
             try:
                 check_quickly(self._files, self._path)
-            except DamagedCheckpoint as error:
-                self._found(MANIFEST, "", str(error))
+            except (OSError, DamagedCheckpoint) as error:  # OSError: it was removed meanwhile
+                self._found(MANIFEST, "", explain(error))
 
     def _expected(
         self, manifest: Manifest, index: RankIndex, rank: int
@@ -247,7 +247,8 @@ class _Check:
         entry = self.entries.get(name)
         if entry is None or entry.kind != "file":
             what = "it is missing" if entry is None else "it is no regular file"
-            self._found(name, "", f"{what}, with {len(tensors)} tensors")
+            plural = "s" if len(tensors) != 1 else ""
+            self._found(name, "", f"{what}, with {len(tensors)} tensor{plural}")
             return
         try:
             reader = self._files.open(self._path / name)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.comm.control import Control
 
 TEMPORARY = ".tmp-"
-_NONCE_BYTES = 4
+NONCE_BYTES = 4
 _DIGEST_BYTES = 16
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
@@ -81,14 +81,14 @@ def write_checkpoint(
 ) -> Written:
     """Write and commit one checkpoint; all ranks call it. See Note [Commit].
 
-    ``manifest`` has no ``ranks`` yet and is the same on all ranks; ``nonce`` is rank 0's.
+    ``manifest`` has no ``ranks`` yet and is the same on all ranks; of the nonces rank 0's counts.
 
     **Cost** this rank's bytes once to disk; three exchanges of at most 34 bytes per rank.
 
     **Raises** CheckpointError, the same on all ranks; the target is as it was then.
     """
     first = control.rank == 0
-    assert len(nonce) == _NONCE_BYTES
+    assert len(nonce) == NONCE_BYTES
     rows = together(
         control, lambda: _begin(files, target, nonce, manifest, replace, first), len(nonce) + 16
     )
@@ -121,7 +121,9 @@ def _begin(
     files: Files, target: Path, nonce: bytes, manifest: Manifest, replace: bool, first: bool
 ) -> bytes:
     """Make the temporary folder; return the nonce and a digest of what this rank means to save."""
-    meant = manifest.model_dump_json(include={"run", "step", "stage", "layouts", "tensors", "tied"})
+    meant = manifest.model_dump_json(
+        include={"run", "step", "stage", "layouts", "tensors", "tied", "optimizer"}
+    )
     if first:
         files.make_folders(target.parent)
         exists = any(entry.name == target.name for entry in files.list(target.parent))

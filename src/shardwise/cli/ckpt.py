@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,8 +20,9 @@ import typer
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.files import Files
     from shardwise.checkpoint.read import Checkpoint
-    from shardwise.checkpoint.source import Source
+    from shardwise.checkpoint.verify import Verified
 
 __all__ = ["app"]
 
@@ -50,9 +52,6 @@ class _From(StrEnum):
     hf = "hf"
     dcp = "dcp"
     deepspeed = "deepspeed"
-
-
-_FORMATS = {"hf": "Hugging Face safetensors", "dcp": "torch DCP", "deepspeed": "DeepSpeed ZeRO"}
 
 
 @app.command()
@@ -88,26 +87,26 @@ def verify(path: _Path, as_json: _Json = False) -> None:
         from time import perf_counter
 
         from shardwise.checkpoint.files import RealFiles
-        from shardwise.checkpoint.verify import verify as verify_one
-        from shardwise.cli.facts import checkpoints_at, disk_bytes, quick_state
+        from shardwise.cli.facts import bytes_to_read, checkpoints_at
         from shardwise.cli.progress import byte_bar
         from shardwise.cli.tables import open_console, show_verified
 
         files, console = RealFiles(), open_console()
         paths = checkpoints_at(files, path)
-        manifests = [(p, quick_state(files, p)[0]) for p in paths]
-        total_bytes = sum(disk_bytes(files, p, m) for p, m in manifests if m is not None)
         started_s = perf_counter()
-        with byte_bar("verify", total_bytes) as progress:
-            all_verified = [verify_one(files, one, progress) for one in paths]
-        duration_s = perf_counter() - started_s
-        facts = _verified_facts(path, all_verified, duration_s)
+        with byte_bar("verify", sum(bytes_to_read(files, one) for one in paths)) as progress:
+            found = _verify_all(files, paths, progress)
+        facts = _verified_facts(path, found, perf_counter() - started_s)
         if as_json:
             _print_json(facts)
         else:
-            for verified in all_verified:
+            for verified in found.verified:
                 show_verified(console, verified)
+            for gone in found.removed:
+                _say(f"note: {gone.name} was removed meanwhile")
             console.print(_summary(facts), soft_wrap=True)
+        if found.errors:
+            raise CheckpointError("; ".join(found.errors))
         if not facts["ok"]:
             raise typer.Exit(_FAILED)
 
@@ -134,6 +133,8 @@ def export(
     with _told("export"):
         if to is _To.dcp and (dtype or max_shard_size or config_from):
             raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")
+        if config_from is not None and not config_from.is_dir():
+            raise ConfigError(f"--config-from {config_from}: there is no such folder")
         max_bytes = _parse_size(max_shard_size or "5GB")
         checkpoint = _open(path, step)
         try:
@@ -156,19 +157,22 @@ def import_(
     tag: Annotated[
         str | None, typer.Option(help="which of DeepSpeed's checkpoints; else what 'latest' names")
     ] = None,
+    strip_prefix: Annotated[
+        str | None, typer.Option(help="drop this from the beginning of names, as 'module.'")
+    ] = None,
 ) -> None:
     """Write a checkpoint of others as one of ours, which loads on any number of ranks."""
     with _told("import"):
-        found = _format_of(source) if from_ is _From.auto else from_.value
-        if tag is not None and found != "deepspeed":
-            raise ConfigError(f"--tag is for DeepSpeed; {source} is {_FORMATS[found]}")
-        _say(f"reading {source} as {_FORMATS[found]}")
         from shardwise.checkpoint.container import element_bytes
         from shardwise.checkpoint.files import RealFiles
         from shardwise.cli.progress import byte_bar
-        from shardwise.convert.importing import import_source
+        from shardwise.convert.detect import FORMATS, open_any
+        from shardwise.convert.importing import import_source, without_prefix
 
-        opened = _open_other(found, source, tag)
+        found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
+        _say(f"reading {source} as {FORMATS[found]}")
+        if strip_prefix is not None:
+            opened = without_prefix(opened, strip_prefix)
         total = sum(t.numel * element_bytes(t.dtype) for t in opened.tensors)
         with byte_bar("import", total) as progress:
             written = import_source(opened, target, files=RealFiles(), step=step, progress=progress)
@@ -178,8 +182,38 @@ def import_(
 # -- inspect and verify
 
 
-def _verified_facts(path: Path, all_verified: list[Any], duration_s: float) -> dict[str, Any]:
-    num_bytes = sum(v.num_bytes for v in all_verified)
+@dataclass
+class _Found:
+    """What came of verifying several checkpoints."""
+
+    verified: list[Verified] = field(default_factory=list)
+    removed: list[Path] = field(default_factory=list)  # by a run that goes on beside this
+    errors: list[str] = field(default_factory=list)  # could not be judged
+
+
+def _verify_all(files: Files, paths: list[Path], progress: Callable[[int], None]) -> _Found:
+    from shardwise.checkpoint.verify import verify as verify_one
+    from shardwise.cli.facts import is_gone
+
+    found = _Found()
+    for path in paths:
+        try:
+            verified = verify_one(files, path, progress)
+        except CheckpointError as error:
+            if is_gone(files, path):
+                found.removed.append(path)
+            else:
+                found.errors.append(str(error))
+            continue
+        if verified.findings and is_gone(files, path):
+            found.removed.append(path)
+        else:
+            found.verified.append(verified)
+    return found
+
+
+def _verified_facts(path: Path, found: _Found, duration_s: float) -> dict[str, Any]:
+    num_bytes = sum(v.num_bytes for v in found.verified)
     checkpoints = [
         {
             "path": str(v.path),
@@ -192,16 +226,18 @@ def _verified_facts(path: Path, all_verified: list[Any], duration_s: float) -> d
             ],
             "notes": list(v.notes),
         }
-        for v in all_verified
+        for v in found.verified
     ]
     return {
         "path": str(path),
-        "ok": all(v.ok for v in all_verified),
-        "num_damaged": sum(not v.ok for v in all_verified),
+        "ok": bool(checkpoints) and all(v.ok for v in found.verified) and not found.errors,
+        "num_damaged": sum(not v.ok for v in found.verified),
         "num_bytes": num_bytes,
         "duration_s": duration_s,
         "bytes_per_s": round(num_bytes / duration_s),
         "checkpoints": checkpoints,
+        "removed_meanwhile": [str(gone) for gone in found.removed],
+        "errors": found.errors,
     }
 
 
@@ -292,45 +328,6 @@ def _parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-# -- import
-
-
-def _format_of(source: Path) -> str:
-    """Tell by their names what files lie there. **Raises** ConfigError when it is not sure."""
-    try:
-        names = [source.name] if source.is_file() else [p.name for p in source.iterdir()]
-    except OSError as error:
-        raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
-    patterns = {
-        "hf": r"model\.safetensors(\.index\.json)?"
-        if source.is_dir()
-        else r".*\.(safetensors|json)",
-        "dcp": r"\.metadata|.*\.distcp",
-        "deepspeed": r"latest|global_step\d+|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt",
-    }
-    if any(re.fullmatch(r"manifest\.json|rank\d{5,}\.json|step-\d{8,}", name) for name in names):
-        raise ConfigError(f"{source} is a checkpoint of ours already: load it as it is")
-    found = [f for f, p in patterns.items() if any(re.fullmatch(p, name) for name in names)]
-    if len(found) == 1:
-        return found[0]
-    said = " and ".join(_FORMATS[f] for f in found) or "none of the formats that can be read"
-    raise ConfigError(f"{source} looks like {said}: say which with --from hf, dcp or deepspeed")
-
-
-def _open_other(name: str, path: Path, tag: str | None) -> Source:
-    if name == "hf":
-        from shardwise.convert.huggingface import open_huggingface
-
-        return open_huggingface(path)
-    if name == "dcp":
-        from shardwise.convert.dcp import open_dcp
-
-        return open_dcp(path)
-    from shardwise.convert.deepspeed import open_deepspeed
-
-    return open_deepspeed(path, tag)
-
-
 # -- talking
 
 
@@ -339,8 +336,13 @@ def _told(command: str) -> Iterator[None]:
     """Turn errors into a message and an exit code."""
     try:
         yield
-    except (ShardwiseError, OSError) as error:
-        sys.stderr.write(f"shardwise ckpt {command}: {_shown(error)}\n")
+    except (typer.Exit, typer.Abort):  # these are RuntimeErrors too
+        raise
+    except (ShardwiseError, OSError, MemoryError, RuntimeError) as error:
+        said = _shown(error)
+        if isinstance(error, MemoryError):
+            said = f"the memory of this machine is not enough: {said}".removesuffix(": ")
+        sys.stderr.write(f"shardwise ckpt {command}: {said}\n")
         raise typer.Exit(_WRONG if isinstance(error, ConfigError) else _FAILED) from None
 
 
@@ -351,7 +353,8 @@ def _say(text: str) -> None:
 def _say_written(path: Path, num_tensors: int, num_bytes: int) -> None:
     from shardwise.quantities import format_bytes
 
-    _say(f"wrote {path}: {num_tensors:,} tensors, {format_bytes(num_bytes)}")
+    tensors = f"{num_tensors:,} tensor{'s' if num_tensors != 1 else ''}"
+    _say(f"wrote {path}: {tensors}, {format_bytes(num_bytes)}")
 
 
 def _shown(text: Any) -> str:

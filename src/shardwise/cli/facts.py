@@ -72,15 +72,44 @@ def disk_bytes(files: Files, path: Path, manifest: Manifest) -> int:
     return sum(row.index_bytes + row.file_bytes for row in manifest.ranks) + sizes[MANIFEST]
 
 
+def bytes_to_read(files: Files, path: Path) -> int:
+    """Return what verifying reads, as far as it can be known ahead."""
+    manifest = quick_state(files, path)[0]
+    try:
+        return disk_bytes(files, path, manifest) if manifest is not None else 0
+    except (OSError, KeyError):
+        return 0
+
+
+def is_gone(files: Files, path: Path) -> bool:
+    """Tell whether a checkpoint was removed: a run that goes on rotates its old ones away."""
+    try:
+        files.list(path)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def run_facts(files: Files, folder: Path) -> dict[str, Any]:
     """Describe all checkpoints of a run, the newest first, and who writes there now."""
     rows: list[dict[str, Any]] = []
+    removed: list[int] = []
     for step in steps_in(files, folder):
         path = folder / step_name(step)
         manifest, damage = quick_state(files, path)
+        try:
+            described = _of_manifest(files, path, manifest)
+        except (OSError, KeyError) as error:
+            damage = damage or explain(error)
+            described = _of_manifest(files, path, None)
+        if damage and is_gone(files, path):
+            removed.append(step)
+            continue
         row = {"step": step, "path": str(path), "damage": damage or None}
         is_newest = not damage and not any(r["is_newest"] for r in rows)
-        rows.append(row | {"is_newest": is_newest} | _of_manifest(files, path, manifest))
+        rows.append(row | {"is_newest": is_newest} | described)
     try:
         holder = lock_holder(files, folder)
     except OSError as error:
@@ -89,6 +118,7 @@ def run_facts(files: Files, folder: Path) -> dict[str, Any]:
         "kind": "run",
         "path": str(folder),
         "checkpoints": rows,
+        "removed_meanwhile": removed,
         "leftovers": [entry.name for entry in leftovers_in(files, folder)],
         "lock_holder": holder,
     }

@@ -57,7 +57,13 @@ def show_run(console: Console, facts: Mapping[str, Any]) -> None:
         _line(console, "in use", facts["lock_holder"])
     if facts["leftovers"]:
         _line(console, "leftovers", ", ".join(facts["leftovers"]))
-        _line(console, "", "of interrupted saves; the next run in this folder removes them")
+        what = "of interrupted saves; the next run in this folder removes them"
+        if facts["lock_holder"]:
+            what = "being written or removed now, or left by an interrupted save"
+        _line(console, "", what)
+    if facts["removed_meanwhile"]:
+        steps = ", ".join(f"{step:,}" for step in facts["removed_meanwhile"])
+        _line(console, "note", f"removed meanwhile: step {steps}")
 
 
 def show_checkpoint(console: Console, facts: Mapping[str, Any]) -> None:

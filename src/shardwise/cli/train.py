@@ -24,7 +24,8 @@ def run_command(arguments: Sequence[str]) -> int:
     """Run `shardwise train` with its arguments; return the exit code."""
     place = read_place(os.environ)
     # A rank listens before it imports torch: see Note [Ending on a signal].
-    stop = StopRequest.installed() if place is not None else None
+    has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
+    stop = StopRequest.installed(has_launcher) if place is not None else None
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     outcome: list[int] = []
 
@@ -131,7 +132,8 @@ def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
         return 0
     kept = result.saved_step == result.steps
     hint = "; it is saved, go on with --resume auto" if kept else ""
-    say(f"stopped after step {result.steps}, as asked{hint}")
+    reason = "the launcher is gone" if stop.is_orphan else "as asked"
+    say(f"stopped after step {result.steps}, {reason}{hint}")
     return INTERRUPTED
 
 

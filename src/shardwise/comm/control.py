@@ -57,7 +57,7 @@ class GroupControl:
         if not row:
             return [row] * self.num_ranks
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = torch.empty(self.num_ranks * len(row), dtype=torch.uint8)
+        rows = torch.empty(self.num_ranks * len(row), dtype=torch.uint8, device="cpu")
         with _Blame(self.rank):
             self._group.allgather([list(rows.chunk(self.num_ranks))], [mine]).wait()
         whole = rows.numpy().tobytes()
@@ -65,10 +65,10 @@ class GroupControl:
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes; two broadcasts, of the length and of the bytes."""
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device="cpu")
         with _Blame(self.rank):
             self._group.broadcast(size, 0).wait()
-            buffer = torch.zeros(int(size), dtype=torch.uint8)
+            buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == 0:
                 buffer.numpy()[:] = memoryview(data)
             if buffer.numel():
@@ -94,7 +94,7 @@ class _Blame:
             ) from error
 
 
-def control_over(axes: Axes) -> Control:
+def control_over(axes: Axes, timeout: timedelta = _TIMEOUT) -> Control:
     """Open a group for small exchanges over a mesh; every rank of the mesh calls it together.
 
     Torch does not know this group: it ends with the last reference to it, and its name, which
@@ -114,8 +114,8 @@ def control_over(axes: Axes) -> Control:
     with _Blame(rank):
         for axis in axes.all:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
-                dist.all_reduce(torch.zeros(1), group=axis.group)
+                dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
         number = store.add(f"{name}/{rank}", 1)  # each rank counts its own calls, all alike
         own_store = dist.PrefixStore(f"{name}/{number}", store)
-        group = dist.ProcessGroupGloo(own_store, rank, len(ranks), _TIMEOUT)
+        group = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout)
     return GroupControl(group, rank, len(ranks))  # type: ignore[arg-type]  # a Backend does too

@@ -2,6 +2,6 @@
 
 Reading order: `unpickle` (a pickle as data), `torch_file` (one file of torch.save), `dcp_metadata`,
 `dcp_names`, `dcp` (torch's distributed checkpoints), `deepspeed_parts`, `deepspeed_universal`,
-`deepspeed` (ZeRO's), `huggingface` (safetensors weights), `importing` (a source as a checkpoint of
-ours), `export` (a checkpoint of ours for others).
+`deepspeed` (ZeRO's), `huggingface` (safetensors weights), `detect` (which of these it is),
+`importing` (a source as a checkpoint of ours), `export` (a checkpoint of ours for others).
 """

@@ -16,10 +16,15 @@ from shardwise.checkpoint.container import torch_dtype
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.convert.dcp_metadata import Chunk, DcpMetadata, Place, read_dcp_metadata
 from shardwise.convert.dcp_names import find_names
-from shardwise.convert.torch_file import StoredTensor, TorchFile
+from shardwise.convert.foreign import explained
+from shardwise.convert.torch_file import NoData, TorchFile
+from shardwise.convert.torch_names import StoredTensor
 from shardwise.errors import DamagedCheckpoint
 from shardwise.layout.boxes import Box, boxes_of_range
 
+_WRITER = "torch.distributed.checkpoint"
+_LEFT_OUT = object()
+_OF_SGD = {"momentum", "dampening", "nesterov"}  # options that only torch's SGD has
 _NO_PARAMS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 
 
@@ -31,7 +36,8 @@ def open_dcp(folder: Path) -> "DcpSource":
     must not, or when its model cannot be told (see Note [Which key is which]); DamagedCheckpoint
     when files are missing or cut short.
     """
-    return DcpSource(folder, read_dcp_metadata(folder))
+    with explained(str(folder), _WRITER):
+        return DcpSource(folder, read_dcp_metadata(folder))
 
 
 class DcpSource:
@@ -55,17 +61,27 @@ class DcpSource:
     @cached_property
     def step(self) -> int | None:
         """The step on which the states of all parameters agree, if there is one."""
+        with explained(self.where, _WRITER):
+            return self._find_step()
+
+    def _find_step(self) -> int | None:
         infos = [info for info in self._keys if info.state == "step" and info.numel == 1]
         steps = {float(self.read(info, 0, 1)) for info in infos}
         values = self.optimizer.state.values() if self.optimizer else ()
         found = [state["step"] for state in values if "step" in state]
-        steps |= {float(step) for step in found if isinstance(step, int | float) and step < 2**53}
+        steps |= {
+            float(step) for step in found if isinstance(step, int | float) and abs(step) < 2**53
+        }
         agreed = steps.pop() if len(steps) == 1 else math.nan
         return int(agreed) if agreed.is_integer() else None
 
     @cached_property
     def optimizer(self) -> OptimizerInfo | None:
-        """The optimizer's groups and values; DCP does not say of which class it was."""
+        """The optimizer's groups and values; its class only where its options tell it."""
+        with explained(self.where, _WRITER):
+            return self._find_optimizer()
+
+    def _find_optimizer(self) -> OptimizerInfo | None:
         if self._names.optimizer is None:
             return None
         groups: dict[str, dict[str, Any]] = {}
@@ -77,12 +93,28 @@ class DcpSource:
         for key in self._metadata.values:
             if (found := self._names.param_of(key)) is not None:
                 state.setdefault(found[0], {})[found[1]] = self._value(key)
-        return OptimizerInfo("", tuple(groups.values()), state)
+        is_sgd = all(group.keys() >= _OF_SGD for group in groups.values())
+        return OptimizerInfo("SGD" if groups and is_sgd else "", tuple(groups.values()), state)
 
     @cached_property
     def extra(self) -> Mapping[str, Any]:
         """What is neither model nor optimizer, nested as it was saved; its tensors are read."""
+        return self._own[0]
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """What ``extra`` lacks, as it was made of classes that are not read."""
+        return self._own[1]
+
+    @cached_property
+    def _own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Return ``extra``, and what was left out of it."""
+        with explained(self.where, _WRITER):
+            return self._find_own()
+
+    def _find_own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         own = set(self._keys.values())
+        left_out: list[str] = []
         tree: dict[Any, Any] = {}
         for key, path in self._metadata.paths.items():
             if key in own or self._names.is_option(key) or self._names.param_of(key):
@@ -94,8 +126,8 @@ class DcpSource:
                     raise DamagedCheckpoint(f"{self.where}: '{key}' is inside of another value")
             if path[-1] in place:
                 raise DamagedCheckpoint(f"{self.where}: '{key}' holds another value")
-            place[path[-1]] = self._value(key)
-        return {key: _unfold(value) for key, value in tree.items()}
+            place[path[-1]] = self._own_value(key, left_out)
+        return _unfold_dict(tree), tuple(left_out)
 
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
@@ -131,6 +163,17 @@ class DcpSource:
         place = self._metadata.values[key]
         file = self._file(key, place)
         return file.plain(file.value, f"'{key}'")
+
+    def _own_value(self, key: str, left_out: list[str]) -> Any:
+        """Return a value of the user's own, whose classes may be unknown."""
+        if key in self._metadata.tensors:
+            return self._value(key)
+        file = self._file(key, self._metadata.values[key], any_name=True)
+        try:
+            return file.plain(file.value, key, left_out)
+        except NoData:
+            left_out.append(key)
+            return _LEFT_OUT
 
     def _read(self, key: str, lo: int, hi: int) -> torch.Tensor:
         tensor = self._metadata.tensors[key]
@@ -173,9 +216,14 @@ class DcpSource:
         )
         out[target].copy_(span.as_strided(sizes, strides, 0))
 
-    def _file(self, key: str, place: Place) -> TorchFile:
-        path = self._folder / place.file
-        return TorchFile(path, begin=place.begin, length=place.length, what=f"tensor '{key}'")
+    def _file(self, key: str, place: Place, any_name: bool = False) -> TorchFile:
+        return TorchFile(
+            self._folder / place.file,
+            begin=place.begin,
+            length=place.length,
+            what=f"tensor '{key}'",
+            any_name=any_name,
+        )
 
 
 class _Branch(dict[Any, Any]):
@@ -186,5 +234,11 @@ def _unfold(value: Any) -> Any:
     if not isinstance(value, _Branch):
         return value
     if set(value) == set(range(len(value))):
-        return [_unfold(value[at]) for at in range(len(value))]
-    return {key: _unfold(member) for key, member in value.items()}
+        members = [_unfold(value[at]) for at in range(len(value))]  # all of a list, or none
+        return _LEFT_OUT if any(member is _LEFT_OUT for member in members) else members
+    return _unfold_dict(value)
+
+
+def _unfold_dict(tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    pairs = ((key, _unfold(member)) for key, member in tree.items())
+    return {key: member for key, member in pairs if member is not _LEFT_OUT}

@@ -12,13 +12,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.convert.torch_file import DTYPES, open_file
-from shardwise.convert.unpickle import MAX_PICKLE_BYTES, PLAIN, Builder, Made, Name, read_pickle
+from shardwise.convert.foreign import is_plain_name
+from shardwise.convert.plain_names import PLAIN
+from shardwise.convert.torch_file import open_file
+from shardwise.convert.torch_names import DTYPES
+from shardwise.convert.unpickle import MAX_PICKLE_BYTES, Builder, Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 METADATA = ".metadata"
 _MAX_INDEX = 1 << 50
 _MAX_DIMS = 64
+_FREE_COMPARES, _COMPARES_PER_CHUNK = 1_000_000, 100
 _PREFIX = "torch.distributed.checkpoint."
 _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = (
     _PREFIX + name
@@ -131,6 +135,7 @@ class _Table:
         self._folder = folder
         self._where = str(folder / METADATA)
         self._tree = _made(tree, _METADATA)
+        self._compares_left = _FREE_COMPARES
         self._places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
 
     def read(self) -> DcpMetadata:
@@ -150,7 +155,7 @@ class _Table:
     def _place(self, key: str, info: Any) -> Place:
         info = _made(info, _STORAGE)
         name = _text(info.field("relative_path"))
-        if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        if not is_plain_name(name):
             raise CheckpointError(
                 f"{self._where}: '{key}' is said to be in {name!r}, which is no plain file name of "
                 "this folder: nothing outside of it is read"
@@ -173,9 +178,8 @@ class _Table:
         properties = _made(entry.field("properties"), _PROPERTIES).state
         named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
         if not isinstance(named, Name) or named.text not in DTYPES:
-            raise CheckpointError(
-                f"{self._where}: '{key}' has dtype {reprlib.repr(named)}, which cannot be read"
-            )
+            name = named.text if isinstance(named, Name) else reprlib.repr(named)
+            raise CheckpointError(f"{self._where}: '{key}' has dtype {name}, which cannot be read")
         shape = _sizes(entry.field("size"))
         chunks = []
         for chunk in entry.field("chunks"):
@@ -201,26 +205,39 @@ class _Table:
                 f"{self._where}: only {covered} of {prod(shape)} elements of '{key}' are there, in "
                 f"{files}: parts of it were not saved, or a rank's file is missing"
             )
-        if covered > prod(shape) or _overlap(chunks):
+        self._compares_left += _COMPARES_PER_CHUNK * len(chunks)
+        overlap, num_compares = _overlap(chunks, self._compares_left)
+        self._compares_left -= num_compares
+        if self._compares_left < 0:
+            raise CheckpointError(
+                f"{self._where}: '{key}' is cut into {len(chunks)} parts in such a way that it "
+                "takes too long to see that none overlap; save it again, with parts in a grid"
+            )
+        if covered > prod(shape) or overlap:
             raise DamagedCheckpoint(f"{self._where}: parts of '{key}' overlap")
 
 
-def _overlap(chunks: list[Chunk]) -> bool:
-    """Tell whether two boxes share an element; swept along the dim that is cut most."""
-    if len(chunks) < 2:
-        return False
-    num_dims = len(chunks[0].offsets)
-    if not num_dims:
-        return True
+def _overlap(chunks: list[Chunk], max_compares: int) -> tuple[bool, int]:
+    """Tell whether two boxes share an element, and how many comparisons that took, more or less.
+
+    Swept along the dim that is cut most; given up after ``max_compares``.
+    """
+    num_dims = len(chunks[0].offsets) if chunks else 0
+    if len(chunks) < 2 or not num_dims:
+        return len(chunks) > 1, 0
+    num_compares = 0
     dim = max(range(num_dims), key=lambda d: len({chunk.offsets[d] for chunk in chunks}))
     open_boxes: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda c: c.offsets[dim]):
+        num_compares += len(open_boxes)
+        if num_compares > max_compares:
+            break
         at = chunk.offsets[dim]
         open_boxes = [c for c in open_boxes if c.offsets[dim] + c.lengths[dim] > at]
         if any(_meet(chunk, other) for other in open_boxes):
-            return True
+            return True, num_compares
         open_boxes.append(chunk)
-    return False
+    return False, num_compares
 
 
 def _meet(a: Chunk, b: Chunk) -> bool:

@@ -73,7 +73,9 @@ def find_names(metadata: DcpMetadata, where: str, value_of: Callable[[str], Any]
     ``value_of`` reads one value of the folder. **Raises** CheckpointError when there is no answer,
     or more than one.
     """
-    prefixes = {m[1] for key in metadata.paths if (m := _GROUPS.match(key))}
+    found = [(m[1], key) for key in metadata.paths if (m := _GROUPS.match(key))]
+    # Every group has these; a user's own `param_groups` does not.
+    prefixes = {prefix for prefix, key in found if key.endswith((".params", ".lr"))}
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{where}: several optimizers, at {_quoted(prefixes)}; one was expected. Save each "

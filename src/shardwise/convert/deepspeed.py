@@ -30,7 +30,10 @@ from shardwise.convert.deepspeed_parts import (
     text_of,
 )
 from shardwise.convert.deepspeed_universal import UNIVERSAL, read_universal
-from shardwise.convert.torch_file import StoredTensor, TorchFile
+from shardwise.convert.foreign import explained, is_plain_name
+from shardwise.convert.torch_file import TorchFile
+from shardwise.convert.torch_names import StoredTensor
+from shardwise.convert.unpickle import Made, Name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
@@ -59,20 +62,16 @@ def open_deepspeed(folder: Path, tag: str | None = None) -> "DeepSpeedSource":
     tensor, pipeline or expert parallel training; DamagedCheckpoint when a rank's file is missing,
     cut short, or of another step.
     """
-    home = _find_folder(folder, tag)
-    optims, models = _list_files(home)
-    try:
-        files = [TorchFile(path, NAMES) for path in models]
+    with explained(str(folder), "DeepSpeed"):
+        home = _find_folder(folder, tag)
+        optims, models = _list_files(home)
+        files = [TorchFile(path, NAMES, any_name=True) for path in models]
         shapes = [shapes_of(of_flat) for of_flat in files[0].value["param_shapes"]]
         if not optims:
             return DeepSpeedSource(home, files, read_universal(home, shapes))
         states = [TorchFile(path, NAMES) for path in optims]
         _check_ranks(home, files, states)
         return DeepSpeedSource(home, files, read_partitions(states, shapes))
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"{home}: not as DeepSpeed writes it: {type(error).__name__} {error}"
-        ) from None
 
 
 class DeepSpeedSource:
@@ -102,12 +101,28 @@ class DeepSpeedSource:
     @cached_property
     def extra(self) -> Mapping[str, Any]:
         """The user's ``client_state``, and ``lr_scheduler`` if there is one."""
+        return self._own[0]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What ``extra`` lacks, as it was made of classes that are not read."""
+        return self._own[1]
+
+    @cached_property
+    def _own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+        """Return ``extra``, and what was left out of it."""
+        with explained(self.where, "DeepSpeed"):
+            return self._find_own()
+
+    def _find_own(self) -> tuple[Mapping[str, Any], tuple[str, ...]]:
         own = {k: v for k, v in self._state.items() if k not in _OWN}
-        module = self._state.get("module") or {}
-        own |= {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
         if own.get("lr_scheduler") is None:
             own.pop("lr_scheduler", None)
-        return {key: self._model.plain(value, f"'{key}'") for key, value in own.items()}
+        left_out: list[str] = []
+        extra = self._model.plain(own, "client_state", left_out)
+        module = self._state.get("module") or {}
+        rest = {k: v for k, v in module.items() if not isinstance(v, StoredTensor)}
+        return {**extra, **self._model.plain(rest, "module")}, tuple(left_out)
 
     def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, on the CPU, shape [hi - lo].
@@ -157,6 +172,11 @@ class DeepSpeedSource:
         known = {info.name for info in self._parts}
         buffers = {text_of(name) for name in self._state.get("buffer_names") or ()}
         for name, stored in (self._state.get("module") or {}).items():
+            if isinstance(stored, Made | Name):
+                raise CheckpointError(
+                    f"{self._model.where}: '{name}' of the model is a "
+                    f"{stored.name if isinstance(stored, Made) else stored.text}, which is not read"
+                )
             if name in known or name in self.tied or not isinstance(stored, StoredTensor):
                 continue
             if stage == 3 and not stored.numel and name not in buffers:
@@ -209,7 +229,7 @@ def _find_folder(folder: Path, tag: str | None) -> Path:
                 "*_model_states.pt files are in it. Give the tag, or its folder"
             )
         tag = read_text(RealFiles(), folder / "latest", _MAX_TAG_BYTES).strip()
-    if tag in ("", ".", "..") or any(c in tag for c in "/\\\0"):
+    if not is_plain_name(tag):
         raise CheckpointError(f"{folder}: tag {tag!r:.80} is no plain name of a folder in it")
     if tag not in entries or entries[tag].kind != "folder":
         raise CheckpointError(f"{folder}: there is no folder '{tag}' in it; give another tag")

@@ -25,7 +25,8 @@ import torch
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.source import Kind, TensorInfo
-from shardwise.convert.torch_file import StoredTensor, TorchFile
+from shardwise.convert.torch_file import TorchFile
+from shardwise.convert.torch_names import StoredTensor
 from shardwise.convert.unpickle import Builder, Made
 from shardwise.errors import DamagedCheckpoint
 

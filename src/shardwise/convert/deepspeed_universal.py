@@ -12,7 +12,9 @@ from typing import Any
 from shardwise.checkpoint.files import RealFiles
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.convert.deepspeed_parts import NAMES, Part, Shapes, Trained, stage_of
-from shardwise.convert.torch_file import StoredTensor, TorchFile
+from shardwise.convert.foreign import is_plain_name
+from shardwise.convert.torch_file import TorchFile
+from shardwise.convert.torch_names import StoredTensor
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 UNIVERSAL = "zero"
@@ -32,7 +34,7 @@ def read_universal(folder: Path, shapes: Sequence[Shapes]) -> Trained:
     for number, of_flat in enumerate(shapes):
         state = inner["state"].get(number, {}) if "state" in inner else {}
         for name, shape in of_flat.items():
-            if name in (".", "..") or any(c in name for c in "/\\\0"):
+            if not is_plain_name(name):
                 raise CheckpointError(
                     f"{home}: parameter {name!r:.80} is no plain name of a folder"
                 )

@@ -29,8 +29,10 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Files, RealFiles, Writer, remove_tree
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.together import explain
+from shardwise.convert.foreign import follow_link
 from shardwise.errors import CheckpointError, ConfigError
 
+_MAX_COMPANION_BYTES = 64 << 20
 _PIECE_BYTES = 64 << 20  # of one tensor in memory at a time
 _FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CONFIG = "config.json"
@@ -224,7 +226,18 @@ def _copy_companions(files: Files, config_from: Path, folder: Path) -> None:
         )
     for name in (_CONFIG, *_COMPANIONS):
         if name in names:
-            with files.open(Path(os.path.realpath(config_from / name, strict=True))) as reader:
+            try:
+                real = follow_link(config_from / name)
+            except FileNotFoundError:  # a link to nothing
+                if name == _CONFIG:
+                    raise
+                continue
+            with files.open(real) as reader:
+                if reader.size > _MAX_COMPANION_BYTES:
+                    raise CheckpointError(
+                        f"{config_from / name} has {reader.size} bytes; at most "
+                        f"{_MAX_COMPANION_BYTES} were expected"
+                    )
                 data = bytearray(reader.size)
                 reader.read_into(0, memoryview(data))
             _write_small(files, folder / name, data)

@@ -27,6 +27,7 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Files, RealFiles, read_text
 from shardwise.checkpoint.source import OptimizerInfo, Source, TensorInfo
 from shardwise.checkpoint.values import loads
+from shardwise.convert.foreign import follow_link
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _FILE = "model.safetensors"
@@ -39,7 +40,8 @@ def open_huggingface(path: Path) -> Source:
 
     A folder has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it
     names. All tensors are "param": the files do not tell buffers from parameters. Links are
-    followed, as the cache of the hub is made of them; an index names files beside it only.
+    followed inside the folder and inside the cache of the hub, which is made of them; an index
+    names files beside it only.
 
     **Cost** the headers are read; tensors only when they are asked for.
 
@@ -97,7 +99,7 @@ class _Weights:
         elements = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype))
         offset = begin + lo * element_bytes(tensor.dtype)
         try:
-            with self._files.open(_real(file)) as reader:
+            with self._files.open(follow_link(file)) as reader:
                 reader.read_into(offset, elements.view(torch.uint8).numpy().data)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"tensor '{tensor.name}': {error}") from error
@@ -124,14 +126,9 @@ def _index_of(path: Path) -> Path | None:
     return path / _INDEX if has_index else None
 
 
-def _real(file: Path) -> Path:
-    """Follow links here, in the open: the reader refuses them."""
-    return Path(os.path.realpath(file, strict=True))
-
-
 def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
     """Return the tensors of a file, and where their bytes begin."""
-    real = _real(file)
+    real = follow_link(file)
     with files.open(real) as reader:
         stored, begin = read_header(reader, str(file))
     try:
@@ -149,7 +146,7 @@ def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
 
 def _read_index(files: Files, index: Path) -> Mapping[str, str]:
     """Return the file name of every tensor. The names are safe to be joined to the folder."""
-    text = read_text(files, _real(index), MAX_HEADER_BYTES)
+    text = read_text(files, follow_link(index), MAX_HEADER_BYTES)
     value = loads(text.encode(), str(index))
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,13 +21,13 @@ from pydantic import ValidationError
 from shardwise import __version__
 from shardwise.checkpoint.container import dtype_name, memory_of
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.folder import step_name, take_lock
 from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow
-from shardwise.checkpoint.source import Kind, Source, TensorInfo
+from shardwise.checkpoint.source import Kind, OptimizerInfo, Source, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.checkpoint.write import Part, Progress, Written, write_checkpoint
 from shardwise.comm.control import SoloControl
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Box
 
 _RUN_BYTES = 8
@@ -44,18 +45,20 @@ def import_source(
     """Write all that a source holds as a checkpoint that `shardwise.load` restores.
 
     The checkpoint is the folder ``target``, or with ``step`` the folder of that step in it, as with
-    `shardwise.save`; without ``step`` it is of the step that the source says. ``progress`` is told
-    the bytes of each tensor of the source.
+    `shardwise.save`; without ``step`` it is of the step that the source says. With ``step`` the
+    lock of ``target`` is held, as a run that saves there would remove what is half written.
+    ``progress`` is told the bytes of each tensor of the source.
     See Note [As one rank would have saved it].
 
     **Cost** one pass over the source, one tensor in memory at a time.
 
-    **Raises** CheckpointError when the target is there already, the disk fails or the source holds
-    what cannot be saved; DamagedCheckpoint when its bytes are not right. Nothing is left then.
+    **Raises** CheckpointError when the target is there already or a run is saving there, the disk
+    fails, or the source holds no tensors or what cannot be saved; DamagedCheckpoint when its bytes
+    are not right. No checkpoint is left then.
     """
-    if step is not None:
-        target = target / step_name(step)
     infos = [info for info in source.tensors if info.kind != "extra"]
+    if not infos:
+        raise CheckpointError(f"{source.where} holds no tensors: there is nothing to import")
     optimizer, loose = _optimizer(source)
     extra, own = encode(dict(source.extra), "extra")
     rows = [_row(info) for info in infos]
@@ -82,7 +85,70 @@ def import_source(
     )
     nonce = os.urandom(_NONCE_BYTES)
     control = SoloControl()
-    return write_checkpoint(files, control, target, nonce, manifest, part)
+    if step is None:
+        return write_checkpoint(files, control, target, nonce, manifest, part)
+    lock = take_lock(files, target, manifest.run)
+    try:
+        return write_checkpoint(files, control, target / step_name(step), nonce, manifest, part)
+    finally:
+        lock.release()
+
+
+def without_prefix(source: Source, prefix: str) -> Source:
+    """Return a source whose names lose ``prefix`` where they begin with it, as ``module.``.
+
+    **Raises** ConfigError when no name begins with it, or when two names would become one.
+    """
+    return _Renamed(source, prefix)
+
+
+class _Renamed:
+    """A source under other names; the user's own state keeps its."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        self._source = source
+        self._names = _shortened(source, prefix)
+        self._originals = {self._renamed(info).key: info for info in source.tensors}
+        self.where = source.where
+        self.step, self.extra = source.step, source.extra
+        self.tensors = [self._renamed(info) for info in source.tensors]
+        self.tied = {self._names[a]: self._names[b] for a, b in source.tied.items()}
+        self.optimizer: OptimizerInfo | None = None
+        if source.optimizer is not None:
+            groups = tuple(
+                {**group, "params": [self._names[name] for name in group["params"]]}
+                for group in source.optimizer.groups
+            )
+            state = {self._names[name]: of for name, of in source.optimizer.state.items()}
+            self.optimizer = replace(source.optimizer, groups=groups, state=state)
+
+    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
+        """Read it under the name that it has there."""
+        return self._source.read(self._originals[tensor.key], lo, hi)
+
+    def _renamed(self, info: TensorInfo) -> TensorInfo:
+        return info if info.kind == "extra" else replace(info, name=self._names[info.name])
+
+
+def _shortened(source: Source, prefix: str) -> dict[str, str]:
+    """Return the new name of every parameter and buffer."""
+    names = {info.name for info in source.tensors if info.kind != "extra"}
+    names |= {*source.tied, *source.tied.values()}
+    if source.optimizer is not None:
+        names |= {name for group in source.optimizer.groups for name in group["params"]}
+        names |= {*source.optimizer.state}
+    if not prefix or not any(name.startswith(prefix) for name in names):
+        such = ", ".join(sorted(names)[:3])
+        raise ConfigError(
+            f"{source.where}: no name begins with {prefix!r}; they are such as {such}"
+        )
+    originals: dict[str, str] = {}
+    for name in sorted(names):
+        new = name.removeprefix(prefix)
+        if originals.setdefault(new, name) != name:
+            both = f"'{originals[new]}' and '{name}'"
+            raise ConfigError(f"{source.where}: without {prefix!r}, {both} would be one name")
+    return {name: new for new, name in originals.items()}
 
 
 def _optimizer(source: Source) -> tuple[OptimizerRow | None, Mapping[str, torch.Tensor]]:

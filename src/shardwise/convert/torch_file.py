@@ -18,90 +18,45 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.container import element_bytes, is_dtype, memory_of, torch_dtype
+from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
 from shardwise.checkpoint.files import Reader, RealFiles
-from shardwise.convert.unpickle import PLAIN, Builder, Made, Name, read_pickle
+from shardwise.convert.plain_names import ARRAYS, numpy_array
+from shardwise.convert.torch_names import (
+    DTYPES,
+    NAMES,
+    STORAGES,
+    UNTYPED,
+    Storage,
+    StoredTensor,
+    extent,
+    index_of,
+)
+from shardwise.convert.unpickle import Builder, Made, Name, read_pickle
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _READ_BYTES = 4 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_MAX_DIMS = 64
-_MAX_INDEX = 1 << 50
 _MAX_DEPTH = 48
+_MAX_MENTIONS = 16  # of all bytes of a file, in one value
 _SHARED_VALUES = 100_000
 
-_STORAGES = {
-    f"torch.{kind}Storage": dtype
-    for kind, dtype in {
-        "Double": "F64",
-        "Float": "F32",
-        "Half": "F16",
-        "BFloat16": "BF16",
-        "Long": "I64",
-        "Int": "I32",
-        "Short": "I16",
-        "Char": "I8",
-        "Byte": "U8",
-        "Bool": "BOOL",
-        "ComplexFloat": "C64",
-    }.items()
-}
-_UNTYPED = "torch.storage.UntypedStorage"
-_SPELLINGS = (
-    *("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "C64", "BOOL"),
-    *("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8"),
-)
-DTYPES = {str(torch_dtype(spelling)): spelling for spelling in _SPELLINGS}
 
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """One record of bytes; ``dtype`` is "" where each tensor on it says its own."""
-
-    record: str
-    dtype: str
-    numel: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredTensor:
-    """A tensor that is not loaded: which elements of which record it has."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    storage: Storage
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the elements lie one after the other."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
-            expected *= size
-        return True
+class NoData(CheckpointError):
+    """A value is an object, which is described and not made."""
 
 
 class TorchFile:
     """One stream of torch.save in bytes [begin, begin + length) of a file, opened when needed.
 
     **Raises** DamagedCheckpoint naming the file when it is cut short or not what torch writes;
-    CheckpointError naming a class that it must not hold. ``allowed`` are names beside torch's own.
+    CheckpointError naming a class that it must not hold. ``allowed`` are names beside torch's own;
+    with ``any_name`` all others may be in it, and what they stand for can only be left out.
     """
 
     def __init__(
@@ -111,6 +66,7 @@ class TorchFile:
         begin: int = 0,
         length: int | None = None,
         what: str = "",
+        any_name: bool = False,
     ) -> None:
         self.where = f"{path}, {what}" if what else str(path)
         self._path = path
@@ -123,10 +79,15 @@ class TorchFile:
             if order != b"little":
                 raise CheckpointError(f"{self.where}: written on a machine of {order!r} byte order")
             data = self._small(reader, "data.pkl", self._length)
-            names = {**_NAMES, **(allowed or {})}
+            names = {**NAMES, **(allowed or {})}
             # Each value takes a byte or more; beyond that, one of them stands in many places.
             self.max_values = max(_SHARED_VALUES, len(data))
-            self.value = read_pickle(data, self.where, names, self._storage)
+            self.value = read_pickle(data, self.where, names, self._storage, any_name)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the stream."""
+        return self._length
 
     def read(self, tensor: StoredTensor, lo: int, hi: int) -> torch.Tensor:
         """Return elements [lo, hi) of the flattened tensor, shape [hi - lo].
@@ -136,7 +97,7 @@ class TorchFile:
         dtype, width = torch_dtype(tensor.dtype), element_bytes(tensor.dtype)
         if hi <= lo:
             return torch.empty(0, dtype=dtype)
-        first, last = (lo, hi - 1) if tensor.contiguous else (0, _extent(tensor) - 1)
+        first, last = (lo, hi - 1) if tensor.contiguous else (0, extent(tensor) - 1)
         out = torch.empty(last + 1 - first, dtype=dtype)
         with open_file(self._path) as reader:
             begin = self._checked(reader, tensor.storage.record)
@@ -150,12 +111,14 @@ class TorchFile:
         """Return a tensor in its shape."""
         return self.read(tensor, 0, tensor.numel).view(tensor.shape)
 
-    def plain(self, value: Any, what: str) -> Any:
+    def plain(self, value: Any, what: str, left_out: list[str] | None = None) -> Any:
         """Return a value of this file with its tensors read, as what `values` can write.
 
-        **Raises** CheckpointError when it holds an object, or is nested without end.
+        Given ``left_out``, entries of dicts that hold an object are left out, and added to it.
+
+        **Raises** NoData when it holds an object; CheckpointError when it is nested without end.
         """
-        return _Plain(self, what).convert(value, 0)
+        return _Plain(self, what, left_out).convert(value, 0, what)
 
     # -- the archive
     def _list_records(self, reader: Reader) -> tuple[dict[str, zipfile.ZipInfo], str]:
@@ -196,6 +159,11 @@ class TorchFile:
             reader.read_into(self._begin + info.header_offset, memoryview(header))
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         begin = end + name_bytes + extra_bytes
+        if info.compress_type == zipfile.ZIP_DEFLATED:
+            raise CheckpointError(
+                f"{self.where}: its record '{record}' is compressed, which torch.save does not do; "
+                "load the file with torch and save it again"
+            )
         right = signature == b"PK\x03\x04" and info.compress_type == zipfile.ZIP_STORED
         if not right or info.flag_bits & 1 or begin + info.file_size > self._length:
             raise DamagedCheckpoint(
@@ -233,8 +201,8 @@ class TorchFile:
         word, kind, record, _, numel = key
         if word != "storage" or not isinstance(kind, Name) or not isinstance(record, str):
             raise ValueError("a persistent id that is no storage")
-        dtype = "" if kind.text == _UNTYPED else _STORAGES[kind.text]
-        num_bytes = _index(numel) * (element_bytes(dtype) if dtype else 1)
+        dtype = "" if kind.text == UNTYPED else STORAGES[kind.text]
+        num_bytes = index_of(numel) * (element_bytes(dtype) if dtype else 1)
         if num_bytes > self._info(f"data/{record}").file_size:
             raise DamagedCheckpoint(
                 f"{self.where}: record 'data/{record}' should have {num_bytes} bytes, has "
@@ -285,94 +253,67 @@ class _Window(io.RawIOBase):
 class _Plain:
     """One walk over one value; counts, as a small pickle can describe an endless tree."""
 
-    def __init__(self, file: TorchFile, what: str) -> None:
+    def __init__(self, file: TorchFile, what: str, left_out: list[str] | None) -> None:
         self._file = file
         self._what = what
+        self._left_out = left_out
         self._count = 0
+        self._bytes_left = _MAX_MENTIONS * file.num_bytes
+        self._tensors: dict[int, torch.Tensor] = {}  # each is read once
 
-    def convert(self, value: Any, depth: int) -> Any:
+    def convert(self, value: Any, depth: int, at: str) -> Any:
         self._count += 1
         if depth > _MAX_DEPTH or self._count > self._file.max_values:
             raise CheckpointError(f"{self._file.where}: {self._what} is nested without end")
         match value:
             case StoredTensor():
-                return self._file.read_whole(value)
+                self._charge(value.numel * element_bytes(value.dtype))
+                if id(value) not in self._tensors:
+                    self._tensors[id(value)] = self._file.read_whole(value)
+                return self._tensors[id(value)]
             case Name(text) if text in DTYPES:
                 return torch_dtype(DTYPES[text])
             case Made("argparse.Namespace", state=dict(attributes)):
-                return self.convert(attributes, depth + 1)
+                return self.convert(attributes, depth + 1, at)
+            case Made(name, state=tuple((_, _, _, _, bytes(data)))) if name in ARRAYS:
+                self._charge(len(data))
+                try:
+                    return numpy_array(value)
+                except (ValueError, TypeError, IndexError):
+                    raise self._no_data("a NumPy array of other than numbers") from None
             case Name() | Made():
-                name = value.text if isinstance(value, Name) else value.name
-                raise CheckpointError(f"{self._file.where}: {self._what} holds a {name}, no data")
+                raise self._no_data(value.text if isinstance(value, Name) else value.name)
             case dict():
-                pairs = {key: self.convert(v, depth + 1) for key, v in value.items()}
-                return type(value)(pairs)
-            case list() | tuple():
-                return type(value)(self.convert(v, depth + 1) for v in value)
+                return type(value)(dict(self._pairs(value, depth + 1, at)))
+            case list() | tuple() | set() | frozenset():
+                return type(value)([self.convert(v, depth + 1, at) for v in value])
         return value
 
+    def _pairs(self, value: dict[Any, Any], depth: int, at: str) -> Iterator[tuple[Any, Any]]:
+        for key, member in value.items():
+            inside = f"{at}.{key!r:.80}"
+            try:
+                parts = [self.convert(part, depth, at) for part in _parts(key)]
+                yield (
+                    tuple(parts) if type(key) is tuple else parts[0],
+                    self.convert(member, depth, inside),
+                )
+            except NoData:
+                if self._left_out is None:
+                    raise
+                self._left_out.append(inside)
 
-def _index(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_INDEX:
-        raise ValueError("a size or place that is none")
-    return value
+    def _charge(self, num_bytes: int) -> None:
+        self._bytes_left -= num_bytes
+        if self._bytes_left < 0:
+            raise CheckpointError(
+                f"{self._file.where}: {self._what} holds the same tensors many times over, more "
+                f"than {_MAX_MENTIONS} times the bytes of the file"
+            )
 
-
-def _extent(tensor: StoredTensor) -> int:
-    """Return how many elements lie between its first and its last one, both counted."""
-    sizes = zip(tensor.shape, tensor.strides, strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sizes)
-
-
-def _tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any, dtype: str = ""
-) -> StoredTensor:
-    if not isinstance(storage, Storage) or len(shape) > _MAX_DIMS:
-        raise ValueError("a tensor without its bytes")
-    sizes, steps = tuple(map(_index, shape)), tuple(map(_index, strides))
-    dtype = dtype or storage.dtype
-    if len(sizes) != len(steps) or not is_dtype(dtype):
-        raise ValueError(f"a tensor of {dtype!r} with shape {sizes} and strides {steps}")
-    tensor = StoredTensor(dtype, sizes, steps, _index(offset), storage)
-    has = storage.numel // (1 if storage.dtype else element_bytes(dtype))
-    if tensor.numel > has or (tensor.numel and tensor.offset + _extent(tensor) > has):
-        raise ValueError(f"a tensor of {tensor.offset} + {_extent(tensor)} elements of {has}")
-    return tensor
+    def _no_data(self, name: str) -> NoData:
+        return NoData(f"{self._file.where}: {self._what} holds a {name}, no data")
 
 
-def _tensor_v3(
-    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
-) -> StoredTensor:
-    return _tensor(storage, offset, shape, strides, dtype=DTYPES[dtype.text])
-
-
-def _tensor_of_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    if not isinstance(function, Name) or function.text not in _TENSORS:
-        raise ValueError("a tensor that is not rebuilt as torch does")
-    return _TENSORS[function.text](*args)
-
-
-def _device(kind: Any, index: Any = None) -> str:
-    if not isinstance(kind, str):
-        raise ValueError("a device that is no text")
-    return kind if index is None else f"{kind}:{_index(index)}"
-
-
-_TENSORS: Mapping[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-}
-_NAMES: Mapping[str, Builder | None] = {
-    **PLAIN,
-    **_TENSORS,
-    "torch._tensor._rebuild_from_type_v2": _tensor_of_type,
-    "argparse.Namespace": None,
-    "torch.Tensor": None,
-    "torch.nn.parameter.Parameter": None,
-    "torch.Size": lambda sizes=(): tuple(map(_index, sizes)),
-    "torch.device": _device,
-    _UNTYPED: None,
-    **dict.fromkeys(_STORAGES),
-    **dict.fromkeys(DTYPES),
-}
+def _parts(key: Any) -> tuple[Any, ...]:
+    return key if type(key) is tuple else (key,)

@@ -11,17 +11,17 @@ codes, instances of old classes, objects made with keywords).
 
 Nothing of torch's private classes is made, so a reader does not depend on the version of torch
 that wrote, and none of them runs. Dict keys are scalars, flat tuples of scalars, or `Made` objects
-by identity: the hash of nested tuples can take for ever. A memo index of four bytes allocates
-nothing. What is left is that memory grows with the size of the pickle, which is limited, and that
+by identity: the hash of nested tuples can take for ever. Numbers and tuples can be chosen to have
+one hash, so only a few of one hash may come. A memo index of four bytes allocates nothing. What is
+called copies its arguments, which two bytes can name again: all that is handed over is counted,
+and limited by the size of the pickle. What is left is that memory grows with that size, and that
 a small pickle can describe a tree in which one branch stands in a million places: who walks the
 tree counts his steps, and nobody prints it.
 """
 
 import struct
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -29,7 +29,12 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 Builder = Callable[..., Any]
 MAX_PICKLE_BYTES = 256 << 20
 _MAX_INT_BYTES = 255
+_MAX_KEY_PARTS = 256
+_MAX_COLLISIONS = 1000
+_UNIQUE = (1 << 61) - 1  # Python's hash of numbers below this has no collisions
+_FREE_BYTES, _FREE_TIMES = 1 << 20, 8  # what may be copied: bytes, and times the pickle's size
 _MARK = object()
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _SCALARS = (str, int, float, bool, bytes, type(None))
 
 
@@ -61,10 +66,12 @@ def read_pickle(
     where: str,
     allowed: Mapping[str, Builder | None],
     persistent: Callable[[Any], Any] | None = None,
+    any_name: bool = False,
 ) -> Any:
     """Return what a pickle describes. See Note [A pickle is a program; ...].
 
-    ``allowed`` has every name that may occur; ``persistent`` answers persistent ids.
+    ``allowed`` has every name that may occur; ``persistent`` answers persistent ids. With
+    ``any_name`` other names may occur as well: what they make is a `Made` too.
 
     **Raises** CheckpointError naming the class that is not allowed; DamagedCheckpoint when the
     bytes are no whole pickle.
@@ -73,7 +80,7 @@ def read_pickle(
         raise CheckpointError(
             f"{where}: a pickle of {len(data)} bytes; at most {MAX_PICKLE_BYTES} are read"
         )
-    machine = _Machine(data, where, allowed, persistent)
+    machine = _Machine(data, where, allowed, persistent, any_name)
     try:
         return machine.run()
     except CheckpointError:
@@ -94,14 +101,19 @@ class _Machine:
         where: str,
         allowed: Mapping[str, Builder | None],
         persistent: Callable[[Any], Any] | None,
+        any_name: bool,
     ) -> None:
         self.at = 0
         self._data = data
         self._where = where
         self._allowed = allowed
         self._persistent = persistent
+        self._any_name = any_name
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._left = _FREE_BYTES + _FREE_TIMES * len(data)
+        self._hashes: set[tuple[int, int]] = set()
+        self._num_collisions = 0
 
     def run(self) -> Any:
         while True:
@@ -157,6 +169,8 @@ class _Machine:
 
     def top(self, kind: type) -> Any:
         value = self._stack[-1]
+        if self._any_name and isinstance(value, Made):
+            return kind()  # what is put into an object that is not made is dropped
         if not isinstance(value, kind):
             raise ValueError(f"a {kind.__name__} was expected, a {type(value).__name__} came")
         return value
@@ -188,13 +202,24 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         target = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            target[_key(key)] = value
+            target[self.key(target, key)] = value
+
+    def key(self, target: Any, key: Any) -> Any:
+        """Return a key or member that ``target`` may take. See Note [A pickle is a program; ...]"""
+        check_key(key)
+        if type(key) is tuple or (type(key) is int and abs(key) >= _UNIQUE):
+            mark = (id(target), hash(key))
+            self._num_collisions += mark in self._hashes
+            self._hashes.add(mark)
+            if self._num_collisions > _MAX_COLLISIONS:
+                raise ValueError("keys that were chosen to have one hash")
+        return key
 
     def global_name(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
             raise ValueError("a name that is no text")
         text = f"{module}.{name}"
-        if text not in self._allowed:
+        if text not in self._allowed and not self._any_name:
             raise CheckpointError(
                 f"{self._where}: it names {text!r}, which is not on the list of what checkpoints "
                 "hold, so it was neither imported nor called. If it is part of your own state, "
@@ -209,10 +234,21 @@ class _Machine:
     def call(self) -> None:
         args = self.pop()
         called = self.pop()
+        if self._any_name and isinstance(called, Made):
+            called = Name(called.name)
         if not (isinstance(called, Name) and isinstance(args, tuple)):
             raise ValueError("a call of what is no name")
-        builder = self._allowed[called.text]
-        self.push(Made(called.text, args) if builder is None else builder(*args))
+        builder = self._allowed.get(called.text)
+        if builder is None:
+            self.push(Made(called.text, args))
+            return
+        self._left -= sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+        if self._left < 0:
+            raise CheckpointError(
+                f"{self._where}: a pickle of {len(self._data)} bytes copies its own values many "
+                "times over, as no checkpoint does: the file is damaged or hostile"
+            )
+        self.push(builder(*args))
 
     def build(self) -> None:
         state = self.pop()
@@ -228,11 +264,21 @@ class _Machine:
         self.push(self._persistent(self.pop()))
 
 
-def _key(key: Any) -> Any:
+def check_key(key: Any) -> Any:
+    """Return a key of a dict or member of a set. **Raises** ValueError if it is no data."""
     members = key if type(key) is tuple else (key,)
+    if len(members) > _MAX_KEY_PARTS:
+        raise ValueError("a key of too many parts")
     if not all(isinstance(member, (*_SCALARS, Name, Made)) for member in members):
         raise ValueError("a key that is no scalar")
     return key
+
+
+def check_keys(keys: list[Any]) -> list[Any]:
+    """Return all keys of one dict or set. **Raises** ValueError if they cannot be."""
+    if len(keys) - len({hash(check_key(key)) for key in keys}) > _MAX_COLLISIONS:
+        raise ValueError("keys that were chosen to have one hash")
+    return keys
 
 
 _CODES: Mapping[int, Callable[[_Machine], object]] = {
@@ -272,7 +318,7 @@ _CODES: Mapping[int, Callable[[_Machine], object]] = {
     ord("u"): lambda m: m.set_items(m.since_mark()),
     0x8F: lambda m: m.push(set()),
     0x90: lambda m: _add(m, m.since_mark()),
-    0x91: lambda m: m.push(frozenset(map(_key, m.since_mark()))),
+    0x91: lambda m: m.push(frozenset(check_keys(m.since_mark()))),
     ord("c"): lambda m: m.global_name(m.line(), m.line()),
     0x93: lambda m: m.stack_global(),
     ord("R"): lambda m: m.call(),
@@ -287,89 +333,10 @@ def _append(machine: _Machine, values: list[Any]) -> None:
 
 
 def _add(machine: _Machine, values: list[Any]) -> None:
-    machine.top(set).update(map(_key, values))
+    target = machine.top(set)
+    target.update(machine.key(target, value) for value in values)
 
 
 def _set_item(machine: _Machine) -> None:
     value = machine.pop()
     machine.set_items([machine.pop(), value])
-
-
-def _encode(text: str, codec: str) -> bytes:
-    if codec != "latin1":
-        raise ValueError("bytes in a codec that pickle does not use")
-    return text.encode("latin-1")
-
-
-def _bytearray(data: Any = b"") -> bytearray:
-    if not isinstance(data, bytes):  # of a number it would make that many zeros
-        raise ValueError("a bytearray of what is no bytes")
-    return bytearray(data)
-
-
-def _no_bytes() -> bytes:
-    return b""
-
-
-def _complex(real: Any, imag: Any) -> complex:
-    return complex(float(real), float(imag))
-
-
-def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    return OrderedDict((_key(key), value) for key, value in pairs)
-
-
-def _counter(counts: Any = None) -> Counter[Any]:
-    if not isinstance(counts, dict | None):
-        raise ValueError("a Counter of what is no dict")
-    return Counter(counts)
-
-
-def _members(kind: Callable[[Any], Any]) -> Builder:
-    return lambda members=(): kind([_key(member) for member in members])
-
-
-_NUMPY_FORMS = {
-    f"{kind}{size}": f"<{form}"
-    for kind, forms in {"f": {2: "e", 4: "f", 8: "d"}, "b": {1: "?"}}.items()
-    for size, form in forms.items()
-} | {
-    f"{kind}{size}": f"<{form.upper() if kind == 'u' else form}"
-    for kind in "iu"
-    for size, form in {1: "b", 2: "h", 4: "i", 8: "q"}.items()
-}
-
-
-def _numpy_scalar(dtype: Any, data: Any) -> Any:
-    if not (isinstance(dtype, Made) and dtype.name == "numpy.dtype" and isinstance(data, bytes)):
-        raise ValueError("a NumPy scalar without its dtype")
-    (form, *_) = dtype.args
-    if not isinstance(form, str):
-        raise ValueError("a NumPy dtype without its name")
-    return struct.unpack(_NUMPY_FORMS[form], data)[0]
-
-
-_BUILTINS: Mapping[str, Builder] = {
-    "set": _members(set),
-    "frozenset": _members(frozenset),
-    "bytearray": _bytearray,
-    "bytes": _no_bytes,
-    "complex": _complex,
-}
-
-# Values of plain Python and NumPy as protocols 2 to 5 write them.
-PLAIN: Mapping[str, Builder | None] = {
-    "collections.OrderedDict": _ordered,
-    "collections.Counter": _counter,
-    "_codecs.encode": _encode,
-    **{f"builtins.{name}": builder for name, builder in _BUILTINS.items()},
-    **{f"__builtin__.{name}": builder for name, builder in _BUILTINS.items()},
-    **{
-        f"{module}.{name}": lambda *parts: str(PurePosixPath(*parts))
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath")
-    },
-    "numpy.dtype": None,
-    "numpy._core.multiarray.scalar": _numpy_scalar,
-    "numpy.core.multiarray.scalar": _numpy_scalar,
-}

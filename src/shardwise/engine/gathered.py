@@ -37,6 +37,8 @@ def gathered(
     engine, slots = _slots_of(targets)
     if engine.suspended:
         raise StateError("gathered(): the model is gathered already; leave that context first")
+    if engine.broken is not None:
+        raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
     with torch.no_grad():
         fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
     versions = [full._version for full in fulls]

@@ -52,6 +52,8 @@ class Engine:
         self.units: list[Unit] = []
         self.is_last_micro_batch = True
         self.suspended = False
+        self.window_open = False  # a micro-batch that is not the last one went through backward
+        self.half_loaded: set[str] = set()
         self.broken: str | None = None  # why the parameters are not to be used
         self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
         self._order = Order(())
@@ -324,6 +326,7 @@ class Engine:
 
     def end_backward(self) -> None:
         """Close the backward pass: reduce what is left, free what is full."""
+        self.window_open = not self.is_last_micro_batch
         reduces = self.is_last_micro_batch or self.config.reduce_every == "micro_batch"
         for unit in reversed(self.units):
             open_here = unit.in_backward or unit.num_grads

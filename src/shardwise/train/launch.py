@@ -7,11 +7,16 @@ rank, waits for them up to `shutdown_timeout`, and raises. A rank only notes the
 (`StopRequest`); at the end of the step the ranks add up their notes, and all stop at the same one.
 So the agent needs no traceback, and its own log lines are silenced: a rank that failed has said
 why on stderr by itself.
+
+A launcher that is killed with SIGKILL tells its ranks nothing. They see that they have another
+parent, and end in the same way, with the usual last checkpoint: else they would train on unseen
+and hold the folder of the run. A rank that no agent started may outlive the shell that started it.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -38,21 +43,35 @@ class RankPlace:
 
 
 class StopRequest:
-    """Note SIGINT and SIGTERM instead of dying of them; the run looks at the end of each step."""
+    """Note SIGINT and SIGTERM instead of dying of them; the run looks at the end of each step.
 
-    def __init__(self) -> None:
-        self.requested = False
+    With ``parent``, a process id, it is a wish to stop too when that is no longer the parent.
+    """
+
+    def __init__(self, parent: int | None = None) -> None:
+        self._parent = parent
+        self._noted = False
 
     @classmethod
-    def installed(cls) -> Self:
+    def installed(cls, has_launcher: bool = False) -> Self:
         """Return a request that listens from now on; call on the main thread."""
-        request = cls()
+        request = cls(os.getppid() if has_launcher else None)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, request._note)
         return request
 
+    @property
+    def is_orphan(self) -> bool:
+        """Tell whether the launcher of this rank is gone."""
+        return self._parent is not None and os.getppid() != self._parent
+
+    @property
+    def requested(self) -> bool:
+        """Tell whether this rank is to stop."""
+        return self._noted or self.is_orphan
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self._noted = True
 
 
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:

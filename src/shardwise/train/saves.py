@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from shardwise.checkpoint.checkpoints import Checkpoints, Saving
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.loading import Loaded
+from shardwise.checkpoint.saving import Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 from shardwise.train.checks import checkpoints_path
@@ -95,7 +96,9 @@ class RunCheckpoints:
         config = run.config
         self._run = run
         self._saving: Saving | None = None
+        self._settings = _settings(run)
         self._reserved = False
+        self._waited_s = 0.0
         self._keeper: Checkpoints | None = None
         self.saved_step: int | None = None
         self.stall_s = 0.0
@@ -138,7 +141,7 @@ class RunCheckpoints:
             run.scaler.load_state_dict(scale)
         step = _step_of(loaded)
         lines = find_changes(
-            _saved_settings(loaded), _settings(run), loaded.num_ranks_saved, run.place.world_size
+            _saved_settings(loaded), self._settings, loaded.num_ranks_saved, run.place.world_size
         )
         say(f"going on from step {step} ({loaded.path})")
         for line in lines:
@@ -148,13 +151,7 @@ class RunCheckpoints:
     @property
     def failed(self) -> bool:
         """Tell whether the save in the background failed; it is raised by `finish`."""
-        if self._saving is None or not self._saving.done:
-            return False
-        try:
-            self._saving.wait()
-        except ShardwiseError:
-            return True
-        return False
+        return self._saving is not None and self._saving.failed
 
     def after_step(self, step: int, is_last: bool, metrics: MetricsFile) -> None:
         """Save if it is time to; write the line of a save that has ended.
@@ -185,14 +182,15 @@ class RunCheckpoints:
             self._report(metrics)
 
     def _save(self, keeper: Checkpoints, step: int, metrics: MetricsFile) -> None:
+        started_s = time.perf_counter()
+        self.finish(metrics)
+        self._waited_s = time.perf_counter() - started_s
         run = self._run
-        extra = {"settings": _settings(run), "scaler": run.scaler}
+        extra = {"settings": self._settings, "scaler": run.scaler}
         wait = not run.config.save_in_background
         started_s = time.perf_counter()
-        saving = keeper.save(step, extra=extra, wait=wait)
+        self._saving = keeper.save(step, extra=extra, wait=wait)
         self.stall_s += time.perf_counter() - started_s
-        self._report(metrics)  # the one before, which has ended
-        self._saving = saving
         if wait:
             self._report(metrics)
 
@@ -206,7 +204,7 @@ class RunCheckpoints:
         metrics.write(
             step=saving.step,
             save_stall_s=saving.stall_s,
-            save_waited_s=saving.waited_s,
+            save_waited_s=self._waited_s,
             save_s=saving.write_s,
             saved_bytes=written.num_bytes,
             save_bytes_per_s=written.num_bytes / max(saving.write_s, 1e-9),

@@ -1,0 +1,147 @@
+"""The calls for one checkpoint: save it, load it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.files import Files, RealFiles
+from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.generators import read_generators
+from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
+from shardwise.checkpoint.sealed import MANIFEST
+from shardwise.checkpoint.state import Table, collect
+from shardwise.checkpoint.together import together
+from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
+from shardwise.comm.control import Control
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, ConfigError
+
+NOTHING: Mapping[str, Any] = {}
+_RUN_BYTES = 8
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] = NOTHING,
+    replace: bool = False,
+    progress: Progress | None = None,
+) -> Written:
+    """Save a checkpoint of a sharded model; it is on disk, for good, when the call returns.
+
+    Every rank calls it. The checkpoint is the folder ``path``, or with ``step`` the folder of that
+    step in ``path``. ``extra`` takes schedulers, scalers, loaders (whatever has a ``state_dict()``)
+    and plain values; each rank's are its own. A checkpoint that exists is only replaced with
+    ``replace``, at once. For saving in the background and for keeping the last few see
+    `Checkpoints`.
+
+    **Cost** this rank's slices once to disk, synced; five exchanges of a few bytes.
+
+    **Raises** CheckpointError on all ranks, with the rank, the file and the reason; nothing is left
+    of the attempt then, and training may go on.
+    """
+    files, target = RealFiles(), Path(path)
+    if step is not None:
+        target = target / step_name(checked_step(step))
+    engine = engine_of(model)
+    control = engine.comm.control
+    table = collect_together(model, optimizer, extra)
+    manifest, part = assemble(control, table, new_run(control), step)
+    nonce = os.urandom(NONCE_BYTES)
+    return write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, Any] = NOTHING,
+    strict: bool = True,
+    cast: bool = False,
+    restore_generators: bool = True,
+    progress: Progress | None = None,
+) -> Loaded:
+    """Load a checkpoint into a sharded model, whatever ranks, stage and layout it was saved with.
+
+    Every rank calls it. ``path`` is a checkpoint, or a folder of them: then the newest that
+    verifies is taken, with a warning for each damaged one, or that of ``step`` and no other. What
+    ``extra`` names is restored in place where it has a ``load_state_dict()``; all of the user's
+    state is in the answer. With another number of ranks than saved, each rank's random generators
+    are seeded from those of rank 0 and its own number. Gradients are dropped.
+
+    **Cost** reads this rank's slices and at most two MiB beside each; no copy of the model.
+
+    **Raises** CheckpointError on all ranks, before anything is changed, when the checkpoint does
+    not fit; DamagedCheckpoint, naming file and tensor, when its bytes are not those that were saved
+    (the model then refuses to run until a load succeeds).
+    """
+    files, folder = RealFiles(), Path(path)
+    control = engine_of(model).comm.control
+    request = Request(
+        files,
+        control,
+        model,
+        optimizer,
+        extra,
+        strict=strict,
+        cast=cast,
+        restore_generators=restore_generators,
+        progress=progress,
+    )
+    if step is not None:
+        return load_one(request, folder / step_name(checked_step(step)))
+    is_one = together(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
+    loaded = load_one(request, folder) if is_one else load_newest(request, folder)
+    if loaded is None:
+        raise CheckpointError(f"{folder}: there is no checkpoint in it")
+    return loaded
+
+
+def collect_together(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    then: Callable[[Table], Table] = lambda table: table,
+) -> Table:
+    """Return ``then`` of this rank's state; where that fails on one rank, it fails on all."""
+    engine = engine_of(model)
+    device = engine.comm.device
+    tables: list[Table] = []
+
+    def work() -> None:
+        tables.append(then(collect(model, optimizer, extra, read_generators(device))))
+
+    together(engine.comm.control, work)
+    return tables[0]
+
+
+def holds_checkpoint(files: Files, folder: Path) -> bool:
+    """Tell whether a folder is itself a checkpoint."""
+    try:
+        return any(entry.name == MANIFEST for entry in files.list(folder))
+    except FileNotFoundError:
+        return False
+
+
+def new_run(control: Control) -> str:
+    """Return a name for a run, the same on all ranks."""
+    return control.broadcast(os.urandom(_RUN_BYTES)).hex()
+
+
+def checked_step(step: Any) -> int:
+    """Return a step that a folder can be named after. **Raises** ConfigError for others."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**12:
+        raise ConfigError(f"step={step!r}: expected a whole number from 0 to 10^12")
+    return step

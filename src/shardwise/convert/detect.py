@@ -1,0 +1,58 @@
+"""Open a checkpoint of others: which format it has is told by the names of its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shardwise.checkpoint.source import Source
+from shardwise.convert.dcp import open_dcp
+from shardwise.convert.deepspeed import open_deepspeed
+from shardwise.convert.huggingface import open_huggingface
+from shardwise.errors import ConfigError
+
+FORMATS = {"hf": "Hugging Face safetensors", "dcp": "torch DCP", "deepspeed": "DeepSpeed ZeRO"}
+
+_OURS = r"manifest\.json|rank\d{5,}\.json|step-\d{8,}"
+_FOLDERS = {
+    "hf": r"model\.safetensors(\.index\.json)?",
+    "dcp": r"\.metadata|.*\.distcp",
+    "deepspeed": r"latest|global_step\d+|(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt",
+}
+_FILES = _FOLDERS | {"hf": r".*\.(safetensors|json)"}
+
+
+def open_any(path: Path, tag: str | None = None, name: str | None = None) -> tuple[str, Source]:
+    """Return the format's name (a key of `FORMATS`) and what it holds.
+
+    Args:
+        path: the other checkpoint's folder or file.
+        tag: which of DeepSpeed's checkpoints; else the one that ``latest`` names.
+        name: the format, where the names of the files do not tell it.
+
+    Raises:
+        ConfigError: the format cannot be told, it is one of ours, or it has no tags.
+        CheckpointError: it is damaged, or not what its names say.
+    """
+    found = name or _format_of(path)
+    if tag is not None and found != "deepspeed":
+        raise ConfigError(f"a tag (--tag) is for DeepSpeed; {path} is {FORMATS[found]}")
+    if found == "hf":
+        return found, open_huggingface(path)
+    return found, open_dcp(path) if found == "dcp" else open_deepspeed(path, tag)
+
+
+def _format_of(path: Path) -> str:
+    is_file = path.is_file()
+    try:
+        names = [path.name] if is_file else [p.name for p in path.iterdir()]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    if any(re.fullmatch(_OURS, name) for name in names):
+        raise ConfigError(f"{path} is a checkpoint of ours already: load it as it is")
+    patterns = _FILES if is_file else _FOLDERS
+    found = [f for f, p in patterns.items() if any(re.fullmatch(p, name) for name in names)]
+    if len(found) == 1:
+        return found[0]
+    said = " and ".join(FORMATS[f] for f in found) or "none of the formats that can be read"
+    raise ConfigError(f"{path} looks like {said}: say which (--from) of hf, dcp and deepspeed")

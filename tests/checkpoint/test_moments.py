@@ -1,0 +1,225 @@
+"""Saves and loads at moments when they could go wrong without a word."""
+
+import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from disk import Fault, FaultyFiles
+from ranks import run_ranks
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import step_name, steps_in
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
+from stamped import build, count, stamp
+
+
+class SlowFiles(RealFiles):
+    """Files that make nothing before they are let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def create(self, path: Path) -> Any:
+        self.go.wait(20)
+        return super().create(path)
+
+
+def interrupted_wait(rank: int, world_size: int, folder: str) -> int:
+    model, optimizer = build()
+    files = SlowFiles()
+    with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
+        stamp(model, optimizer, "A")
+        saving = checkpoints.save(1)
+        joined, saving.join = saving.join, _interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.finish()
+        saving.join = joined  # type: ignore[method-assign]
+        files.go.set()
+        stamp(model, optimizer, "B")
+        checkpoints.save(2, wait=True)
+    for step, save in ((1, "A"), (2, "B")):
+        shardwise.load(folder, model, optimizer, step=step)
+        assert set(count(model, optimizer)) == {save}
+    return len(steps_in(RealFiles(), Path(folder)))
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_wait_that_is_interrupted_leaves_the_save_in_flight_and_its_copy_alone(
+    tmp_path: Path, world_size: int
+) -> None:
+    assert run_ranks(interrupted_wait, world_size, str(tmp_path)) == [2] * world_size
+
+
+def save_in_a_window(rank: int, world_size: int, folder: str, stage: int) -> None:
+    model = shardwise.shard(nn.Linear(5, 3), stage=stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shardwise.accumulate(model, last=False):
+        F.mse_loss(model(torch.ones(2, 5)), torch.zeros(2, 3)).backward()
+    with pytest.raises(StateError, match="accumulation window"):
+        shardwise.save(Path(folder, "a"), model, optimizer)
+    with shardwise.accumulate(model, last=True):
+        F.mse_loss(model(torch.ones(2, 5)), torch.zeros(2, 3)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    shardwise.save(Path(folder, "a"), model, optimizer)
+    with shardwise.accumulate(model, last=False):
+        F.mse_loss(model(torch.ones(2, 5)), torch.zeros(2, 3)).backward()
+    optimizer.zero_grad()  # the window was given up
+    shardwise.save(Path(folder, "b"), model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_save_between_two_micro_batches_is_refused_at_every_stage(
+    tmp_path: Path, stage: int
+) -> None:
+    run_ranks(save_in_a_window, 2, str(tmp_path), stage)
+
+
+def inside_gathered(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = build()
+    shardwise.save(Path(folder, "a"), model, optimizer)
+    with shardwise.gathered(model, writeback=True):
+        with pytest.raises(StateError, match="inside gathered"):
+            shardwise.save(Path(folder, "b"), model, optimizer)
+        with pytest.raises(StateError, match="inside gathered"):
+            shardwise.load(Path(folder, "a"), model, optimizer)
+    engine_of(model).broken = "a test says so"
+    with pytest.raises(StateError, match="a test says so"), shardwise.gathered(model):
+        pass
+    engine_of(model).broken = None
+
+
+def test_saves_and_loads_inside_gathered_are_refused(tmp_path: Path) -> None:
+    run_ranks(inside_gathered, 2, str(tmp_path))
+
+
+def damage(path: Path, key: str) -> None:
+    """Flip a bit of a tensor in the file of rank 0."""
+    data = bytearray(path.read_bytes())
+    size = 8 + int.from_bytes(data[:8], "little")
+    import json
+
+    begin, end = json.loads(data[8:size])[key]["data_offsets"]
+    data[size + (begin + end) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def half_loaded_moments(rank: int, world_size: int, folder: str, key: str) -> None:
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    shardwise.save(folder, model, optimizer, step=1)
+    if rank == 0:
+        damage(Path(folder, step_name(1), "rank00000-0.safetensors"), key)
+    dist.barrier()
+    with pytest.raises(DamagedCheckpoint):
+        shardwise.load(folder, model, optimizer, step=1)
+    with pytest.raises(StateError, match="not to be used"):
+        model(torch.zeros(1, 13))
+    shardwise.load(folder, model, step=1)  # the parameters are whole
+    assert not optimizer.state, "half loaded moments would have been stepped with"
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_moments_that_were_half_loaded_are_gone_when_parameters_alone_are_loaded(
+    tmp_path: Path, world_size: int
+) -> None:
+    name = run_ranks(name_of_a_parameter, 1)[0]
+    run_ranks(half_loaded_moments, world_size, str(tmp_path), f"optim.state.{name}.exp_avg_sq")
+
+
+def name_of_a_parameter(rank: int, world_size: int) -> str:
+    return next(name for name, p in build()[0].named_parameters() if p.ndim == 2)
+
+
+def go_back(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = build()
+    with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
+        for step in (5, 10):
+            checkpoints.save(step, wait=True)
+        with pytest.raises(ConfigError, match="newer checkpoints"):
+            checkpoints.load(step=5)
+        checkpoints.load(step=10)
+    with pytest.raises(StateError, match="closed"):
+        checkpoints.save(11)
+    with pytest.raises(ConfigError, match="one checkpoint, not a folder"):
+        shardwise.Checkpoints(Path(folder, step_name(5)), model, optimizer)
+    with pytest.raises(CheckpointError, match="there is no step-00000007"):
+        shardwise.load(folder, model, optimizer, step=7)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(
+    tmp_path: Path, world_size: int
+) -> None:
+    run_ranks(go_back, world_size, str(tmp_path))
+
+
+def failing_rotation(rank: int, world_size: int, folder: str) -> list[int]:
+    model, optimizer = build()
+    faults = [Fault(0, 5, "remove_file")] if rank == 0 else []
+    files = FaultyFiles(RealFiles(), *faults)
+    with shardwise.Checkpoints(folder, model, optimizer, keep_last=1, files=files) as checkpoints:
+        checkpoints.save(1, wait=True)
+        with pytest.warns(UserWarning, match="stay") if rank == 0 else nullcontext():
+            checkpoints.save(2, wait=True)
+        checkpoints.save(3, wait=True)
+    dist.barrier()  # rank 0 removes behind the others' backs
+    return steps_in(RealFiles(), Path(folder))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(
+    tmp_path: Path, world_size: int
+) -> None:
+    assert run_ranks(failing_rotation, world_size, str(tmp_path)) == [[3]] * world_size
+
+
+def failing_in_the_same_pass(rank: int, world_size: int, folder: str) -> tuple[int, str]:
+    model, optimizer = build()
+    faults = [Fault(0, 5, "sync")] if rank == world_size - 1 else []
+    files = FaultyFiles(RealFiles(), *faults)
+    with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
+        checkpoints.save(1)
+        for number in range(1000):
+            try:
+                model(torch.zeros(1, 13)).sum().backward()
+            except CheckpointError as error:
+                checkpoints.save(1, wait=True)
+                return number, str(error)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_failure_in_the_background_is_raised_in_the_same_pass_on_every_rank(
+    tmp_path: Path, world_size: int
+) -> None:
+    results = run_ranks(failing_in_the_same_pass, world_size, str(tmp_path))
+    assert len(set(results)) == 1 and "(errno 5)" in results[0][1]
+
+
+def with_default_device(rank: int, world_size: int, folder: str) -> None:
+    with torch.device("meta"):
+        model = shardwise.shard(nn.Linear(4, 4), stage=3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        shardwise.save(folder, model, optimizer, step=1)
+        shardwise.load(folder, model, optimizer)
+        with shardwise.Checkpoints(folder, model, optimizer) as checkpoints:
+            checkpoints.save(2, wait=True)
+
+
+def test_a_default_device_disturbs_neither_saves_nor_loads(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        run_ranks(with_default_device, 2, str(tmp_path))
