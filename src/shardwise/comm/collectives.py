@@ -153,7 +153,7 @@ def all_reduce_scalars(
 ) -> list[float]:
     """Return the sums of a few numbers over the ranks of ``group``, in float64."""
     group = group or dist.group.WORLD
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     is_gloo = accelerator is None or "gloo" in str(dist.get_backend(group))
     device = torch.device("cpu") if is_gloo else accelerator
     total = torch.tensor(list(values), dtype=torch.float64, device=device)

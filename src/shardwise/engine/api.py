@@ -106,7 +106,7 @@ def _tell_other_ranks(
 def _default_device_type(mesh: DeviceMesh | None) -> str:
     if mesh is not None:
         return str(mesh.device_type)
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
