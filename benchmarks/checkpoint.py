@@ -14,9 +14,13 @@ Targets (save, load, bytes, background):
 How. FSDP-like state: Linear layers and Adam, fp32, of 1 MB (512 x 512) or 67 MB (4096 x 4096)
 tensors, sharded at stage 3 over the ranks; DCP saves the same sizes of fully_shard. All cases of a
 round run after each other in the same processes on the same folder, and take turns over the rounds;
-a ratio is of medians over rounds. Raw writing is one file per rank in pieces of 16 MiB, then fsync;
-raw reading is readinto a buffer that exists. The page cache is warm for every reader. CPU seconds
-are of this process, all threads.
+a ratio is of medians over rounds. Each case writes, reads and removes its files before the next one
+begins, so that all of them use the same pages of memory: on a virtual machine the first use of a
+page may cost more than its writing. Raw writing is one file per rank in pieces of 16 MiB, then
+fsync; raw reading is readinto a buffer that exists; all ranks do it at once, as they save and load.
+The page cache is warm for every reader. With --cold each reader is timed once more when the kernel
+has dropped its files from there, as in a resume (a virtual disk may still have a cache behind it).
+CPU seconds are of this process, all threads.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     parser.add_argument("--parts", default="sync,background", help="of sync, background")
+    parser.add_argument("--cold", action="store_true", help="time reading from the disk too")
     parser.add_argument("--json", help="append the results to this file, one JSON line each")
     return parser.parse_args()
 
@@ -65,6 +70,7 @@ def main() -> None:
                 "width": WIDTHS[size],
                 "state_mb": options.state_mb,
                 "rounds": options.rounds,
+                "cold": options.cold,
                 "folder": folder,
             }
             try:
@@ -142,31 +148,45 @@ def measure_sync(config: dict[str, Any]) -> dict[str, Any]:
     model, optimizer = build(config)
     blob = state_blob(model, optimizer)
     state = build_dcp(config)
-    ours, theirs, raw = folder / "ours", folder / "dcp", folder / f"raw{rank}"
+    ours, theirs, raw = folder / "ours", folder / "dcp", folder / "raw"
     into = memoryview(bytearray(len(blob)))
+    cases: list[tuple[Path, str, Callable[[], object], str, Callable[[], object]]] = [
+        (
+            raw,
+            *("raw_write", lambda: write_raw(raw / f"{rank}", blob)),
+            *("raw_read", lambda: read_raw(raw / f"{rank}", into)),
+        ),
+        (
+            ours,
+            *("save", lambda: shardwise.save(ours, model, optimizer)),
+            *("load", lambda: shardwise.load(ours, model, optimizer)),
+        ),
+        (
+            theirs,
+            *("dcp_save", lambda: dcp.save(state(), checkpoint_id=theirs)),
+            *("dcp_load", lambda: dcp.load(state(), checkpoint_id=theirs)),
+        ),
+    ]
     rows: list[dict[str, float]] = []
     disk = {}
     for number in range(config["rounds"] + 1):
         row: dict[str, float] = {}
-        cases: list[tuple[str, Callable[[], object]]] = [
-            ("raw_write", lambda: write_raw(raw, blob)),
-            ("save", lambda: shardwise.save(ours, model, optimizer)),
-            ("dcp_save", lambda: dcp.save(state(), checkpoint_id=theirs)),
-            ("raw_read", lambda: read_raw(raw, into)),
-            ("load", lambda: shardwise.load(ours, model, optimizer)),
-            ("dcp_load", lambda: dcp.load(state(), checkpoint_id=theirs)),
-        ]
-        writes, reads = cases[:3], cases[3:]
-        turn = number % 3
-        for name, work in (*writes[turn:], *writes[:turn], *reads[turn:], *reads[:turn]):
-            row |= timed(name, work)
+        turn = number % len(cases)
+        for path, write_name, write, read_name, read in (*cases[turn:], *cases[:turn]):
+            if rank == 0 and path == raw:
+                raw.mkdir()
+            row |= timed(write_name, write)
+            row |= timed(read_name, read)
+            if config["cold"]:
+                if rank == 0:
+                    drop_from_cache(path)
+                row |= timed(f"{read_name}_cold", read)
+            if rank == 0:
+                disk[path.name] = bytes_in(path)
+                shutil.rmtree(path)
+                os.sync()
+            dist.barrier()
         rows.append(row)
-        if rank == 0:
-            disk = {name: bytes_in(path) for name, path in (("ours", ours), ("dcp", theirs))}
-            shutil.rmtree(ours)
-            shutil.rmtree(theirs)
-        raw.unlink()
-        dist.barrier()
     boxes = sum(1 for _ in model.parameters()) * (_STATE_COPIES + 1)
     return {"rows": rows[1:], "state_bytes": len(blob), "disk": disk, "boxes": boxes}
 
@@ -193,7 +213,6 @@ def state_blob(model: Any, optimizer: Any) -> memoryview:
 
 
 def write_raw(path: Path, blob: memoryview) -> None:
-    path.unlink(missing_ok=True)
     with open(path, "wb", buffering=0) as file:
         for begin in range(0, len(blob), _PIECE):
             piece = blob[begin : begin + _PIECE]
@@ -207,6 +226,14 @@ def read_raw(path: Path, into: memoryview) -> None:
         begin = 0
         while begin < len(into):
             begin += file.readinto(into[begin : begin + _PIECE])
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())  # what is not on the disk stays
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def bytes_in(folder: Path) -> int:
@@ -270,8 +297,11 @@ def medians(results: Sequence[dict[str, Any]], name: str) -> float:
 
 def report_sync(size: str, options: argparse.Namespace, results: Sequence[dict[str, Any]]) -> None:
     total = sum(r["state_bytes"] for r in results)
-    names = ("raw_write", "save", "dcp_save", "raw_read", "load", "dcp_load")
-    raw_of = {name: "raw_write" if name in names[:3] else "raw_read" for name in names}
+    raw_of = dict.fromkeys(("raw_write", "save", "dcp_save"), "raw_write")
+    for suffix in ("", "_cold") if options.cold else ("",):
+        readers = (f"{name}{suffix}" for name in ("raw_read", "load", "dcp_load"))
+        raw_of |= dict.fromkeys(readers, f"raw_read{suffix}")
+    names = tuple(raw_of)
     wall = {name: medians(results, name) for name in names}
     cpu = {name: medians(results, f"{name}_cpu") for name in names}
     print(
@@ -299,6 +329,9 @@ def report_sync(size: str, options: argparse.Namespace, results: Sequence[dict[s
         ("DCP load / load", wall["dcp_load"] / wall["load"], DCP_TARGET[size], False),
         ("bytes on disk / state", disk["ours"] / total, allowed / total, True),
     ]
+    if options.cold:
+        ratio = wall["load_cold"] / wall["raw_read_cold"]
+        lines.append(("load / raw read, cold", ratio, LOAD_LIMIT, True))
     for what, value, limit, at_most in lines:
         word = "at most" if at_most else "at least"
         print(f"{what}: {value:.4g} ({word} {limit:.4g}: {common.verdict(value, limit, at_most)})")

@@ -209,12 +209,35 @@ def run_ranks(
     pool = None if fresh else _pools.pop(world_size, None)
     ranks = pool if pool is not None else _open_ranks(world_size, fresh=fresh)
     ranks.submit(fn, args, kwargs)
+    return _results(ranks, timeout_s)
+
+
+def run_sizes(
+    fn: Callable[..., Any], args_by_size: dict[int, tuple[Any, ...]], timeout_s: float = 60
+) -> dict[int, list[Any]]:
+    """Call `fn(rank, world_size, *args)` on worlds of several sizes at once; see `run_ranks`.
+
+    Pools stay open anyway, so this takes no more memory than one call after the other.
+    """
+    worlds = {size: _pools.pop(size, None) or _open_ranks(size, False) for size in args_by_size}
+    for size, ranks in worlds.items():
+        ranks.submit(fn, args_by_size[size], {})
+    try:
+        return {size: _results(ranks, timeout_s) for size, ranks in worlds.items()}
+    finally:
+        for size, ranks in worlds.items():
+            if _pools.get(size) is not ranks:  # it failed, or nobody has heard how it ended
+                ranks.close()
+
+
+def _results(ranks: Ranks, timeout_s: float) -> list[Any]:
+    """Wait for a call; a pool in which it went well is used again."""
     outcomes = ranks.wait(timeout_s, GRACE_S)
     if not all(outcome.ok for outcome in outcomes):
         ranks.close()
         raise RankError(outcomes)
-    if not fresh:
-        _pools[world_size] = ranks
+    if not ranks.fresh:
+        _pools[ranks.world_size] = ranks
     return [outcome.result for outcome in outcomes]
 
 
@@ -235,7 +258,7 @@ def close_all() -> None:
     _pools.clear()
 
 
-def _open_ranks(world_size: int, *, fresh: bool) -> Ranks:
+def _open_ranks(world_size: int, fresh: bool) -> Ranks:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with _python_path():

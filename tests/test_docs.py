@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import shardwise
-from shardwise.config import STAGES, Stage
+from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +116,7 @@ def test_the_architecture_names_every_file_of_the_source() -> None:
 
 def test_the_architecture_quotes_the_table_of_stages() -> None:
     quoted = code_blocks(ROOT / "docs" / "architecture.md", "python")[0]
-    assert quoted in (ROOT / "src" / "shardwise" / "config.py").read_text()
+    assert quoted in (ROOT / "src" / "shardwise" / "stages.py").read_text()
 
 
 def test_every_key_of_the_train_command_is_in_its_table() -> None:
@@ -211,25 +212,40 @@ def losses_in(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
 
 
+LOOP = "examples/train_loop.py"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+EXAMPLES = {
+    "alone, stage 3": [LOOP, "--ranks", "2", "--stage", "3"],
+    "torchrun, stage 1": [*TORCHRUN, LOOP, "--stage", "1"],
+    "transformers": ["examples/finetune_transformers.py", "--ranks", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def outputs() -> Iterator[dict[str, Future[str]]]:
+    """Run the examples, two at a time: while one starts its ranks, it has work for one core."""
+    pool = ThreadPoolExecutor(2)
+    yield {name: pool.submit(run_example, arguments) for name, arguments in EXAMPLES.items()}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_loop_of_the_readme_learns_on_two_ranks(stage: int) -> None:
-    out = run_example(["examples/train_loop.py", "--ranks", "2", "--stage", str(stage)])
+@pytest.mark.parametrize(("launch", "stage"), [("alone", 3), ("torchrun", 1)])
+def test_the_loop_of_the_readme_learns_on_two_ranks_however_they_are_launched(
+    outputs: dict[str, Future[str]], launch: str, stage: int
+) -> None:
+    out = outputs[f"{launch}, stage {stage}"].result()
     first, *_, last = losses_in(out)
     assert last < first / 2
     assert f"stage {stage} over 2 ranks" in out and "Stats(param_shard_bytes=" in out
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_readme_runs_under_torchrun() -> None:
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert losses_in(run_example([*run, "examples/train_loop.py"]))
-
-
-@pytest.mark.slow
-def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
+def test_a_hugging_face_model_is_finetuned_unmodified_and_writes(
+    outputs: dict[str, Future[str]],
+) -> None:
     pytest.importorskip("transformers", reason="needs transformers, an extra")
-    out = run_example(["examples/finetune_transformers.py", "--ranks", "2"])
+    out = outputs["transformers"].result()
     first, *_, last = losses_in(out)
     assert last < first / 2
     assert out.splitlines()[-1].startswith("a unit is ")

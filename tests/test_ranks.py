@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import RankError, run_ranks, start_ranks
+import ranks as module
+from ranks import RankError, run_ranks, run_sizes, start_ranks
 
 
 def rank_times_ten(rank: int, world_size: int, offset: int = 0) -> tuple[int, torch.Tensor]:
@@ -94,6 +95,12 @@ def sum_over_a_two_dim_mesh(rank: int, world_size: int) -> tuple[float, int]:
     return total.item(), len(dist.distributed_c10d._world.pg_map)
 
 
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here ranks are left hanging on purpose, so each wait lasts as long as it may."""
+    monkeypatch.setattr(module, "GRACE_S", 0.4)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_results_come_back_in_rank_order(world_size: int, fresh: bool) -> None:
@@ -135,6 +142,29 @@ def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:
         run_ranks(sleep_on, 2, 1, 600.0, timeout_s=1.0)
     assert "in sleep_on" in str(caught.value)
     assert [outcome.ok for outcome in caught.value.outcomes] == [True, False]
+
+
+def meet(rank: int, world_size: int, folder: str, expected: int) -> int:
+    Path(folder, f"{rank} of {world_size}").touch()
+    wait_until(lambda: len(list(Path(folder).iterdir())) == expected, timeout_s=30)
+    return 10 * world_size + rank
+
+
+def test_worlds_of_several_sizes_run_at_once(tmp_path: Path) -> None:
+    args = (str(tmp_path), 1 + 2 + 3)
+    assert run_sizes(meet, {1: args, 2: args, 3: args}) == {
+        1: [10],
+        2: [20, 21],
+        3: [30, 31, 32],
+    }
+
+
+def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others() -> None:
+    before = run_ranks(pid_of, 2)
+    with pytest.raises(RankError, match="rank 0 of 1 raised ValueError"):
+        run_sizes(raise_on, {1: (0,), 2: (1,)})
+    wait_until(lambda: not any(map(is_running, before)))
+    assert set(run_ranks(pid_of, 2)).isdisjoint(before)
 
 
 def test_a_pool_is_used_again_and_a_call_costs_little() -> None:

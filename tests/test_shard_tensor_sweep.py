@@ -4,7 +4,8 @@ Each call is made on plain tensors first. On ShardTensors it must then raise (an
 or give the same answer and make the same changes; nothing in between.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -38,6 +39,7 @@ OTHER = torch.linspace(0.9, 0.2, 16).reshape(4, 4)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Trial = tuple[int, str, int]  # which function, its name, which call
+Known = Mapping[int, Tensor]  # the full tensors of some ShardTensors, by their id
 
 
 def index() -> Tensor:
@@ -144,15 +146,15 @@ def calls_that_work_on_plain_tensors() -> list[Trial]:
     return found
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield what is in nested lists and tuples, tensors whole and plain."""
+def leaves(value: Any, known: Known = MappingProxyType({})) -> Iterator[Any]:
+    """Yield what is in nested lists and tuples, tensors whole and plain; some are known by id."""
     if isinstance(value, list | tuple):
         for item in value:
-            yield from leaves(item)
+            yield from leaves(item, known)
     elif isinstance(value, LazyNorm):
         yield value.resolve()
     elif isinstance(value, ShardTensor):
-        yield value.full_tensor()
+        yield known[id(value)] if id(value) in known else value.full_tensor()
     elif isinstance(value, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             yield value.detach().to_dense() if value.layout is not torch.strided else value.detach()
@@ -160,9 +162,14 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def agree(one: Any, other: Any) -> bool:
-    ours, theirs = list(leaves(one)), list(leaves(other))
+def agree(one: Any, other: Any, known: Known = MappingProxyType({})) -> bool:
+    ours, theirs = list(leaves(one, known)), list(leaves(other))
     return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    alike = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    return alike and torch.equal(ours, theirs)
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -186,23 +193,37 @@ class Sweep:
         self.model.t = nn.Parameter(FULL.clone())
         self.model.u = nn.Parameter(OTHER.clone())
         shard(self.model, layout=layout)
+        self.stained = True  # by a call that wrote or raised
         self.num_raised = 0
         self.offenders: list[str] = []
+        self.model.t.grad, self.model.u.grad = FULL, OTHER
+        self.grads = [self.model.t.grad, self.model.u.grad]
+        # What this rank has of FULL and OTHER: to compare it with these bits, nothing is sent.
+        self.locals = [p.to_local().detach().clone() for p in (self.model.t, self.model.u)]
+        assert agree([self.model.t, self.model.u, *self.grads], [FULL, OTHER, FULL, OTHER])
 
+    @torch.no_grad()
     def fresh(self) -> tuple[Any, Any]:
-        with torch.no_grad():
+        if self.what == "gradient":
+            return self.grads[0].clone(), self.grads[1].clone()
+        if self.stained:
             self.model.t.copy_(FULL)
             self.model.u.copy_(OTHER)
-            if self.what == "parameter":
-                return self.model.t, self.model.u
-            self.model.t.grad, self.model.u.grad = FULL, OTHER
-            return self.model.t.grad.clone(), self.model.u.grad.clone()
+            self.stained = False
+        return self.model.t, self.model.u
+
+    def untouched(self, t: Any, u: Any) -> bool:
+        """Tell whether every bit that this rank has of t and u is what it was."""
+        whole = all((x.shape, x.dtype) == (FULL.shape, FULL.dtype) for x in (t, u))
+        return whole and all(map(same_bits, (t.to_local(), u.to_local()), self.locals))
 
     def run(self, label: str, function: Callable[..., Any], number: int) -> None:
         where = f"{label}, call {number}"
         make = CALLS[number]
-        plain = make(FULL.clone(), OTHER.clone(), OTHER.clone())
+        plain_t, plain_u = FULL.clone(), OTHER.clone()
+        plain = make(plain_t, plain_u, OTHER.clone())
         expected = attempt(function, plain)
+        writes = not (same_bits(plain_t, FULL) and same_bits(plain_u, OTHER))
         t, u = self.fresh()
         call = make(t, u, OTHER.clone())
         ours, error = None, None
@@ -213,16 +234,19 @@ class Sweep:
         with torch.no_grad():
             num_raised = torch.tensor(int(error is not None))
             dist.all_reduce(num_raised)  # what one rank alone raises would stop the other for good
+            self.stained = writes or num_raised > 0 or not self.untouched(t, u)
             if num_raised == 1:
                 self.offenders.append(f"{where}: one rank raised {error!r:.80}")
             elif error is not None:
                 self.num_raised += 1
-                if not agree([t, u], [FULL, OTHER]):
+                if not self.untouched(t, u):
                     self.offenders.append(f"{where}: changed, then raised {error!r:.60}")
             else:
                 inputs = [*call[0], *call[1].values()]
                 answers = agree(ours, expected)
-                changes = agree(inputs, [*plain[0], *plain[1].values()])
+                known = {} if writes else {id(t): FULL, id(u): OTHER}
+                changes = agree(inputs, [*plain[0], *plain[1].values()], known)
+                changes = changes and (writes or self.untouched(t, u))
                 if not answers:
                     self.offenders.append(f"{where}: {type(ours).__name__} differs")
                 elif not changes:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
@@ -353,7 +354,7 @@ def live_bytes() -> int:
     tensors = []
     for thing in gc.get_objects():
         try:
-            if isinstance(thing, Tensor) and not thing.is_meta:
+            if isinstance(thing, Tensor) and not (thing.is_meta or is_fake(thing)):
                 tensors.append(getattr(thing, "_local_tensor", thing))
         except ReferenceError:
             continue

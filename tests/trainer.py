@@ -51,24 +51,61 @@ def full(tensor: Tensor | None) -> Tensor | None:
     return whole.detach().clone()
 
 
+def full_all(tensors: Sequence[Any]) -> list[Any]:
+    """Return what `full` would of each tensor: one collective for all of a dtype, not one each."""
+    cut_up = [getattr(getattr(tensor, "_cut", None), "layout", None) for tensor in tensors]
+    found = [full(t) if layout is None else None for t, layout in zip(tensors, cut_up, strict=True)]
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, layout in enumerate(cut_up):
+        if layout is not None:
+            by_dtype.setdefault(tensors[number].dtype, []).append(number)
+    for numbers in by_dtype.values():
+        wholes = _full_of_dtype([tensors[number] for number in numbers])
+        for number, whole in zip(numbers, wholes, strict=True):
+            found[number] = whole
+    return found
+
+
+def _full_of_dtype(tensors: Sequence[Any]) -> list[Tensor]:
+    cuts = [tensor._cut for tensor in tensors]
+    axis = cuts[0].comm.axes.shard
+    if axis.size == 1:
+        return [full(tensor) for tensor in tensors]
+    sizes = [[cut.layout.piece(cut.index, r).numel for cut in cuts] for r in range(axis.size)]
+    mine = torch.cat([tensor.to_local().detach().reshape(-1) for tensor in tensors])
+    assert mine.numel() == sum(sizes[axis.rank])
+    row = mine.new_zeros(max(map(sum, sizes)))
+    row[: mine.numel()] = mine
+    rows = [torch.empty_like(row) for _ in range(axis.size)]
+    dist.all_gather(rows, row, axis.group)
+    parts = [row[: sum(size)].split(size) for row, size in zip(rows, sizes, strict=True)]
+    return [
+        torch.cat(pieces).view(cut.shape)
+        for cut, pieces in zip(cuts, zip(*parts, strict=True), strict=True)
+    ]
+
+
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(p) for name, p in model.named_parameters()}
+    names, params = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, full_all(params), strict=True))
 
 
 def full_grads(model: nn.Module) -> Grads:
-    return {name: full(p.grad) for name, p in model.named_parameters()}
+    names, params = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, full_all([p.grad for p in params]), strict=True))
 
 
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Return the optimizer's state in full, by the parameters' names."""
-    return {
-        name: {
-            key: full(value) if isinstance(value, Tensor) else value
-            for key, value in optimizer.state[p].items()
-        }
+    state: State = {
+        name: dict(optimizer.state[p])
         for name, p in model.named_parameters()
         if p in optimizer.state
     }
+    places = [(of, key) for of in state.values() for key in of if isinstance(of[key], Tensor)]
+    for (of, key), whole in zip(places, full_all([of[key] for of, key in places]), strict=True):
+        of[key] = whole
+    return state
 
 
 def backward_all(

@@ -3,14 +3,18 @@
 Reading order, which is also the import order (a file imports only from what stands above it)::
 
     errors, quantities        what is raised; how bytes are written
+    keys                      keys of files and flags, checked, with errors for people
     device                    what differs between devices
-    config                    what the user asks for; the table of stages
+    stages                    the table of stages
+    config                    what the user asks for
     trace                     spans and ledgers
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
+    plan/                     before the run: bytes, time, search, simulation
+    bench/                    what this machine does, measured
     checkpoint/               state on disk: written, committed, found, checked, read
     convert/                  other people's checkpoints, in and out
     train/                    the recipe behind `shardwise train`

@@ -1,8 +1,4 @@
-"""What the user asks of ``shard()``, as frozen values; the table of stages is here.
-
-A stage is a row of data: it says how long full parameters and gradients live, and nothing else
-in the package branches on the stage's number.
-"""
+"""What the user asks of ``shard()``, as frozen values, checked and resolved."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,32 +6,10 @@ from typing import Literal
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.stages import STAGES, ReduceEvery, Stage
 
+DEFAULT_BUCKET_BYTES = 1 << 20
 LayoutName = Literal["rows", "flat"]
-ReduceEvery = Literal["step", "micro_batch"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One row of the stage table: lifetimes of full parameters and of gradients.
-
-    Source: ZeRO (Rajbhandari et al. 2020), section 5: stage 1 partitions the optimizer state,
-    stage 2 also the gradients, stage 3 also the parameters.
-    """
-
-    number: int
-    shards_state: bool
-    frees_after_forward: bool
-    frees_after_backward: bool
-    reduce_every: ReduceEvery
-
-
-STAGES = (
-    Stage(0, False, False, False, "step"),
-    Stage(1, True, False, False, "step"),
-    Stage(2, True, False, False, "micro_batch"),
-    Stage(3, True, True, True, "micro_batch"),
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +50,7 @@ class ShardConfig:
     precision: Precision
     reduce_every: ReduceEvery
     prefetch_bytes: int | None = None
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
     reduces_in_flight: int = 2
 
 
@@ -86,6 +60,7 @@ def resolve_config(
     precision: str | Precision,
     reduce_every: str | None,
     prefetch_bytes: int | None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> ShardConfig:
     """Check the settings and resolve their defaults.
 
@@ -113,6 +88,8 @@ def resolve_config(
         )
     if prefetch_bytes is not None and prefetch_bytes < 0:
         raise ConfigError(f"prefetch_bytes={prefetch_bytes}: expected 0 (blocking) or more")
+    if bucket_bytes < 0:
+        raise ConfigError(f"bucket_bytes={bucket_bytes}: expected 0 (each unit alone) or more")
     row = STAGES[stage]
     return ShardConfig(
         stage=row,
@@ -120,4 +97,5 @@ def resolve_config(
         precision=precision,
         reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
         prefetch_bytes=prefetch_bytes,
+        bucket_bytes=bucket_bytes,
     )

@@ -1,6 +1,8 @@
 """What differs between devices; the only file that says ``torch.cuda``."""
 
 import resource
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -26,6 +28,29 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """Let `peak_memory_bytes` begin anew, where the system can; return the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(
+        OSError
+    ):  # Linux alone; proc(5), clear_refs: 5 resets the peak of resident memory
+        Path("/proc/self/clear_refs").write_text("5")
+    return memory_in_use_bytes(device)
+
+
+def memory_in_use_bytes(device: torch.device) -> int:
+    """Return what is in use now: the allocator's on CUDA, resident memory of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no /proc outside Linux
+        return peak_memory_bytes(device)
+    return resident_pages * resource.getpagesize()
 
 
 def fork_rng_devices(device: torch.device) -> list[torch.device]:

@@ -5,10 +5,11 @@ def format_bytes(num_bytes: float) -> str:
     """Write a byte count with a binary unit and three significant digits, e.g. ``1.50 GiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
+        if abs(size) < 1023.5 or unit == "TiB":
             break
         size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+    digits = ".0f" if unit == "B" or abs(size) >= 999.5 else ".3g"
+    return f"{size:{digits}} {unit}"
 
 
 def format_count(count: int) -> str:

@@ -1,6 +1,6 @@
 """Training runs for checkpoint tests: a model with every kind of state, trained under any setting.
 
-The truth about a saved run is taken by gathering (`full_tensor()`), never from the checkpoint.
+The truth about a saved run is taken by gathering the slices, never from the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise.engine.api import engine_of
+from trainer import full_all
 
 VOCABULARY, WIDTH, BATCH = 11, 6, 120  # every number of ranks of the tests divides the batch
 
@@ -176,10 +177,12 @@ def truth_of(run: Run) -> dict[str, Any]:
     """Return all state, in full; every rank calls it, and buffers are this rank's own."""
     model, optimizer = run.model, run.optimizer
     named = dict(model.named_parameters(remove_duplicate=False))
-    truth: dict[str, Any] = {f"param {name}": full(p) for name, p in named.items()}
+    truth: dict[str, Any] = {f"param {name}": p for name, p in named.items()}
     for name, p in named.items():
         for key, value in optimizer.state.get(p, {}).items():
-            truth[f"state {name} {key}"] = full(value)
+            truth[f"state {name} {key}"] = value
+    keys = [key for key, value in truth.items() if isinstance(value, Tensor)]
+    truth |= dict(zip(keys, full_all([truth[key] for key in keys]), strict=True))
     truth |= {f"buffer {name}": full(b) for name, b in model.named_buffers() if name != "scratch"}
     for number, group in enumerate(optimizer.param_groups):
         truth |= {f"group {number} {k}": v for k, v in group.items() if k != "params"}

@@ -3,6 +3,7 @@
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import nn
@@ -61,8 +62,9 @@ def _tensors(
         yield name, buffer, 0, buffer.numel()
 
 
+@cache
 def stamped_value(name: str, lo: int, hi: int, save: str) -> torch.Tensor:
-    """Return elements [lo, hi) of a tensor of a save, exact in float32."""
+    """Return elements [lo, hi) of a tensor of a save, exact in float32; only to be read."""
     base = torch.arange(lo, hi) % 65_521 + zlib.crc32(name.encode()) % 997
     return (base + 100_000 * SAVES.index(save)).float()
 

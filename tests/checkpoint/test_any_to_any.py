@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise
-from ranks import run_ranks
+from ranks import run_sizes
 from saving import (
     Run,
     Setting,
@@ -122,21 +122,22 @@ def _compare_next_step(
 
 def save_each(settings: list[Setting], root: Path) -> None:
     """Train and save under each setting, all of one size in one call."""
-    for size in sorted({s.num_ranks for s in settings}):
-        jobs = [(s, root) for s in dict.fromkeys(settings) if s.num_ranks == size]
-        for setting, _ in jobs:
-            state_folder(root, setting).mkdir()
-        run_ranks(train_and_save, size, jobs, timeout_s=300)
+    jobs: dict[int, tuple[list[Job]]] = {}
+    for setting in dict.fromkeys(settings):
+        state_folder(root, setting).mkdir()
+        jobs.setdefault(setting.num_ranks, ([],))[0].append((setting, root))
+    run_sizes(train_and_save, jobs, timeout_s=300)
 
 
 def load_each(pairs: list[Pair], root: Path) -> dict[Pair, list[str]]:
     """Load each pair; return what was wrong with it, by pair."""
+    jobs: dict[int, tuple[list[tuple[Setting, Setting, Path]]]] = {}
+    for saver, loader in pairs:
+        jobs.setdefault(loader.num_ranks, ([],))[0].append((saver, loader, root))
     found = {}
-    for size in sorted({loader.num_ranks for _, loader in pairs}):
-        chosen = [pair for pair in pairs if pair[1].num_ranks == size]
-        by_rank = run_ranks(load_and_compare, size, [(*p, root) for p in chosen], timeout_s=300)
-        for number, pair in enumerate(chosen):
-            found[pair] = [
+    for size, by_rank in run_sizes(load_and_compare, jobs, timeout_s=300).items():
+        for number, (saver, loader, _) in enumerate(jobs[size][0]):
+            found[saver, loader] = [
                 f"rank {rank}: {problem}"
                 for rank, problems in enumerate(by_rank)
                 for problem in problems[number]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint import files as files_module
+from shardwise.checkpoint import linux
 from shardwise.checkpoint.files import RealFiles, read_text, remove_tree
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -87,6 +88,25 @@ def test_one_call_takes_a_bounded_number_of_bytes_and_buffers(
     put(tmp_path / "a", b"x" * 25, *[b"y"] * 7)
     assert calls == [(1, 10), (1, 10), (3, 7), (3, 3), (2, 2)]
     assert get(tmp_path / "a") == b"x" * 25 + b"y" * 7
+
+
+def test_the_disk_is_set_to_work_on_all_bytes_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(files_module, "begin_writing", lambda _, lo, n: told.append((lo, n)))
+    monkeypatch.setattr(files_module, "_CALL_BYTES", 10)
+    put(tmp_path / "a", b"x" * 25, b"", b"y" * 3)
+    assert told == [(0, 10), (10, 10), (20, 8)]
+
+
+@pytest.mark.parametrize("function", [None, lambda *_: -1], ids=["libc lacks it", "it fails"])
+def test_a_kernel_that_cannot_write_ahead_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: object
+) -> None:
+    monkeypatch.setattr(linux, "_sync_file_range", lambda: function)
+    put(tmp_path / "a", b"abc")
+    assert get(tmp_path / "a") == b"abc"
 
 
 def test_an_existing_name_is_never_written_to(tmp_path: Path) -> None:
@@ -217,7 +237,7 @@ def rename_support(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     if request.param != "kernel":
         function = refuse if request.param == "kernel refuses" else None
-        monkeypatch.setattr(files_module, "_renameat2", lambda: function)
+        monkeypatch.setattr(linux, "_renameat2", lambda: function)
     return request.param
 
 

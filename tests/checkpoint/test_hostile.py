@@ -105,7 +105,7 @@ def scramble(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(9.0)
     optimizer.state.clear()
-    torch.manual_seed(9)
+    torch.default_generator.manual_seed(9)  # torch.manual_seed walks the stack for each device
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

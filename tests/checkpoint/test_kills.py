@@ -2,14 +2,17 @@
 
 The trials are those of tests/campaigns/soak.py, which runs them by the ten thousand: 1 to 4 ranks,
 a new step, the same name, the background, rotation; all ranks at once or one first. Every tenth is
-looked at by fresh ranks, which load and save on, the others byte by byte. They run in a process of
-their own that has imported everything and started no thread, so that a world of ranks is a fork.
+looked at by fresh ranks, which load and save on, the others byte by byte. They run in processes of
+their own that have imported everything and started no thread, so that a world of ranks is a fork.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +23,61 @@ SOAK = Path(__file__).parents[1] / "campaigns" / "soak.py"
 pytestmark = pytest.mark.slow
 
 
-def campaign(name: str, trials: int, *options: str, folder: Path) -> dict[str, Any]:
-    """Run a campaign; return what it counted. A violation fails the test with what replays it."""
-    command = [sys.executable, str(SOAK), name, "--trials", str(trials), "--json", *options]
-    done = subprocess.run(
-        [*command, "--folder", str(folder)], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert sum(found["verdicts"].values()) == trials and not found["violations"]
-    return found
+class Campaign:
+    """A campaign under way in processes of its own."""
+
+    def __init__(self, name: str, trials: int, jobs: int, seed: int, folder: Path) -> None:
+        self.trials = trials
+        self.said = (folder / "out", folder / "err")
+        command = [sys.executable, str(SOAK), name, "--trials", str(trials), "--seed", str(seed)]
+        command += ["--jobs", str(jobs), "--json", "--folder", str(folder)]
+        with self.said[0].open("w") as out, self.said[1].open("w") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+
+    def found(self) -> dict[str, int]:
+        """Return the verdicts. A violation fails the test with what replays it."""
+        code = self.process.wait(timeout=900)
+        out, err = (path.read_text() for path in self.said)
+        assert code == 0, err[-8000:]
+        counted: dict[str, Any] = json.loads(out)
+        assert sum(counted["verdicts"].values()) == self.trials and not counted["violations"]
+        verdicts: dict[str, int] = counted["verdicts"]
+        return verdicts
+
+    def end(self) -> None:
+        """Kill what still runs of it; ranks die with the process that forked them."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Campaign]]:
+    """Start both at once: a power cut mostly waits for what the system writes back by itself."""
+    kill, power = (tmp_path_factory.mktemp(name) for name in ("kill", "power"))
+    started = {"kill": Campaign("kill", 200, 2, 1, kill)}
+    if not os.geteuid():
+        started["power"] = Campaign("power", 12, 3, 2, power)
+    yield started
+    for campaign in started.values():
+        campaign.end()
 
 
 def test_two_hundred_kills_in_the_middle_of_a_save_leave_the_old_or_the_new_one(
-    tmp_path: Path,
+    campaigns: dict[str, Campaign],
 ) -> None:
-    found = campaign("kill", 200, "--seed", "1", folder=tmp_path)["verdicts"]
+    found = campaigns["kill"].found()
     assert set(found) <= {"A", "B", "B after save had returned"}
     assert found["A"] > 20 and found["A"] < 190  # the kills met the saves, and both sides of it
 
 
 def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_new_one(
-    tmp_path: Path,
+    campaigns: dict[str, Campaign],
 ) -> None:
-    if os.geteuid():
+    if "power" not in campaigns:
         pytest.skip("a power cut is made by mounting and stopping a disk, which needs root")
     try:
-        found = campaign("power", 12, "--seed", "2", folder=tmp_path)["verdicts"]
+        found = campaigns["power"].found()
     except AssertionError as error:
         if "CalledProcessError" in str(error) or "PermissionError" in str(error):
             pytest.skip(f"this system lets root mount no disk: {str(error)[-300:]}")

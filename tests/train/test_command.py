@@ -73,7 +73,11 @@ def test_help_names_every_key() -> None:
 
 @pytest.mark.parametrize(
     ("text", "part"),
-    [("stge: 1\n", "did you mean 'stage'"), ("global_batch: 7\n", "multiple of 16")],
+    [
+        ("stge: 1\n", "did you mean 'stage'"),
+        ("global_batch: 7\n", "multiple of 16"),
+        ("replicas: 3\n", "divisor of the 2 ranks"),
+    ],
 )
 def test_a_bad_config_ends_with_code_2_before_anything_starts(
     tmp_path: Path, text: str, part: str
@@ -98,6 +102,24 @@ def test_a_place_is_read_from_what_torchrun_sets() -> None:
 
 
 @pytest.mark.slow
+def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
+    flags = (
+        *("--ranks", 2, "--replicas", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
+        *("--prefetch-bytes", 0, "--bucket-bytes", 0, "--predicted-step-s", 1),
+    )
+    one_rank = ("--steps", 3, "--output", tiny.parent / "alone")
+    both = command("train", tiny, *flags), command("train", tiny, *one_rank)
+    (code, out, err), alone = map(finish, both)
+    assert code == 0, err
+    assert "predicted     step time 1 s, measured" in out
+    run = tiny.parent / "run"
+    assert yaml.safe_load((run / "config.yaml").read_text())["units"] == ["Block", "TokenEmbedding"]
+    assert alone[0] == 0, alone[2]
+    states = [metrics(folder)[2]["state_bytes"] for folder in (run, tiny.parent / "alone")]
+    assert states[0] == states[1]  # two replicas: each holds the whole
+
+
+@pytest.mark.slow
 def test_two_ranks_train_end_to_end(tiny: Path) -> None:
     code, out, err = finish(command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3))
     assert code == 0, err
@@ -118,12 +140,19 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_loss_is_the_same_on_1_2_and_3_ranks(tiny: Path) -> None:
-    losses = []
-    for ranks in (1, 2, 3):
-        shape = ["--ranks", ranks, "--micro-batch", 1, "--global-batch", 6, "--steps", 2]
-        code, _, err = finish(command("train", tiny, *shape, "--overwrite", "--eval-windows", 0))
+    shape = ["--micro-batch", 1, "--global-batch", 6, "--steps", 2, "--eval-windows", 0]
+    folders = [tiny.parent / name for name in ("one", "two")]
+    jobs = [
+        command("train", tiny, *shape, "--ranks", ranks, "--output", folder)
+        for ranks, folder in enumerate(folders, 1)
+    ]
+    for code, _, err in map(finish, jobs):
         assert code == 0, err
-        losses.append([line["loss"] for line in metrics(tiny.parent / "run")])
+    losses = [[line["loss"] for line in metrics(folder)] for folder in folders]
+    over = ["--ranks", 3, "--output", folders[0], "--overwrite"]
+    code, _, err = finish(command("train", tiny, *shape, *over))
+    assert code == 0, err
+    losses.append([line["loss"] for line in metrics(folders[0])])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
 

@@ -282,7 +282,9 @@ class Checkpoints:
 
         def of(listed: tuple[Item, ...]) -> tuple[Item, ...]:
             return tuple(
-                replace(item, data=copies[id(item)]) if id(item) in copies else item
+                Item(item.info, copies[id(item)], item.layout, item.index, item.lo)
+                if id(item) in copies
+                else item
                 for item in listed
             )
 

@@ -10,28 +10,31 @@ one call that syncs by itself. After a failed sync nothing is known: the file ha
 (the kernel may have dropped the pages, and a second sync would say that all is well).
 """
 
-import ctypes
 import errno
 import fcntl
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, Self
 from weakref import WeakSet
 
+from shardwise.checkpoint.linux import (
+    EXCHANGE,
+    NO_REPLACE,
+    begin_writing,
+    os_error,
+    rename_with,
+)
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _CALL_BYTES = 64 << 20  # at most this much in one system call, so that a kill is soon answered
 _CALL_BUFFERS = 1024  # IOV_MAX of Linux and macOS
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_REPLACE, _EXCHANGE = 1, 2  # flags of renameat2
-_AT_CWD = -100
 
 
 @dataclass(frozen=True)
@@ -166,18 +169,18 @@ class RealFiles:
     def rename(self, source: Path, target: Path) -> None:
         """Rename at once. **Raises** FileExistsError if the target exists."""
         try:
-            _rename(source, target, _NO_REPLACE)
+            rename_with(source, target, NO_REPLACE)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
             # Not atomic, but the lock of the run keeps other writers of this program away.
             if os.path.lexists(target):
-                raise _os_error(errno.EEXIST, source, target) from None
+                raise os_error(errno.EEXIST, source, target) from None
             os.rename(source, target)
 
     def exchange(self, a: Path, b: Path) -> None:
         """Swap two names at once. **Raises** OSError (ENOSYS, EINVAL) where that is unknown."""
-        _rename(a, b, _EXCHANGE)
+        rename_with(a, b, EXCHANGE)
 
     def list(self, path: Path) -> list[Entry]:
         """Return what is in a folder, sorted by name."""
@@ -280,6 +283,10 @@ class _Descriptor:
 
 
 class _Writer(_Descriptor):
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
+        self._size = 0
+
     def write(self, buffers: Sequence[memoryview]) -> None:
         rest = deque(view.cast("B") for view in buffers if view.nbytes)
         while rest:
@@ -291,6 +298,9 @@ class _Writer(_Descriptor):
                     break
             with _named(self._path):
                 written = os.writev(self._fd, batch)  # Python repeats it after a signal
+            # Else the disk idles until the sync, and the sync waits for all of it.
+            begin_writing(self._fd, self._size, written)
+            self._size += written
             while written:  # it may have written less than was asked for
                 view = rest.popleft()
                 if written < len(view):
@@ -377,24 +387,3 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def _os_error(number: int, a: Path, b: Path) -> OSError:
-    return OSError(number, os.strerror(number), str(a), None, str(b))
-
-
-@cache
-def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is not None:
-        text, number = ctypes.c_char_p, ctypes.c_int
-        function.argtypes = (number, text, number, text, ctypes.c_uint)
-    return function
-
-
-def _rename(a: Path, b: Path, flags: int) -> None:
-    call = _renameat2()
-    if call is None:
-        raise _os_error(errno.ENOSYS, a, b)
-    if call(_AT_CWD, os.fsencode(a), _AT_CWD, os.fsencode(b), flags):
-        raise _os_error(ctypes.get_errno(), a, b)

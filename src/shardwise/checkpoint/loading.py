@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
 from shardwise.checkpoint.generators import derive_generators, set_generators
@@ -81,6 +82,7 @@ class Request:
     progress: Callable[[int], None] | None = None
 
 
+@collector_paused()
 def load_newest(request: Request, folder: Path) -> Loaded | None:
     """Load the newest checkpoint of a folder that verifies, loudly if it is not the newest of all.
 
@@ -106,6 +108,7 @@ def load_newest(request: Request, folder: Path) -> Loaded | None:
         return loaded
 
 
+@collector_paused()
 def load_one(request: Request, path: Path) -> Loaded:
     """Load the checkpoint of this folder, and no other."""
     found: list[tuple[Manifest, bytes]] = []

@@ -136,7 +136,7 @@ class Checkpoint:
         **Cost** at most two chunks more than was asked for, from the files of those ranks only that
         hold some of it; opens the indexes of those ranks.
         """
-        if tensor in self._own:
+        if self._own and tensor in self._own:
             return _chunks_of_own(self.rank, self._own[tensor], lo, hi, out)
         number = self._numbers[tensor]
         key, width = tensor.key, element_bytes(tensor.dtype)

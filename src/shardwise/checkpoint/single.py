@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files, RealFiles
 from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.generators import read_generators
@@ -27,6 +28,7 @@ NOTHING: Mapping[str, Any] = {}
 _RUN_BYTES = 8
 
 
+@collector_paused()
 def save(
     path: str | Path,
     model: nn.Module,
@@ -109,6 +111,7 @@ def load(
     return loaded
 
 
+@collector_paused()
 def collect_together(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -23,7 +23,7 @@ from torch import nn
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
-from shardwise.checkpoint.source import TensorInfo
+from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
@@ -113,11 +113,12 @@ def collect(
     )
     numbers = {id(storage): number for number, storage in enumerate(storages)}
     slots = [slot for unit in engine.units for slot in unit.slots]
-    sharded = [_sliced(slot, "", slot.param, numbers) for slot in slots]
+    cuts = {id(slot): _cut_of(slot, numbers) for slot in slots}
+    sharded = [_sliced(cuts[id(slot)], "", slot.param) for slot in slots]
     whole: list[Item] = []
     row = None
     if optimizer is not None:
-        row = _collect_optimizer(optimizer, slots, numbers, sharded, whole)
+        row = _collect_optimizer(optimizer, slots, cuts, sharded, whole)
     for name, buffer in persistent_buffers(model):
         whole.append(_whole(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
     values, own = _own_values(model, extra, generators)
@@ -170,15 +171,31 @@ def _check_moment(engine: Engine) -> None:
         )
 
 
-def _sliced(slot: Slot, state: str, tensor: Any, numbers: Mapping[int, int]) -> Item:
-    storage, name = slot.storage, slot_names(slot)[0]
+@dataclass(frozen=True)
+class _Cut:
+    """Where this rank's elements lie in a parameter, and in its local memory."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: int
+    index: int
+    lo: int
+    inside: slice
+
+
+def _cut_of(slot: Slot, numbers: Mapping[int, int]) -> _Cut:
+    storage = slot.storage
     piece = storage.layout.piece(slot.index, storage.rank)
-    local = tensor.to_local().reshape(-1)
-    data = local[piece.lo - slot.cut.lo : piece.hi - slot.cut.lo]
-    kind = "optimizer" if state else "param"
-    dtype = dtype_name(local.dtype, name)
-    info = TensorInfo(kind, name, dtype, slot.cut.shape, state)  # type: ignore[arg-type]
-    return Item(info, data, numbers[id(storage)], slot.index, piece.lo)
+    inside = slice(piece.lo - slot.cut.lo, piece.hi - slot.cut.lo)
+    name, number = slot_names(slot)[0], numbers[id(storage)]
+    return _Cut(name, slot.cut.shape, number, slot.index, piece.lo, inside)
+
+
+def _sliced(cut: _Cut, state: str, tensor: Any) -> Item:
+    data = tensor.to_local().reshape(-1)[cut.inside]
+    kind: Kind = "optimizer" if state else "param"
+    info = TensorInfo(kind, cut.name, dtype_name(data.dtype, cut.name), cut.shape, state)
+    return Item(info, data, cut.layout, cut.index, cut.lo)
 
 
 def _whole(info: TensorInfo, tensor: torch.Tensor) -> Item:
@@ -190,7 +207,7 @@ def _whole(info: TensorInfo, tensor: torch.Tensor) -> Item:
 def _collect_optimizer(
     optimizer: torch.optim.Optimizer,
     slots: list[Slot],
-    numbers: Mapping[int, int],
+    cuts: Mapping[int, _Cut],
     sharded: list[Item],
     whole: list[Item],
 ) -> OptimizerRow:
@@ -198,23 +215,23 @@ def _collect_optimizer(
     by_group = names_of_params(slots, optimizer)
     values: dict[str, dict[str, Any]] = {}
     for slot in (slot for group in by_group for slot in group):
-        name = slot_names(slot)[0]
+        cut = cuts[id(slot)]
         for key, value in optimizer.state.get(slot.param, {}).items():
             if isinstance(value, ShardTensor):
                 if not value._cut.matches(slot.cut):
                     raise CheckpointError(
-                        f"optimizer state '{key}' of '{name}' is cut otherwise than its parameter: "
-                        f"{value._cut.shape} against {slot.cut.shape}"
+                        f"optimizer state '{key}' of '{cut.name}' is cut otherwise than its "
+                        f"parameter: {value._cut.shape} against {slot.cut.shape}"
                     )
-                sharded.append(_sliced(slot, key, value, numbers))
+                sharded.append(_sliced(cut, key, value))
             elif isinstance(value, torch.Tensor):
                 whole.append(
-                    _whole(TensorInfo("optimizer", name, "", tuple(value.shape), key), value)
+                    _whole(TensorInfo("optimizer", cut.name, "", tuple(value.shape), key), value)
                 )
             else:
-                values.setdefault(name, {})[key] = value
+                values.setdefault(cut.name, {})[key] = value
     groups = [
-        {**group, "params": [slot_names(slot)[0] for slot in of_group]}
+        {**group, "params": [cuts[id(slot)].name for slot in of_group]}
         for group, of_group in zip(optimizer.param_groups, by_group, strict=True)
     ]
     encoded_groups, tensors = encode(groups, "groups")

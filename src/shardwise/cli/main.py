@@ -39,6 +39,30 @@ def _train(context: typer.Context) -> None:
     raise typer.Exit(run_command(context.args))
 
 
+@app.command("plan", add_help_option=False, context_settings=_PASSED_ON)
+def _plan(context: typer.Context) -> None:
+    """Tell what fits, how fast it will be and why, before a run and without a device."""
+    from shardwise.cli.plan import run_plan
+
+    raise typer.Exit(run_plan(context.args))
+
+
+@app.command("simulate", add_help_option=False, context_settings=_PASSED_ON)
+def _simulate(context: typer.Context) -> None:
+    """Play a step on thousands of ranks: stragglers, noise, failures, scaling curves."""
+    from shardwise.cli.plan import run_simulate
+
+    raise typer.Exit(run_simulate(context.args))
+
+
+@app.command("bench", add_help_option=False, context_settings=_PASSED_ON)
+def _bench(context: typer.Context) -> None:
+    """Measure this machine with all its ranks at once; the planner takes what it writes."""
+    from shardwise.cli.bench import run_command
+
+    raise typer.Exit(run_command(context.args))
+
+
 def main() -> None:
     """Run the command line of this process."""
     app()

@@ -1,4 +1,4 @@
-"""A bar of bytes on stderr, for what reads or writes much; silent where there is no terminal."""
+"""Bars on stderr for what takes long, of bytes or of steps; silent where there is no terminal."""
 
 from __future__ import annotations
 
@@ -37,3 +37,20 @@ def byte_bar(label: str, total_bytes: int | None) -> Iterator[Callable[[int], No
     ) as progress:
         task = progress.add_task(label, total=total_bytes)
         yield lambda num_bytes: progress.advance(task, num_bytes)
+
+
+@contextmanager
+def step_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how many steps of a long job are done; yield what takes (done, in all)."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn(label, markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task(label, total=1)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

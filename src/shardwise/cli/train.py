@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
+from shardwise.cli.flags import run_with_flags
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
@@ -26,20 +27,16 @@ def run_command(arguments: Sequence[str]) -> int:
     # A rank listens before it imports torch: see Note [Ending on a signal].
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
     stop = StopRequest.installed(has_launcher) if place is not None else None
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    outcome: list[int] = []
 
-    def train(config_file: Path | None = None, **flags: Any) -> None:
-        given = {key: value for key, value in flags.items() if value is not None}
-        outcome.append(_train(config_file, given, place, stop, ["train", *arguments]))
+    def run(config_file: Path | None, flags: Mapping[str, Any]) -> int:
+        return _train(config_file, flags, place, stop, ["train", *arguments])
 
-    train.__doc__ = _train.__doc__
-    train.__signature__ = _signature()  # type: ignore[attr-defined]
-    train.__annotations__ = {p.name: p.annotation for p in _signature().parameters.values()}
-    app.command()(train)
-    command = typer.main.get_command(app)
-    code = command(list(arguments), prog_name="shardwise train", standalone_mode=False)
-    return outcome[0] if outcome else int(code or 0)
+    run.__doc__ = _train.__doc__
+    file = Annotated[Path | None, typer.Argument(help="YAML file of keys", show_default=False)]
+    argument = inspect.Parameter(
+        "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file
+    )
+    return run_with_flags(TrainConfig, argument, arguments, "shardwise train", run)
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
@@ -119,7 +116,7 @@ def _start(
 def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
     from shardwise.train.checks import check_run
     from shardwise.train.loop import train
-    from shardwise.train.summary import format_result
+    from shardwise.train.summary import Predicted, format_result
 
     def say(line: str) -> None:
         if place.rank == 0:
@@ -128,51 +125,13 @@ def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
 
     result = train(check_run(config, place.world_size), place, stop, say)
     if not result.stopped:
-        say(format_result(result))
+        predicted = Predicted(
+            config.predicted_step_s, config.predicted_state_bytes, config.predicted_peak_bytes
+        )
+        say(format_result(result, predicted))
         return 0
     kept = result.saved_step == result.steps
     hint = "; it is saved, go on with --resume auto" if kept else ""
     reason = "the launcher is gone" if stop.is_orphan else "as asked"
     say(f"stopped after step {result.steps}, {reason}{hint}")
     return INTERRUPTED
-
-
-def _signature() -> inspect.Signature:
-    """Return one optional flag per key of TrainConfig, after the optional config file."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    file = Annotated[Path | None, typer.Argument(help="YAML file of keys", show_default=False)]
-    parameters = [inspect.Parameter("config_file", keyword, default=None, annotation=file)]
-    for key, field in TrainConfig.model_fields.items():
-        extra = field.json_schema_extra
-        panel = str(extra["panel"]) if isinstance(extra, dict) else None
-        kind, metavar = _flag_type(field.annotation)
-        default = "unset" if field.default is None else field.default
-        option = typer.Option(
-            help=f"{field.description} (default: {_shown(default)})",
-            metavar=metavar,
-            show_default=False,
-            rich_help_panel=panel,
-        )
-        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
-        parameters.append(inspect.Parameter(key, keyword, default=None, annotation=annotation))
-    return inspect.Signature(parameters)
-
-
-def _flag_type(annotation: Any) -> tuple[Any, str | None]:
-    """Return the type that typer parses, and the choices of a Literal as metavar."""
-    options = [part for part in get_args(annotation) if part is not type(None)]
-    if get_origin(annotation) is not Literal and options:
-        kinds = [_flag_type(option) for option in options]
-        if len(kinds) == 1:
-            return kinds[0]
-        return str, "|".join(metavar or kind.__name__.upper() for kind, metavar in kinds)
-    if get_origin(annotation) is Literal:
-        choices = get_args(annotation)
-        return type(choices[0]), "|".join(str(choice) for choice in choices)
-    return annotation, None
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)

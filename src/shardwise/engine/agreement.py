@@ -15,10 +15,11 @@ from torch import nn
 
 from shardwise import __version__
 from shardwise.comm.control import Control
-from shardwise.config import ShardConfig, Stage
+from shardwise.config import ShardConfig
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axes
+from shardwise.stages import Stage
 from shardwise.unit.materialize import Init
 
 _DIGEST_BYTES = 16

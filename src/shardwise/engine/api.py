@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
-from shardwise.config import Precision, resolve_config
+from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.hooks import register_hooks
@@ -38,6 +38,7 @@ def shard(
     replicate_axis: str | None = None,
     reduce_every: str | None = None,
     prefetch_bytes: int | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     init: Init | None = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
@@ -46,16 +47,17 @@ def shard(
     ``model.parameters()``, which are `ShardTensor` from here on. ``units`` are module classes,
     class names or modules (default: found); ``mesh`` has one axis (shard) or two (replicate,
     shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
-    by its modules' ``reset_parameters()``, or by ``init(module)``.
+    by its modules' ``reset_parameters()``, or by ``init(module)``; the rest is in `ShardConfig`.
 
-    **Cost** one broadcast of the model from the first rank; at most one unit in full beside the
-    model as it came. One small gloo group beside training's.
+    **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
     **Raises** ConfigError, before anything is changed, naming the setting and the remedy; on all
     ranks when they differ in version, setting or model, or when one of them refuses.
     """
     try:
-        config = resolve_config(stage, layout, precision, reduce_every, prefetch_bytes)
+        config = resolve_config(
+            stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
+        )
         _check_model(model)
         specs = partition_into_units(model, units)
         device = find_device(specs)

@@ -1,16 +1,36 @@
 """The only place where hooks are registered on modules."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-
-from shardwise.engine.runtime import Engine
-from shardwise.unit.unit import Unit
+from torch.utils.hooks import RemovableHandle
 
 
-def register_hooks(engine: Engine, unit: Unit) -> None:
-    """Make the engine see the forward passes of the unit's module.
+class HasModule(Protocol):
+    """A unit, for all that hooks need to know."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose forward passes are watched."""
+
+
+class Watcher(Protocol):
+    """Who is called: the engine, or the planner that records when the engine would be."""
+
+    @property
+    def suspended(self) -> bool:
+        """Tell whether forward passes go unnoticed now."""
+
+    def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments that the module gets."""
+
+    def after_forward(self, unit: Any, output: Any) -> None:
+        """See the output; None after a forward pass that raised."""
+
+
+def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, ...]:
+    """Make the engine see the forward passes of the unit's module; return what removes the hooks.
 
     The hooks are opaque to torch.compile: a compiled module breaks its graph there and compiles
     what lies between.
@@ -18,14 +38,16 @@ def register_hooks(engine: Engine, unit: Unit) -> None:
 
     @torch._disable_dynamo
     def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not engine.suspended:
-            return engine.before_forward(unit, args, kwargs)
+        if not watcher.suspended:
+            return watcher.before_forward(unit, args, kwargs)
         return None
 
     @torch._disable_dynamo
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not engine.suspended:
-            engine.after_forward(unit, output)
+        if not watcher.suspended:
+            watcher.after_forward(unit, output)
 
-    unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
-    unit.module.register_forward_hook(post_forward, always_call=True)
+    return (
+        unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
+        unit.module.register_forward_hook(post_forward, always_call=True),
+    )

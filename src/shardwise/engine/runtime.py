@@ -10,7 +10,7 @@ without a backward pass leaves nothing behind.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -19,16 +19,13 @@ from torch.autograd import Variable
 from shardwise.comm.collectives import Comm
 from shardwise.config import ShardConfig
 from shardwise.engine.nest import map_tensors, tensors_in
-from shardwise.engine.order import Order
-from shardwise.engine.prefetch import units_to_prefetch
 from shardwise.engine.reductions import Reductions
+from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
 from shardwise.trace import FullBytes
-from shardwise.unit.states import GradState, ParamState
+from shardwise.unit.states import GradState
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit, Use
-
-_LOOKAHEAD_UNITS = 16
 
 
 def _in_backward() -> bool:
@@ -56,22 +53,19 @@ class Engine:
         self.half_loaded: set[str] = set()
         self.broken: str | None = None  # why the parameters are not to be used
         self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
-        self._order = Order(())
         self._stack: list[tuple[Unit, Use | None, bool]] = []
-        self._ahead: set[int] = set()
         self._backward_task: int | None = None
         self._unhooked: list[tuple[Unit, Use]] = []
         self._reductions = Reductions(config, comm)
-        self._prefetch_bytes = 0
+        self._schedule: Schedule[Unit] = Schedule(
+            config.stage, config.reduce_every, config.prefetch_bytes, self._reductions
+        )
         self._num_calls = 0
 
     def settle(self, units: list[Unit]) -> None:
         """Take the units over, the root first, once all are built."""
         self.units = units
-        self._order = Order([u.index for u in units])
-        largest = max((u.full_bytes for u in units[1:]), default=0)
-        asked = self.config.prefetch_bytes
-        self._prefetch_bytes = largest if asked is None else asked
+        self._schedule.settle(units)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: the copy would share process groups and hooks with the original."""
@@ -97,21 +91,19 @@ class Engine:
         if not self._stack and not in_backward:
             self._check_call(unit, records)
             if records and not unit.uses:
-                self._order.forget()  # no graph of before is alive
+                self._schedule.forget()  # no graph of before is alive
         recomputes = in_backward and unit.in_backward
         self._stack.append((unit, None, in_backward))
-        unit.start_unshard()
-        self._ahead.discard(unit.index)  # used now: the budget is for the next ones
-        upcoming = None if in_backward else self._order.visit_forward(unit.index, records)
-        self._prefetch(upcoming)
-        unit.finish_unshard()
+        backward_is_next = self._schedule.before_forward(
+            unit, in_backward=in_backward, records=records
+        )
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not recomputes:
             enclosing = tuple(u for u, _, _ in self._stack[:-1])
             use = Use(unit.read_versions(), enclosing)
             unit.uses.add(use)
-            self._stack[-1] = (unit, use, in_backward or upcoming == [])
+            self._stack[-1] = (unit, use, backward_is_next)
             self._hook_inputs(unit, use, args, kwargs)
         return args, kwargs
 
@@ -163,7 +155,7 @@ class Engine:
         """
         if not self._stack or self._stack[-1][0] is not unit:
             return
-        _, use, keep = self._stack.pop()
+        _, use, backward_is_next = self._stack.pop()
         written = unit.unbind()
         if output is not None and written:
             raise ShardError(
@@ -175,16 +167,14 @@ class Engine:
             return  # other gathers may never end: whoever sends them may have stopped as this rank
         if use is not None and not self._hook_outputs(unit, use, output):
             use.spent, use = True, None
-        at_root = not self._stack
-        waits_for_backward = use is not None and (keep or unit is self.units[0])
-        if self.config.stage.frees_after_forward and not waits_for_backward:
-            in_use = (
-                unit.in_backward or unit.used_outside or any(u is unit for u, _, _ in self._stack)
-            )
-            if not in_use and not _in_backward():
-                unit.reshard()
-        if at_root and not _in_backward():
-            self._drop_prefetched()
+        self._schedule.after_forward(
+            unit,
+            in_backward=_in_backward(),
+            expects_backward=use is not None,
+            backward_is_next=backward_is_next,
+            still_runs=any(u is unit for u, _, _ in self._stack),
+            at_root=not self._stack,
+        )
 
     def _hook_outputs(self, unit: Unit, use: Use, output: Any) -> bool:
         """Call `before_backward` when a gradient reaches the unit; tell whether one can."""
@@ -201,44 +191,28 @@ class Engine:
                     made.grad_fn.register_prehook(lambda _: self.before_backward(unit, use))
         return found
 
-    def _drop_prefetched(self) -> None:
-        for index in self._ahead:
-            if not self.units[index].used_outside:
-                self.units[index].reshard()
-        self._ahead.clear()
-
-    def _prefetch(self, upcoming: Sequence[int] | None) -> None:
-        if not self._prefetch_bytes or not upcoming:
-            return
-        chosen = units_to_prefetch(
-            upcoming[:_LOOKAHEAD_UNITS],
-            lambda i: self.units[i].full_bytes,
-            self._ahead,
-            self._is_resident,
-            self._prefetch_bytes,
-        )
-        for index in chosen:
-            self.units[index].start_unshard()
-            self._ahead.add(index)
-
-    def _is_resident(self, index: int) -> bool:
-        unit = self.units[index]
-        return unit.param_state is ParamState.GATHERING or unit.is_fresh
-
     # -- what slots ask (unit.Scheduler)
     def is_running(self) -> bool:
         """Tell whether a forward pass is under way."""
         return bool(self._stack)
 
     def use_outside(self, unit: Unit) -> None:
-        """Unshard a unit whose parameter is used outside its module, until backward ends."""
+        """Unshard a unit whose parameter is used outside its module, until backward ends.
+
+        A checkpoint *inside* a unit's forward (transformers wraps each layer so) runs it again in
+        backward, where no hook sees it; the unit is full then, and freed when its backward is over.
+        But one without an input hook may be closed before the gradient of this use is there.
+        """
         unit.finish_unshard()
+        waits = any(unhooked is unit for unhooked, _ in self._unhooked)
+        if unit.in_backward and _in_backward() and not waits:
+            return
         if torch.is_grad_enabled():
             if not unit.used_outside:
                 unit.outside_versions = unit.read_versions()
             unit.used_outside = True
-        elif not unit.in_backward and unit is not self.units[0]:
-            self._ahead.add(unit.index)
+        elif unit is not self.units[0]:
+            self._schedule.note_ahead(unit)
 
     def on_grad(self, unit: Unit) -> None:
         """Note that one full parameter of the unit has its gradient."""
@@ -252,7 +226,7 @@ class Engine:
         if self._backward_task is None:
             self.finish_reductions()
             self._backward_task = torch._C._current_graph_task_id()
-            self._order.begin_backward()
+            self._schedule.begin_backward()
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def before_backward(self, unit: Unit, use: Use) -> None:
@@ -272,13 +246,7 @@ class Engine:
         self._close_unhooked(unit, use)
         if not use.has_input_hook and unit is not self.units[0]:
             self._unhooked.append((unit, use))
-        if unit.backward_reads_params:
-            unit.start_unshard()
-        self._ahead.discard(unit.index)
-        upcoming = self._order.visit_backward(unit.index) or ()
-        self._prefetch([i for i in upcoming if self.units[i].backward_reads_params])
-        if unit.backward_reads_params:
-            unit.finish_unshard()
+        self._schedule.before_backward(unit)
 
     def _close_unhooked(self, begun: Unit, its_use: Use) -> None:
         """Close the units without an input hook whose backward must be over by now.
@@ -308,26 +276,12 @@ class Engine:
             use.done = True
         unit.num_grads = 0
         unit.in_backward = False
-        self._collect(unit)
-        if self.config.stage.frees_after_backward:
-            unit.reshard()
-
-    def _collect(self, unit: Unit) -> None:
-        if not any(s.leaf.requires_grad for s in unit.slots):
-            return
-        if self.is_last_micro_batch or self.config.reduce_every == "micro_batch":
-            self._reductions.add(unit)
-        else:
-            if unit.grad_state is not GradState.PARTIAL:
-                unit.enter_grad_state(GradState.PARTIAL)
-            unit.has_local_sum = True
-            for slot in unit.slots:
-                slot.keep_partial(self.config.precision.reduce or slot.storage.master.dtype)
+        self._schedule.after_backward(unit, is_last=self.is_last_micro_batch)
 
     def end_backward(self) -> None:
         """Close the backward pass: reduce what is left, free what is full."""
         self.window_open = not self.is_last_micro_batch
-        reduces = self.is_last_micro_batch or self.config.reduce_every == "micro_batch"
+        reduces = self._schedule.reduces(self.is_last_micro_batch)
         for unit in reversed(self.units):
             open_here = unit.in_backward or unit.num_grads
             left = reduces and unit.grad_state is GradState.PARTIAL
@@ -335,7 +289,6 @@ class Engine:
                 self._after_backward(unit)
         self._reductions.close()
         self._reset_pass()
-        self._order.end_step()
 
     def _reset_pass(self) -> None:
         for unit in self.units:
@@ -344,8 +297,7 @@ class Engine:
             for use in unit.uses:
                 use.end_pass()
             unit.unbind_all()
-            unit.reshard()
-        self._ahead.clear()
+        self._schedule.end_pass()
         self._stack.clear()
         self._unhooked.clear()
         self._backward_task = None
@@ -366,4 +318,3 @@ class Engine:
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()
-        self._order.end_step()

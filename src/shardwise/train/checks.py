@@ -33,6 +33,10 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
             vocabulary is too small.
     """
     config = resolve_batch(config, world_size)
+    if world_size % config.replicas:
+        raise ConfigError(
+            f"replicas: expected a divisor of the {world_size} ranks, got {config.replicas}"
+        )
     find_documents(config.data)
     tokenizer = load_tokenizer(config.tokenizer)
     vocab = config.vocab or tokenizer.vocab

@@ -7,28 +7,17 @@ written for people.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from shardwise.errors import ConfigError
+from shardwise.keys import check_keys, key
 
 __all__ = ["TrainConfig", "dump_config", "load_config", "resolve_batch"]
-
-
-def _key(default: Any, panel: str, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"panel": panel}, **limits)
 
 
 class TrainConfig(BaseModel):
@@ -36,86 +25,118 @@ class TrainConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dim: int = _key(256, "Model", "width of the residual stream", gt=0)
-    layers: int = _key(4, "Model", "number of decoder blocks", gt=0)
-    heads: int = _key(8, "Model", "number of query heads", gt=0)
-    kv_heads: int | None = _key(None, "Model", "number of key/value heads; unset: as heads", gt=0)
-    ffn_multiple: float = _key(8 / 3, "Model", "hidden width of the SwiGLU over dim", gt=0)
-    vocab: int | None = _key(None, "Model", "vocabulary; unset: the tokenizer's size", gt=0)
-    seq: int = _key(256, "Model", "tokens in a window", gt=0)
-    tied_head: bool = _key(False, "Model", "share the embedding with the output head")
-    dropout: float = _key(
+    dim: int = key(256, "Model", "width of the residual stream", gt=0)
+    layers: int = key(4, "Model", "number of decoder blocks", gt=0)
+    heads: int = key(8, "Model", "number of query heads", gt=0)
+    kv_heads: int | None = key(None, "Model", "number of key/value heads; unset: as heads", gt=0)
+    ffn_multiple: float = key(8 / 3, "Model", "hidden width of the SwiGLU over dim", gt=0)
+    vocab: int | None = key(None, "Model", "vocabulary; unset: the tokenizer's size", gt=0)
+    seq: int = key(256, "Model", "tokens in a window", gt=0)
+    tied_head: bool = key(False, "Model", "share the embedding with the output head")
+    dropout: float = key(
         0.0, "Model", "share of activations zeroed in training; 0 draws nothing", ge=0, lt=1
     )
 
-    stage: Literal[0, 1, 2, 3] = _key(3, "Sharding", "ZeRO stage")
-    layout: Literal["rows", "flat"] = _key("rows", "Sharding", "how parameters are cut")
-    precision: Literal["fp32", "bf16", "fp16"] = _key("fp32", "Sharding", "compute dtype")
-    reduce_every: Literal["step", "micro_batch"] | None = _key(
+    stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
+    layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
+    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "Sharding", "compute dtype")
+    reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
-    activation_checkpointing: bool = _key(
+    activation_checkpointing: bool = key(
         False, "Sharding", "recompute each block in the backward pass"
     )
+    replicas: int = key(
+        1, "Sharding", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
+    )
+    units: tuple[str, ...] | None = key(
+        None,
+        "Sharding",
+        "classes gathered as one, with commas; unset: blocks, and what is as large",
+    )
+    prefetch_bytes: int | None = key(
+        None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
+    )
+    bucket_bytes: int | None = key(
+        None, "Sharding", "gradients collected before a reduction starts; unset: 1 MiB", ge=0
+    )
 
-    micro_batch: int = _key(8, "Batch", "windows per rank in one forward and backward", gt=0)
-    accumulation: int | None = _key(
+    micro_batch: int = key(8, "Batch", "windows per rank in one forward and backward", gt=0)
+    accumulation: int | None = key(
         None, "Batch", "micro-batches per step; unset: 1, or what global_batch asks for", gt=0
     )
-    global_batch: int | None = _key(
+    global_batch: int | None = key(
         None, "Batch", "windows per step over all ranks; decides accumulation", gt=0
     )
 
-    steps: int = _key(200, "Optimizer", "optimizer updates to take", gt=0)
-    lr: float = _key(3e-4, "Optimizer", "peak learning rate", gt=0)
-    min_lr: float = _key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = _key(
+    steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
+    lr: float = key(3e-4, "Optimizer", "peak learning rate", gt=0)
+    min_lr: float = key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = key(
         "cosine", "Optimizer", "shape of the learning rate after the warm-up"
     )
-    warmup_steps: int = _key(0, "Optimizer", "steps of linear warm-up", ge=0)
-    weight_decay: float = _key(0.1, "Optimizer", "AdamW decay of matrices", ge=0)
-    beta1: float = _key(0.9, "Optimizer", "AdamW first-moment decay", ge=0, lt=1)
-    beta2: float = _key(0.95, "Optimizer", "AdamW second-moment decay", ge=0, lt=1)
-    grad_clip: float = _key(1.0, "Optimizer", "largest gradient norm; 0 does not clip", ge=0)
-    seed: int = _key(0, "Optimizer", "seed of weights, data order and sample", ge=0)
+    warmup_steps: int = key(0, "Optimizer", "steps of linear warm-up", ge=0)
+    weight_decay: float = key(0.1, "Optimizer", "AdamW decay of matrices", ge=0)
+    beta1: float = key(0.9, "Optimizer", "AdamW first-moment decay", ge=0, lt=1)
+    beta2: float = key(0.95, "Optimizer", "AdamW second-moment decay", ge=0, lt=1)
+    grad_clip: float = key(1.0, "Optimizer", "largest gradient norm; 0 does not clip", ge=0)
+    seed: int = key(0, "Optimizer", "seed of weights, data order and sample", ge=0)
 
-    data: Path | None = _key(
+    data: Path | None = key(
         None, "Data", "text file, JSONL file or folder; unset: Python's standard library"
     )
-    tokenizer: Path | None = _key(None, "Data", "tokenizer.json; unset: bytes")
-    eval_every: int = _key(0, "Data", "steps between evaluations; 0: at the end only", ge=0)
-    eval_windows: int = _key(32, "Data", "held-out windows; 0 does not evaluate", ge=0)
-    prompt: str = _key("def ", "Data", "text that the sample continues", min_length=1)
-    sample_tokens: int = _key(160, "Data", "length of the sample at the end", ge=0)
+    tokenizer: Path | None = key(None, "Data", "tokenizer.json; unset: bytes")
+    eval_every: int = key(0, "Data", "steps between evaluations; 0: at the end only", ge=0)
+    eval_windows: int = key(32, "Data", "held-out windows; 0 does not evaluate", ge=0)
+    prompt: str = key("def ", "Data", "text that the sample continues", min_length=1)
+    sample_tokens: int = key(160, "Data", "length of the sample at the end", ge=0)
 
-    save_every: int = _key(
+    save_every: int = key(
         0, "Checkpoints", "steps between checkpoints, and one at the end; 0 saves none", ge=0
     )
-    keep_last: int | None = _key(
-        None, "Checkpoints", "newest checkpoints to keep; unset: all", gt=0
-    )
-    keep_every: int | None = _key(
+    keep_last: int | None = key(None, "Checkpoints", "newest checkpoints to keep; unset: all", gt=0)
+    keep_every: int | None = key(
         None, "Checkpoints", "beside keep_last, keep those of each multiple of this step", gt=0
     )
-    resume: Literal["auto", "never"] | int = _key(
+    resume: Literal["auto", "never"] | int = key(
         "never", "Checkpoints", "auto: from the newest checkpoint, if there is one; or from a step"
     )
-    save_in_background: bool = _key(
+    save_in_background: bool = key(
         True, "Checkpoints", "write checkpoints behind the steps that follow"
     )
-    check_replicas_every: int = _key(
+    check_replicas_every: int = key(
         0, "Checkpoints", "steps between comparisons of what ranks hold alike; 0: never", ge=0
     )
-    replay_every: int = _key(
+    replay_every: int = key(
         0, "Checkpoints", "steps between steps computed twice and compared; 0: never", ge=0
     )
 
-    output: Path = _key(Path("runs/train"), "Run", "folder for metrics, config and tokens")
-    overwrite: bool = _key(False, "Run", "replace the metrics of an earlier run")
-    ranks: int | None = _key(
+    predicted_step_s: float | None = key(
+        None, "Plan", "seconds per step that the plan expects; told at the end", gt=0
+    )
+    predicted_state_bytes: int | None = key(
+        None, "Plan", "state of a rank that the plan expects; told at the end", gt=0
+    )
+    predicted_peak_bytes: int | None = key(
+        None, "Plan", "most bytes of tensors that the plan expects; told at the end", gt=0
+    )
+
+    output: Path = key(Path("runs/train"), "Run", "folder for metrics, config and tokens")
+    overwrite: bool = key(False, "Run", "replace the metrics of an earlier run")
+    ranks: int | None = key(
         None, "Run", "local ranks to launch; under torchrun its own count is used", gt=0
     )
-    threads: int | None = _key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
+    threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
+
+    @field_validator("units", mode="before")
+    @classmethod
+    def _split_units(cls, value: Any) -> Any:
+        names = value.split(",") if isinstance(value, str) else value
+        if names is not None and not (
+            isinstance(names, list | tuple) and all(isinstance(n, str) and n.strip() for n in names)
+        ):
+            raise ValueError("expected names of classes, separated by commas")
+        return names if names is None else tuple(name.strip() for name in names)
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -156,11 +177,7 @@ def load_config(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
         ConfigError: the file is missing or not YAML, a key is unknown, a value is not allowed.
     """
     values = _read_yaml(path) if path is not None else {}
-    try:
-        return TrainConfig.model_validate({**values, **flags})
-    except ValidationError as error:
-        lines = [_explain(item, path, flags) for item in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
+    return check_keys(TrainConfig, values, flags, path, "train")
 
 
 def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -208,31 +225,3 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"{path}: expected `key: value` lines, got a {type(values).__name__} at the top"
         )
     return {str(key): value for key, value in values.items()}
-
-
-def _explain(item: Any, path: Path | None, flags: Mapping[str, Any]) -> str:
-    """Turn one pydantic error into: where, which key, what was expected, what came."""
-    key = str(item["loc"][0]) if item["loc"] else ""
-    where = f"flag --{key.replace('_', '-')}" if key in flags else f"{path or 'config'}"
-    if item["type"] == "extra_forbidden":
-        near = _nearest(key, list(TrainConfig.model_fields))
-        hint = f"; did you mean {near!r}?" if near else "; see `shardwise train --help`"
-        return f"{where}: unknown key {key!r}{hint}"
-    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    if not key:
-        return f"{where}: {message}"
-    choices = [str(choice) for choice in _choices(key)]
-    near = _nearest(str(item["input"]), choices) if choices else None
-    hint = f"; did you mean {near!r}?" if near else ""
-    return f"{where}: {key}: {message}, got {item['input']!r}{hint}"
-
-
-def _choices(key: str) -> list[Any]:
-    annotation = TrainConfig.model_fields[key].annotation
-    parts = [annotation, *get_args(annotation)]
-    return [choice for part in parts for choice in get_args(part) if isinstance(choice, str)]
-
-
-def _nearest(word: str, words: list[str]) -> str | None:
-    matches = difflib.get_close_matches(word.replace("-", "_"), words, n=1, cutoff=0.6)
-    return matches[0] if matches else None

@@ -119,6 +119,9 @@ def train_prepared(
     if result.losses and not result.stopped:
         result.sample = _sample(run)
     result.peak_bytes_of_ranks = _of_all_ranks(place, peak_memory_bytes(run.device))
+    result.added_bytes_of_ranks = _of_all_ranks(
+        place, peak_memory_bytes(run.device) - run.base_memory_bytes
+    )
     result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
     return result
 

@@ -42,6 +42,7 @@ _MODEL_KEYS = (
 )
 _TOLD_KEYS = (
     *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
+    *("replicas", "units"),
     *("micro_batch", "accumulation", "global_batch", "steps", "lr", "min_lr", "schedule"),
     *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
     *("eval_windows", "source"),
@@ -78,12 +79,18 @@ def find_changes(
             f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
         )
     for key in _TOLD_KEYS:
-        if saved.get(key) != now.get(key):
-            change = f"{saved.get(key)} -> {now.get(key)}"
+        before = saved.get(key, _default_of(key))  # an older version did not know the key
+        if before != now.get(key):
+            change = f"{before} -> {now.get(key)}"
             lines.append(
                 "data: the text files have changed since" if key == "source" else f"{key}: {change}"
             )
     return lines
+
+
+def _default_of(key: str) -> Any:
+    field = TrainConfig.model_fields.get(key)
+    return field.default if field is not None else None
 
 
 class RunCheckpoints:

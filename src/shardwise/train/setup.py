@@ -25,10 +25,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a group exists: Note [Leaving the process group]
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.device import local_device
+from shardwise.config import DEFAULT_BUCKET_BYTES
+from shardwise.device import local_device, reset_peak_memory
 from shardwise.errors import ConfigError
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
@@ -60,6 +62,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    base_memory_bytes: int  # in use before the model was there
 
     @property
     def accumulation(self) -> int:
@@ -109,6 +112,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     _together(lambda: _prepare_output(config, place, tokenizer))
     stream = open_stream(config.output)
     sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
+    base_memory_bytes = reset_peak_memory(device)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model: nn.Module = Decoder(config, config.vocab or tokenizer.vocab)
@@ -118,6 +122,10 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         precision=config.precision,
         layout=config.layout,
         reduce_every=config.reduce_every,
+        mesh=_hybrid_mesh(config, place, device),
+        units=config.units,
+        prefetch_bytes=config.prefetch_bytes,
+        bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
     )
     torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
     optimizer = torch.optim.AdamW(
@@ -127,7 +135,18 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         fused=True,
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    return Run(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler)
+    return Run(
+        *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
+        base_memory_bytes,
+    )
+
+
+def _hybrid_mesh(config: TrainConfig, place: RankPlace, device: torch.device) -> DeviceMesh | None:
+    """Return the mesh of replicas of shard groups, neighbours in a group; None without replicas."""
+    if config.replicas == 1:
+        return None
+    sizes = config.replicas, place.world_size // config.replicas
+    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def _seed_of(seed: int, rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.quantities import format_bytes, format_count
 
-__all__ = ["RunResult", "StateBytes", "count_state", "format_result"]
+__all__ = ["Predicted", "RunResult", "StateBytes", "compare", "count_state", "format_result"]
 
 _SPEED_MEMORY = 0.9
 
@@ -82,6 +83,8 @@ class RunResult:
     state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0, 0, 0))
     state_bytes_of_ranks: list[int] = field(default_factory=list)
     peak_bytes_of_ranks: list[int] = field(default_factory=list)
+    added_bytes_of_ranks: list[int] = field(default_factory=list)  # the peak over what was before
+    steps_s: list[float] = field(default_factory=list)
     sample: str = ""
     stopped: bool = False
     saved_step: int | None = None
@@ -97,6 +100,7 @@ class RunResult:
         self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * now
         self.steps, self.tokens, self.state = step, self.tokens + num_tokens, state
         self.losses.append(loss)
+        self.steps_s.append(step_s)
 
     @property
     def loss(self) -> float:
@@ -105,8 +109,44 @@ class RunResult:
         return sum(last) / len(last)
 
 
-def format_result(result: RunResult) -> str:
-    """Write a finished run for people: loss, speed, bytes per rank, sample."""
+@dataclass(frozen=True)
+class Predicted:
+    """What a plan expected of the run; None where it was not asked."""
+
+    step_s: float | None = None
+    state_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+def compare(predicted: Predicted, result: RunResult) -> list[str]:
+    """Write what was predicted beside what was measured, one line each.
+
+    The step time is the median without the first step, state and peak are those of the rank that
+    holds most. The peak is what the process grew by on the CPU since before the model was there:
+    buffers of libraries, pages that were freed and the copy that a save makes count too, some
+    50 MiB of them in any run. On other devices it is what the allocator gave out.
+    """
+    rows = [
+        ("step time", predicted.step_s, _median(result.steps_s[1:]), lambda s: f"{s:.3g} s"),
+        ("state", predicted.state_bytes, max(result.state_bytes_of_ranks, default=0), format_bytes),
+        ("peak", predicted.peak_bytes, max(result.added_bytes_of_ranks, default=0), format_bytes),
+    ]
+    lines = []
+    for name, expected, found, write in rows:
+        if not expected:
+            continue
+        error = f" ({expected / found - 1:+.1%})" if found else ""
+        measured = f"measured {write(found)}" if found else "not measured in a single step"
+        lines.append(f"{name} {write(expected)}, {measured}{error}")
+    return lines
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
+    """Write a finished run for people: loss, speed, bytes per rank, predictions, sample."""
     if not result.losses:
         return f"nothing left to do: step {result.steps} is the last one; raise steps to go on"
     state = result.state
@@ -139,6 +179,8 @@ def format_result(result: RunResult) -> str:
             f"checkpoints   the last of step {result.saved_step}; saving stopped training for "
             f"{result.save_stall_s:.2f} s in all"
         )
+    for number, line in enumerate(compare(predicted, result)):
+        lines.append(f"{'' if number else 'predicted':<14}{line}")
     if result.sample:
         lines += [
             "sample",

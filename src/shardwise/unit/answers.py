@@ -6,7 +6,9 @@ parameters that costs 5 times the step on plain tensors. All ShardTensors of an 
 are cut alike, so `__torch_function__` hands the local tensors straight to the kernel.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -147,6 +149,8 @@ def run_whole(
     """
     if "out" in kwargs:
         raise _refusal(f"{name} with out=", shards)
+    if _asks_in_place(func, args, kwargs):  # told before it writes
+        raise _refusal(f"{name}, in place,", shards)
     args, kwargs = whole(args), {k: whole(v) for k, v in kwargs.items()}
     fulls = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
@@ -160,6 +164,22 @@ def run_whole(
         if any(m.untyped_storage().data_ptr() in places for m in tensors):
             raise _refusal(f"{name} (a view, which may be written)", shards)
     return result
+
+
+def _asks_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a function of torch.nn.functional is called with ``inplace`` true."""
+    place = _place_of_inplace(func)
+    given = args[place] if place is not None and place < len(args) else kwargs.get("inplace", False)
+    return given is True
+
+
+@cache
+def _place_of_inplace(func: Any) -> int | None:
+    try:
+        names = list(inspect.signature(func).parameters)
+    except (TypeError, ValueError):
+        return None  # a builtin, which has no such flag
+    return names.index("inplace") if "inplace" in names else None
 
 
 def _locals(value: Any) -> Any:

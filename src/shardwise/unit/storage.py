@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.pending import GatherItem
-from shardwise.config import Stage
 from shardwise.layout.segments import Layout
+from shardwise.stages import Stage
 from shardwise.trace import FullBytes
 
 

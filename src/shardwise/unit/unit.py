@@ -287,6 +287,16 @@ class Unit:
         """Tell whether nothing would have to be gathered."""
         return all(s.is_fresh for s in self.storages)
 
+    @property
+    def is_resident(self) -> bool:
+        """Tell whether the full parameters are being gathered, or hold present values already."""
+        return self.param_state is ParamState.GATHERING or self.is_fresh
+
+    @property
+    def is_trained(self) -> bool:
+        """Tell whether any parameter of the unit has a gradient."""
+        return any(s.leaf.requires_grad for s in self.slots)
+
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a slice is modified."""
         return tuple(s.version for s in self.storages)

@@ -1,0 +1,121 @@
+"""One calibration of this machine: every measurement in turn, with all ranks at once."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise import __version__
+from shardwise.bench import compute, links, network, state
+from shardwise.bench.together import FULL, QUICK, Stopwatch
+from shardwise.device import memory_in_use_bytes
+from shardwise.plan.machine.calibration import Calibration, Curve, Host
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_CPU_FACTS = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One measurement: what it is called while it runs, and what makes its curves."""
+
+    label: str
+    curves: Callable[[], dict[str, Curve]]
+
+
+def calibrate(
+    device: torch.device,
+    folder: Path,
+    *,
+    quick: bool = False,
+    progress: Callable[[str, float], None] = lambda label, share: None,
+) -> Calibration:
+    """Measure this machine; every rank of the process group calls it together.
+
+    ``folder`` is on the disk to measure. ``progress`` is called with what is measured next and the
+    share that is done. ``quick`` is for trying it out: the numbers are rough.
+
+    **Cost** at most a minute; up to 1 GiB of memory per rank and 64 MiB of disk.
+    """
+    num_ranks = dist.get_world_size()
+    watch = Stopwatch(device, num_ranks, QUICK if quick else FULL)
+    resident = memory_in_use_bytes(torch.device("cpu"))
+    curves: dict[str, Curve] = {}
+    jobs = _jobs(watch, folder)
+    for number, job in enumerate(jobs):
+        progress(job.label, number / len(jobs))
+        curves |= job.curves()
+    progress("overlap", 1.0)
+    several = num_ranks > 1
+    return Calibration(
+        host=_host(device),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        backend=str(dist.get_backend()),
+        num_ranks=num_ranks,
+        threads_per_rank=torch.get_num_threads(),
+        overlap=network.measure_overlap(watch) if several else 1.0,
+        message_s=network.message_seconds(watch) if several else 0.0,
+        process_bytes=resident,
+        context_bytes=links.context_bytes(device),
+        curves=curves,
+    )
+
+
+def _jobs(watch: Stopwatch, folder: Path) -> Sequence[_Job]:
+    jobs = []
+    for dtype in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        jobs += [
+            _Job(f"matrix products, {name}", partial(compute.matmul_curves, watch, dtype)),
+            _Job(f"attention, {name}", partial(compute.attention_curves, watch, dtype)),
+            _Job(f"memory-bound, {name}", partial(compute.memory_curves, watch, dtype)),
+        ]
+    jobs += [
+        _Job("optimizer", partial(state.optimizer_curves, watch)),
+        _Job("copies", partial(state.copy_curves, watch)),
+        _Job("host link", partial(links.host_link_curves, watch)),
+        _Job("disk", partial(links.disk_curves, watch, folder)),
+    ]
+    for size in network.group_sizes(watch.num_ranks):
+        jobs.append(_Job(f"collectives of {size}", partial(_collectives, watch, size)))
+    return jobs
+
+
+def _collectives(watch: Stopwatch, group_size: int) -> dict[str, Curve]:
+    on_cpu = watch.device.type == "cpu"
+    sums = state.sum_curve(watch) if on_cpu else None
+    found = network.collective_curves(watch, group_size, sums)
+    return found if sums is None else {**found, "sum": sums}
+
+
+def _host(device: torch.device) -> Host:
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    name, device_memory = "cpu", pages
+    if device.type != "cpu":
+        name = torch.get_device_module(device.type).get_device_name(device)
+        _, device_memory = torch.accelerator.get_memory_info(device)
+    return Host(
+        processor=_processor(),
+        num_cores=os.cpu_count() or 1,
+        memory_bytes=pages,
+        device=name,
+        device_memory_bytes=device_memory,
+        torch=torch.__version__,
+        shardwise=__version__,
+    )
+
+
+def _processor() -> str:
+    if _CPU_FACTS.exists():
+        for line in _CPU_FACTS.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,130 @@
+"""Collectives with the engine's own transport, and what they cost a computation beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.bench.together import Stopwatch
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem
+from shardwise.layout.segments import Segment
+from shardwise.mesh import Axes, resolve_axes
+from shardwise.plan.machine.calibration import Curve
+
+_PAYLOADS = [1 << i for i in range(12, 28, 2)]  # 4 KiB to 64 MiB
+_OVERLAP_PAYLOAD = 16 << 20
+_NUM_MESSAGES = 16
+_MESSAGE_PAYLOAD = 8 << 20
+_ITEM_BYTES = 4
+
+
+class Network:
+    """The ranks of this machine as groups of ``group_size``, all of them busy at once."""
+
+    def __init__(self, watch: Stopwatch, group_size: int) -> None:
+        self._watch = watch
+        self._axes = axes_of_groups(watch, group_size)
+        self._comm = Comm(self._axes, watch.device)
+
+    def starter(self, kind: str, payload: int, num_messages: int = 1) -> Callable[[], Pending]:
+        """Return what starts a collective of ``payload`` bytes in all, in equal messages."""
+        axis, device = self._axes.shard, self._watch.device
+        slot = max(1, payload // _ITEM_BYTES // axis.size // num_messages)
+        segment = Segment(slot * axis.size, slot, 0, 0)
+        full = [torch.ones(slot * axis.size, device=device) for _ in range(num_messages)]
+        site = self._comm.site(kind, "bench", 0)
+        if kind == "all_gather":
+            lo, hi = segment.bounds(axis.rank)
+            gathers = [GatherItem(segment, f[lo:hi], f, True) for f in full]
+            return lambda: self._comm.start_all_gather(gathers, axis, site)
+        means = [torch.ones(slot, device=device) for _ in range(num_messages)]
+        reduces = [ReduceItem(segment, ((0, f),), m) for f, m in zip(full, means, strict=True)]
+        return lambda: self._comm.start_reduce_scatter(reduces, axis, site, axis.size)
+
+    def seconds(self, kind: str, payload: int, num_messages: int = 1) -> float:
+        """Return the seconds of one collective that nothing runs beside."""
+        start = self.starter(kind, payload, num_messages)
+        return self._watch.seconds(lambda: start().wait(), in_step=True)
+
+
+def axes_of_groups(watch: Stopwatch, group_size: int) -> Axes:
+    """Cut the ranks into groups of neighbours; every rank calls it together."""
+    device_type = watch.device.type
+    if group_size == watch.num_ranks:
+        return resolve_axes(None, None, None, device_type)
+    shape = (watch.num_ranks // group_size, group_size)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return resolve_axes(mesh, "shard", "replicate", device_type)
+
+
+def group_sizes(num_ranks: int) -> list[int]:
+    """Return the sizes of groups to measure: the divisors of the number of ranks, from 2."""
+    return [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
+
+
+def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> dict[str, Curve]:
+    """Measure both collectives of the engine by the bytes of the whole.
+
+    ``sums``: what this rank's own sums take, where the transport runs them in ``wait``. They are
+    left out, since a program has them as operations of their own.
+    """
+    network = Network(watch, group_size)
+    curves = {}
+    for kind in ("all_gather", "reduce_scatter"):
+
+        def measure(payload: int, kind: str = kind) -> Sequence[float]:
+            return [network.seconds(kind, payload)]
+
+        points = []
+        for payload, (seconds,) in watch.sweep(_PAYLOADS, measure):
+            if sums is not None and kind == "reduce_scatter":
+                slot_bytes = payload / group_size
+                seconds = max(seconds / 10, seconds - sums.at(slot_bytes * (group_size + 1)))
+            points.append((float(payload), seconds))
+        curves[f"{kind}.{group_size}"] = Curve.through("bytes", points)
+    return curves
+
+
+def message_seconds(watch: Stopwatch) -> float:
+    """Return what each further message to one peer adds to a collective of the same bytes."""
+    network = Network(watch, watch.num_ranks)
+    one, many = (
+        network.seconds("all_gather", _MESSAGE_PAYLOAD, count) for count in (1, _NUM_MESSAGES)
+    )
+    peers = watch.num_ranks - 1 if watch.device.type == "cpu" else 1
+    return max(0.0, many - one) / (_NUM_MESSAGES - 1) / peers
+
+
+def measure_overlap(watch: Stopwatch) -> float:
+    """Return how much of a collective is hidden behind a computation of the same length.
+
+    1 when both together take as long as either, 0 when they take as long as one after the other.
+    """
+    start = Network(watch, watch.num_ranks).starter("all_gather", _OVERLAP_PAYLOAD)
+    product = _products(watch)
+    alone = watch.seconds(lambda: start().wait(), in_step=True)
+    count = max(1, round(alone / watch.seconds(product)))
+
+    def compute() -> None:
+        for _ in range(count):
+            product()
+
+    def both() -> None:
+        pending = start()
+        compute()
+        pending.wait()
+
+    alone = watch.seconds(lambda: start().wait(), in_step=True)
+    computing = watch.seconds(compute, in_step=True)
+    together = watch.seconds(both, in_step=True)
+    hidden = (alone + computing - together) / min(alone, computing)
+    return min(1.0, max(0.0, hidden))
+
+
+def _products(watch: Stopwatch) -> Callable[[], object]:
+    left, right = (torch.ones(256, 256, device=watch.device) for _ in range(2))
+    return lambda: F.linear(left, right)

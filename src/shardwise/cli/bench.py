@@ -1,0 +1,182 @@
+"""`shardwise bench`: measure this machine with all its ranks at once, print it, write it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from shardwise.cli.train import read_place
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.train.launch import INTERRUPTED, RankPlace, launch_local_ranks
+
+if TYPE_CHECKING:
+    from shardwise.plan.machine.calibration import Calibration
+
+__all__ = ["run_command"]
+
+_BAD_CONFIG, _FAILED = 2, 1
+_DEFAULT = Path("shardwise-calibration.json")
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `shardwise bench` with its arguments; return the exit code."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    outcome: list[int] = []
+
+    def bench(
+        calibrate: Annotated[
+            bool, typer.Option("--calibrate", help="write a file that `shardwise plan` takes")
+        ] = False,
+        ranks: Annotated[
+            int | None,
+            typer.Option(
+                min=1,
+                help="local ranks; unset: one per device, or per core. Not under "
+                "torchrun, which has its own",
+            ),
+        ] = None,
+        threads: Annotated[
+            int | None, typer.Option(min=1, help="CPU threads per rank; unset: cores / ranks")
+        ] = None,
+        output: Annotated[
+            Path, typer.Option(help="the file that --calibrate writes; its disk is measured")
+        ] = _DEFAULT,
+        quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
+    ) -> None:
+        asked = _Asked(calibrate, ranks, threads, output, quick, as_json)
+        outcome.append(_bench(asked, ["bench", *arguments]))
+
+    bench.__doc__ = _bench.__doc__
+    app.command()(bench)
+    command = typer.main.get_command(app)
+    code = command(list(arguments), prog_name="shardwise bench", standalone_mode=False)
+    return outcome[0] if outcome else int(code or 0)
+
+
+class _Asked(NamedTuple):
+    calibrate: bool
+    ranks: int | None
+    threads: int | None
+    output: Path
+    quick: bool
+    as_json: bool
+
+
+def _bench(asked: _Asked, arguments: Sequence[str]) -> int:
+    """Measure this machine with all its ranks at once: products, memory, collectives, disk.
+
+    The figures hold for this number of ranks, since ranks share cores and memory. With --calibrate
+    they are written to a file, for `shardwise plan --calibration`. Takes about a minute.
+    """
+    place = read_place(os.environ)
+    try:
+        _check_folder(asked.output.parent)
+        if place is None:
+            num_ranks = asked.ranks or _num_devices()
+            if num_ranks > 1:
+                return launch_local_ranks(arguments, num_ranks)
+            place = RankPlace(0, 1, 0, 1)
+        _measure(asked, place)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ShardwiseError as error:
+        if place is None or place.rank == 0:
+            sys.stderr.write(f"shardwise bench: {error}\n")
+        return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"--output: there is no folder {folder}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--output: the folder {folder} is not writable")
+
+
+def _num_devices() -> int:
+    import torch
+
+    return torch.accelerator.device_count() or os.cpu_count() or 1
+
+
+def _measure(asked: _Asked, place: RankPlace) -> None:
+    from shardwise.bench.calibrate import calibrate
+    from shardwise.plan.machine.calibration import to_json, write_calibration
+    from shardwise.train.setup import join_ranks
+
+    with join_ranks(place, asked.threads) as device, _progress(place.rank == 0) as progress:
+        found = calibrate(device, asked.output.parent, quick=asked.quick, progress=progress)
+    if place.rank:
+        return
+    if asked.as_json:
+        sys.stdout.write(json.dumps(to_json(found), indent=1) + "\n")
+    else:
+        _show(found)
+    if asked.calibrate:
+        write_calibration(found, asked.output)
+        if not asked.as_json:
+            sys.stdout.write(
+                f"wrote {asked.output}: `shardwise plan --calibration {asked.output}`\n"
+            )
+
+
+@contextmanager
+def _progress(is_first: bool) -> Iterator[Callable[[str, float], None]]:
+    """Show what is measured, and how far it is; silent where there is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not (is_first and console.is_terminal),
+    ) as bar:
+        task = bar.add_task("measure", total=1.0)
+        yield lambda label, share: bar.update(task, description=label, completed=share)
+
+
+def _show(found: Calibration) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from shardwise.cli.tables import open_console
+    from shardwise.quantities import format_bytes
+
+    def size(value: float, unit: str) -> str:
+        return format_bytes(value) if unit == "bytes" else f"{value:.3g} FLOP"
+
+    console, host = open_console(), found.host
+    console.print(
+        f"{host.processor}, {host.num_cores} cores, {format_bytes(host.memory_bytes)}; "
+        f"{host.device}; torch {host.torch}; {found.num_ranks} ranks x {found.threads_per_rank} "
+        f"threads at once, {found.backend}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("measured", "smallest", "takes", "largest", "takes", "best rate"):
+        table.add_column(name, justify="left" if name == "measured" else "right", no_wrap=True)
+    for name, curve in found.curves.items():
+        rate = curve.peak_rate
+        shown = f"{format_bytes(rate)}/s" if curve.unit == "bytes" else f"{rate / 1e9:.4g} GFLOP/s"
+        ends = []
+        for i in (0, -1):
+            ends += [size(curve.sizes[i], curve.unit), f"{curve.seconds[i] * 1e6:,.1f} us"]
+        table.add_row(name, *ends, shown)
+    console.print(table)
+    console.print(
+        f"overlap {found.overlap:.0%}: that much of a collective is hidden behind a computation\n"
+        f"each further message {found.message_s * 1e6:.1f} us; a process holds "
+        f"{format_bytes(found.process_bytes)}, its device context "
+        f"{format_bytes(found.context_bytes)}"
+    )

@@ -1,0 +1,91 @@
+"""Flags of a command from the keys of a pydantic model: one optional flag per key."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+
+from shardwise.keys import flag_of
+
+
+def run_with_flags(
+    keys: type[BaseModel],
+    argument: inspect.Parameter,
+    arguments: Sequence[str],
+    name: str,
+    run: Callable[..., int],
+) -> int:
+    """Parse ``arguments`` as flags of ``keys`` after one positional argument; run; return a code.
+
+    ``run`` is called with the positional argument by its name, and with the flags that were given;
+    its docstring is the help's text.
+    """
+    outcome: list[int] = []
+
+    def command(**values: Any) -> None:
+        given = {key: value for key, value in values.items() if value is not None}
+        positional = given.pop(argument.name, None)
+        outcome.append(run(positional, given))
+
+    signature = _signature(keys, argument)
+    command.__doc__ = run.__doc__
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    code = typer.main.get_command(app)(list(arguments), prog_name=name, standalone_mode=False)
+    return outcome[0] if outcome else int(code or 0)
+
+
+def _signature(keys: type[BaseModel], argument: inspect.Parameter) -> inspect.Signature:
+    parameters = [argument]
+    for key, field in keys.model_fields.items():
+        extra = field.json_schema_extra
+        panel = str(extra["panel"]) if isinstance(extra, dict) else None
+        kind, metavar = _flag_type(field.annotation)
+        default = "unset" if field.default is None else field.default
+        option = typer.Option(
+            *([flag_of(key)] if key.endswith("_") else []),
+            help=f"{field.description} (default: {_shown(default)})",
+            metavar=metavar,
+            show_default=False,
+            rich_help_panel=panel,
+        )
+        annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
+        parameters.append(
+            inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+            )
+        )
+    return inspect.Signature(parameters)
+
+
+def _flag_type(annotation: Any) -> tuple[Any, str | None]:
+    """Return the type that typer parses, and the metavar; numbers are parsed with the file's keys.
+
+    So one that is wrong is told in the words of `check_keys`, wherever it came from.
+    """
+    if annotation in (int, float):
+        return str, annotation.__name__.upper()
+    if get_origin(annotation) is tuple:
+        return str, "NAME,..."
+    options = [part for part in get_args(annotation) if part is not type(None)]
+    if get_origin(annotation) is not Literal and options:
+        kinds = [_flag_type(option) for option in options]
+        if len(kinds) == 1:
+            return kinds[0]
+        return str, "|".join(metavar or kind.__name__.upper() for kind, metavar in kinds)
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        return type(choices[0]), "|".join(str(choice) for choice in choices)
+    return annotation, None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

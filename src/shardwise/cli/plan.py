@@ -1,0 +1,220 @@
+"""`shardwise plan` and `shardwise simulate`: parse, call, print."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.flags import run_with_flags
+from shardwise.errors import ConfigError
+from shardwise.keys import check_keys
+from shardwise.plan.request import PlanRequest, SimulateRequest
+
+if TYPE_CHECKING:
+    from shardwise.cli.plan_setup import Setup
+    from shardwise.plan.planning import Plan
+    from shardwise.plan.searching import SearchResult
+    from shardwise.train.config import TrainConfig
+
+_BAD_CONFIG, _NOTHING_FITS = 2, 1
+_ARGUMENT = inspect.Parameter(
+    "model",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Argument(
+            help="preset, config.json or its folder, file.py:factory, or a YAML of the train "
+            "command",
+            show_default=False,
+        ),
+    ],
+)
+
+
+def run_plan(arguments: Sequence[str]) -> int:
+    """Run `shardwise plan` with its arguments; return the exit code."""
+    return run_with_flags(PlanRequest, _ARGUMENT, arguments, "shardwise plan", _plan)
+
+
+def run_simulate(arguments: Sequence[str]) -> int:
+    """Run `shardwise simulate` with its arguments; return the exit code."""
+    return run_with_flags(SimulateRequest, _ARGUMENT, arguments, "shardwise simulate", _simulate)
+
+
+def _plan(model: str | None, flags: Mapping[str, Any]) -> int:
+    """Tell what fits, how fast it will be and why, before a run and without a device.
+
+    With --params alone: bytes of parameters, gradients and optimizer state. With a MODEL: memory by
+    phase and line, and the time of a step. With --search: the best ways to run it. Code 1 where
+    nothing fits.
+    """
+    try:
+        request = check_keys(PlanRequest, {}, flags, None, "plan")
+        if request.list_:
+            return _list_names()
+        if request.params is not None:
+            return _account(model, request)
+        return _search(model, request) if request.search else _plan_one(model, request)
+    except ConfigError as error:
+        sys.stderr.write(f"shardwise plan: {error}\n")
+        return _BAD_CONFIG
+
+
+def _account(model: str | None, request: PlanRequest) -> int:
+    from shardwise.cli.plan_accounting import accounting_json, show_accounting
+    from shardwise.plan.accounting import account
+    from shardwise.plan.candidate import Offload
+
+    if model is not None:
+        raise ConfigError(f"params: leave it out beside a model, got {request.params} and {model}")
+    found = account(
+        params=int(request.params or 0),
+        ranks=request.ranks or 8,
+        stage=3 if request.stage is None else request.stage,
+        precision=request.precision or "bf16",
+        optimizer=request.optimizer or "adamw",
+        offload=Offload(
+            request.offload_params or "device",
+            request.offload_optimizer or "device",
+            request.offload_fraction,
+        ),
+        replicas=request.replicas,
+        accumulation=request.accumulation or 1,
+        reduce_every=request.reduce_every,
+        ranks_per_node=request.gpus_per_node or min(8, request.ranks or 8),
+    )
+    if request.json_:
+        _print_json(accounting_json(found))
+    else:
+        from shardwise.cli.tables import open_console
+
+        show_accounting(open_console(), found)
+    return 0
+
+
+def _plan_one(name: str | None, request: PlanRequest) -> int:
+    from shardwise.plan.planning import plan
+
+    setup = _set_up(name, request)
+    made = plan(
+        setup.model, setup.cluster, setup.candidate, prices=setup.prices_of(setup.candidate)
+    )
+    made = replace(made, notes=(*made.notes, *setup.notes))
+    _write_train_file(request.write, made, setup.config)
+    if request.html is not None:
+        from shardwise.plan.report.page import plan_html
+
+        _write_page(request.html, plan_html(made), made.model)
+    if request.json_:
+        from shardwise.plan.report.facts import plan_facts
+
+        _print_json(plan_facts(made))
+    else:
+        from shardwise.cli.plan_tables import plan_view
+        from shardwise.cli.tables import open_console
+
+        open_console().print(plan_view(made))
+    return _NOTHING_FITS if made.verdict == "will not fit" else 0
+
+
+def _search(name: str | None, request: PlanRequest) -> int:
+    from shardwise.cli.plan_setup import limits_of, space_of
+    from shardwise.cli.progress import step_bar
+    from shardwise.plan.searching import search
+
+    setup = _set_up(name, request)
+    with step_bar("plans") as progress:
+        result = search(
+            setup.model,
+            setup.cluster,
+            space_of(setup, to_train=request.write is not None),
+            limits_of(setup, request),
+            prices_of=setup.prices_of,
+            progress=progress,
+        )
+    result = replace(result, notes=setup.notes)
+    _write_train_file(request.write, result.winner, setup.config)
+    _show_search(result, request)
+    return 0 if result.winner is not None else _NOTHING_FITS
+
+
+def _set_up(name: str | None, request: PlanRequest) -> Setup:
+    """Resolve the request; what cannot be written is told before anything is planned."""
+    from shardwise.cli.plan_setup import set_up
+    from shardwise.cli.plan_write import check_target, check_trainable
+
+    check_target("html", request.html)
+    check_target("write", request.write)
+    setup = set_up(name, request, to_train=request.write is not None)
+    if request.write is not None:
+        check_trainable(setup.model.name, setup.candidate, setup.config)
+    return setup
+
+
+def _show_search(result: SearchResult, request: PlanRequest) -> None:
+    if request.html is not None:
+        from shardwise.plan.report.page import search_html
+
+        _write_page(request.html, search_html(result), "search")
+    if request.json_:
+        from shardwise.plan.report.facts import search_facts
+
+        _print_json(search_facts(result))
+    else:
+        from shardwise.cli.plan_tables import search_view
+        from shardwise.cli.tables import open_console
+
+        open_console().print(search_view(result))
+
+
+def _write_train_file(path: Path | None, plan: Plan | None, config: TrainConfig | None) -> None:
+    if path is None or plan is None or config is None:
+        return
+    from shardwise.cli.plan_write import train_file, write_file
+
+    write_file("write", path, train_file(plan, config))
+
+
+def _write_page(path: Path, body: str, title: str) -> None:
+    from shardwise.cli.plan_write import write_file
+    from shardwise.plan.report.page import whole_page
+
+    write_file("html", path, whole_page(body, f"Shardwise: {title}"))
+
+
+def _list_names() -> int:
+    from shardwise.cli.plan_tables import names_view
+    from shardwise.cli.tables import open_console
+
+    open_console().print(names_view())
+    return 0
+
+
+def _simulate(model: str | None, flags: Mapping[str, Any]) -> int:
+    """Play a step on all ranks of a cluster: stragglers, noise, slow links, failures, scaling.
+
+    The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks, --svg draws
+    them; --trace writes a timeline that Perfetto opens.
+    """
+    try:
+        request = check_keys(SimulateRequest, {}, flags, None, "simulate")
+        if request.list_:
+            return _list_names()
+        from shardwise.cli.simulate import simulate_request
+
+        return simulate_request(model, request)
+    except ConfigError as error:
+        sys.stderr.write(f"shardwise simulate: {error}\n")
+        return _BAD_CONFIG
+
+
+def _print_json(facts: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(facts, indent=2) + "\n")

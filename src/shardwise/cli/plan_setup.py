@@ -1,0 +1,338 @@
+"""From the keys of a request to what is planned: settings, cluster, candidate, model, prices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.plan_write import train_config_of
+from shardwise.errors import ConfigError
+from shardwise.keys import flag_of
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
+from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
+from shardwise.plan.machine.calibration import Calibration, read_calibration
+from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.pricing import Pricer, Prices
+from shardwise.plan.model.models import ModelSource, find_model, module_source
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.traced import TracedModel
+from shardwise.plan.planning import Model
+from shardwise.plan.request import ModelRequest, PlanRequest
+from shardwise.plan.searching import Limits, Space
+from shardwise.stages import STAGES
+from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.decoder import Decoder
+from shardwise.train.text import load_tokenizer
+
+_DEFAULTS = {
+    "stage": 3,
+    "precision": "bf16",
+    "micro_batch": 1,
+    "accumulation": 1,
+    "activation_checkpointing": "none",
+    "optimizer": "adamw",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that a plan, a search or a simulation starts from.
+
+    ``given`` are the names of settings that the user decided, by a flag or in a file: a search
+    varies the others. ``tokens_per_step`` is what decides accumulation, if anything does.
+    ``config`` is that of `shardwise train`, where the model is its decoder.
+    """
+
+    model: Model
+    cluster: Cluster
+    candidate: Candidate
+    prices_of: Callable[[Candidate], Pricer]
+    given: frozenset[str]
+    tokens_per_step: int | None
+    notes: tuple[str, ...]
+    config: TrainConfig | None
+
+
+def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -> Setup:
+    """Resolve a request for a model into what is planned.
+
+    ``to_train``: plan the decoder of `shardwise train`, also where a preset has its shape.
+
+    **Raises** ConfigError naming the flag, file or key.
+    """
+    if name is None:
+        raise ConfigError(
+            "MODEL: name a preset, a config.json, file.py:factory or a YAML of `shardwise train`; "
+            "`shardwise plan --list` has the presets, `shardwise plan --params 7e9` needs no model"
+        )
+    foreign = _foreign(request)
+    config = load_config(Path(name), {}) if _is_train_file(name) else None
+    source = None if config is not None else find_model(name)
+    if to_train and source is not None:
+        config = _config_of(source)
+    flags = {k: v for k, v in request.model_dump().items() if k in request.model_fields_set}
+    flags = {k: v for k, v in flags.items() if v is not None}
+    decided = {**(foreign.values if foreign else {}), **flags}
+    if "tokens_per_step" in flags:
+        decided.pop("accumulation", None)  # a file's; beside the flag it is refused
+    values = {**(_of_train(config) if config is not None and source is None else {}), **decided}
+    given = set(decided) | (config.model_fields_set if config and source is None else set())
+    calibration = read_calibration(request.calibration) if request.calibration else None
+    cluster = _cluster(request, values, calibration)
+    candidate = _candidate(values, cluster, calibration)
+    if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
+        _check_batch(candidate, values)
+    model = _model(name, source, config, request.seq, candidate)
+    tokens = _tokens_per_step(values, flags, model)
+    tries_batches = isinstance(request, PlanRequest) and request.search
+    if tokens is not None and not (tries_batches and "micro_batch" not in given):
+        candidate = _fill_batch(candidate, tokens, model.seq, values)
+    prices_of, notes = _prices(cluster, calibration), _notes(foreign)
+    return Setup(model, cluster, candidate, prices_of, frozenset(given), tokens, notes, config)
+
+
+def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
+    """Return the same setup on a cluster of another size: more shards, all else as it is.
+
+    **Raises** ConfigError where the ranks do not divide, or the setup is of a calibration.
+    """
+    if request.calibration is not None:
+        raise ConfigError("sweep: a calibration is of one number of ranks; leave one of them out")
+    candidate = setup.candidate
+    others = candidate.world_size // candidate.num_shards
+    if ranks % others:
+        raise ConfigError(f"sweep: {ranks} ranks do not divide by {others} (replicas x degrees)")
+    cluster = _cluster(request, {"ranks": ranks}, None)
+    return replace(
+        setup,
+        cluster=cluster,
+        candidate=replace(candidate, num_shards=ranks // others),
+        prices_of=_prices(cluster, None),
+    )
+
+
+def space_of(setup: Setup, *, to_train: bool = False) -> Space:
+    """Return what a search varies: every setting that the user did not decide.
+
+    ``to_train``: no offloading, which the engine does not do.
+    """
+    base, given = setup.candidate, setup.given
+    return Space(
+        base,
+        stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
+        layouts=(base.layout,) if "layout" in given else ("rows", "flat"),
+        units=(base.units,),
+        num_shards=(base.num_shards,) if "replicas" in given else (),
+        prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
+        bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
+        reduce_every=(base.reduce_every,),
+        activation_checkpointing=(
+            (base.activation_checkpointing,)
+            if "activation_checkpointing" in given
+            else ("none", "full")
+        ),
+        micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
+        offloads=(base.offload,) if to_train else _offloads(setup),
+        degrees=((base.tensor_parallel, base.pipeline_parallel, base.context_parallel),),
+    )
+
+
+def limits_of(setup: Setup, request: PlanRequest) -> Limits:
+    """Return what the plans of a search have to keep to."""
+    memory = request.max_memory
+    return Limits(
+        max_memory_bytes=memory if isinstance(memory, int) else None,
+        tokens_per_step=setup.tokens_per_step,
+        target_tokens_per_s=request.target_tokens_per_s,
+    )
+
+
+def _offloads(setup: Setup) -> tuple[Offload, ...]:
+    """Return where state may rest; a device that is the host has nowhere else."""
+    is_given = setup.given & {"offload", "offload_params", "offload_optimizer"}
+    if is_given or not setup.cluster.node.accelerator.asynchronous:
+        return (setup.candidate.offload,)
+    return (Offload(), Offload(optimizer="host"), Offload(params="host", optimizer="host"))
+
+
+def _foreign(request: ModelRequest) -> ForeignSettings | None:
+    if request.deepspeed is not None:
+        return read_deepspeed(request.deepspeed)
+    return read_accelerate(request.accelerate) if request.accelerate is not None else None
+
+
+def _is_train_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _of_train(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings of a run of `shardwise train` in the names of a request."""
+    names = (
+        *("stage", "layout", "precision", "reduce_every", "replicas", "units", "prefetch_bytes"),
+        *("bucket_bytes", "micro_batch", "accumulation", "global_batch", "ranks"),
+    )
+    found = {name: getattr(config, name) for name in names}
+    found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _cluster(
+    request: ModelRequest, values: Mapping[str, Any], calibration: Calibration | None
+) -> Cluster:
+    ranks = values.get("ranks")
+    if calibration is not None:
+        for name in ("gpu", "gpus_per_node", "link", "network"):
+            if name in request.model_fields_set:
+                raise ConfigError(
+                    f"{name}: a calibration has measured the machine; leave --calibration or "
+                    f"{flag_of(name)} out"
+                )
+        if ranks not in (None, calibration.num_ranks):
+            raise ConfigError(
+                f"calibration: {request.calibration} was measured with {calibration.num_ranks} "
+                f"ranks at once, {ranks} are asked for; measure again with "
+                f"`shardwise bench --calibrate --ranks {ranks}`"
+            )
+        return cluster_of(calibration)
+    per_node = request.gpus_per_node
+    return make_cluster(
+        request.gpu,
+        ranks if ranks is not None else per_node or 8,
+        per_node,
+        request.link,
+        request.network,
+    )
+
+
+def _candidate(
+    values: Mapping[str, Any], cluster: Cluster, calibration: Calibration | None
+) -> Candidate:
+    names = {
+        *("stage", "layout", "units", "reduce_every", "prefetch_bytes", "bucket_bytes"),
+        *("activation_checkpointing", "micro_batch", "accumulation", "optimizer", "precision"),
+        *("tensor_parallel", "pipeline_parallel", "context_parallel"),
+    }
+    chosen = {k: v for k, v in {**_DEFAULTS, **values}.items() if k in names}
+    offload: Offload = values.get("offload", Offload())
+    offload = replace(
+        offload,
+        params=values.get("offload_params", offload.params),
+        optimizer=values.get("offload_optimizer", offload.optimizer),
+        optimizer_fraction=values.get("offload_fraction", offload.optimizer_fraction),
+    )
+    if offload.params != "device" and not STAGES[chosen["stage"]].frees_after_backward:
+        raise ConfigError(
+            f"offload_params: expected stage 3, where parameters are sharded, got {offload.params} "
+            f"at stage {chosen['stage']}"
+        )
+    on_cpu = calibration is not None and calibration.host.device == "cpu"
+    candidate = Candidate(
+        **chosen, offload=offload, transport="point_to_point" if on_cpu else "coalesced"
+    )
+    ranks, degrees = cluster.num_ranks, candidate.world_size
+    replicas = int(values.get("replicas", 1))
+    if ranks % (degrees * replicas):
+        raise ConfigError(
+            f"ranks: {ranks} devices do not divide into {replicas} replicas x tensor "
+            f"{candidate.tensor_parallel} x pipeline {candidate.pipeline_parallel} x context "
+            f"{candidate.context_parallel}"
+        )
+    return replace(candidate, num_replicas=replicas, num_shards=ranks // (degrees * replicas))
+
+
+def _config_of(source: ModelSource) -> TrainConfig | None:
+    """Return the keys of `shardwise train` for a source's shape, if its decoder can have it."""
+    return train_config_of(source.shape, source.seq) if source.shape is not None else None
+
+
+def _model(
+    name: str,
+    source: ModelSource | None,
+    config: TrainConfig | None,
+    seq: int | None,
+    candidate: Candidate,
+) -> Model:
+    """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
+    is_split = candidate.world_size != candidate.data_parallel
+    if is_split or candidate.activation_checkpointing == "selective":
+        shape = source.shape if source is not None else None
+        if source is None or shape is None:
+            raise ConfigError(
+                f"model: {name} is planned by tracing it, which shows no tensor, pipeline or "
+                "context degree and no selective checkpointing; give a preset or a config.json of "
+                "a decoder"
+            )
+        return ShapedModel(source.name, shape, seq or source.seq)
+    if config is not None:
+        source = _decoder_source(source.name if source else Path(name).name, config)
+    assert source is not None  # there is a file's config, or what a name stands for
+    return TracedModel(source, seq)
+
+
+def _decoder_source(name: str, config: TrainConfig) -> ModelSource:
+    vocab = config.vocab or load_tokenizer(config.tokenizer).vocab
+
+    def build(checkpointed: bool) -> Decoder:
+        update = {"activation_checkpointing": checkpointed}
+        return Decoder(config.model_copy(update=update), vocab)
+
+    return module_source(name, build, config.seq)
+
+
+def _check_batch(candidate: Candidate, values: Mapping[str, Any]) -> None:
+    """Check that what a file says of the batch agrees, where it says all of it."""
+    if "global_batch" not in values or "accumulation" not in values:
+        return
+    product = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
+    if values["global_batch"] != product:
+        raise ConfigError(
+            f"global_batch: {values['global_batch']} are not micro_batch {candidate.micro_batch} x "
+            f"accumulation {candidate.accumulation} x {candidate.data_parallel} ranks; leave one "
+            "of them out, or say --ranks"
+        )
+
+
+def _tokens_per_step(
+    values: Mapping[str, Any], flags: Mapping[str, Any], model: Model
+) -> int | None:
+    """Return what a step is asked to have: by a flag, or in a file that leaves accumulation out."""
+    if "tokens_per_step" in flags:
+        return int(flags["tokens_per_step"])
+    if "global_batch" in values and "accumulation" not in values:
+        return int(values["global_batch"]) * model.seq
+    return None
+
+
+def _fill_batch(
+    candidate: Candidate, tokens: int, seq: int, values: Mapping[str, Any]
+) -> Candidate:
+    """Decide accumulation by the tokens of a step, within one per cent; a file's batch exactly."""
+    per_pass = candidate.micro_batch * candidate.data_parallel * seq
+    accumulation = round(tokens / per_pass)
+    name = "tokens_per_step" if "tokens_per_step" in values else "global_batch"
+    allowed = tokens // 100 if name == "tokens_per_step" else 0
+    if not accumulation or abs(accumulation * per_pass - tokens) > allowed:
+        unit = 1 if name == "tokens_per_step" else seq
+        raise ConfigError(
+            f"{name}: expected a multiple of {per_pass // unit:,} (micro_batch "
+            f"{candidate.micro_batch} x {candidate.data_parallel} ranks"
+            + (f" x {seq} tokens), " if unit == 1 else "), ")
+            + f"got {tokens // unit:,}; change it, micro_batch or ranks"
+        )
+    return replace(candidate, accumulation=accumulation)
+
+
+def _prices(cluster: Cluster, calibration: Calibration | None) -> Callable[[Candidate], Pricer]:
+    if calibration is None:
+        return lambda candidate: Prices(cluster, candidate)
+    return lambda candidate: CalibratedPrices(calibration, candidate)
+
+
+def _notes(foreign: ForeignSettings | None) -> tuple[str, ...]:
+    if foreign is None:
+        return ()
+    return tuple(f"{foreign.path}: {key} not used: {why}" for key, why in foreign.ignored.items())

@@ -1,0 +1,302 @@
+"""Plans, searches and simulations as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.plan.machine.catalogue import STANDARD_NODES
+from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
+from shardwise.plan.machine.catalogue_links import LINKS
+from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.planning import Plan
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
+from shardwise.quantities import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardwise.plan.searching import SearchResult
+    from shardwise.plan.timing.goodput import Goodput
+    from shardwise.plan.timing.scaling import ScalingRow
+    from shardwise.plan.timing.simulate import Simulated
+
+_VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
+_MOST_PLANS = 8
+_MOST_REASONS = 12
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """Show a plan: verdict, where the memory is, where the time goes, what it assumes."""
+    return Group(
+        _headline(plan),
+        Text(),
+        _verdict(plan),
+        Text(),
+        _memory_table(plan),
+        Text(),
+        _time_table(plan),
+        *_remarks(plan),
+    )
+
+
+def search_view(result: SearchResult) -> RenderableType:
+    """Show the winner in full, the Pareto set, and why others lost."""
+    summary = Text(
+        f"{result.num_candidates:,} candidates, {result.num_played:,} of them played in full"
+    )
+    parts: list[RenderableType] = [summary, Text()]
+    if result.winner is None:
+        parts.append(Text("no candidate keeps the limits", style="bold red"))
+    else:
+        parts += [plan_view(result.winner), Text(), _pareto_table(result.pareto)]
+    parts += [Text(), _rejected_table(result)]
+    return Group(*parts, *(_dim_line(note) for note in result.notes))
+
+
+def simulation_view(plan: Plan) -> RenderableType:
+    """Show a simulated step: how long, on which ranks, and what decides it."""
+    return Group(_headline(plan), Text(), _speed(plan), Text(), _ranks_view(plan.simulated))
+
+
+def scaling_view(rows: Sequence[ScalingRow]) -> Table:
+    """Show a scaling curve as a table."""
+    table = Table(title="scaling", title_justify="left", box=None, pad_edge=False)
+    for name in ("ranks", "step", "tokens/s", "efficiency", "not hidden", "memory a rank"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.num_ranks:,}",
+            f"{row.step_s:.3g} s",
+            format_count(round(row.tokens_per_s)),
+            f"{row.efficiency:.1%}",
+            f"{row.exposed:.1%}",
+            format_bytes(row.memory_bytes),
+        )
+    return table
+
+
+def _ranks_view(simulated: Simulated) -> RenderableType:
+    """Show how the ranks of a scenario differ, and what decides the step."""
+    spread, steps = simulated.rank_s, simulated.step_spread
+    ranks = simulated.scenario.num_ranks
+    table = Table(title="ranks, the slowest first", title_justify="left", box=None, pad_edge=False)
+    for name in ("rank", "step", "computing", "waiting for others", "communication not hidden"):
+        table.add_column(name, justify="right")
+    for run in simulated.ranks:
+        times = (run.step_s, run.compute_s, run.skew_s, run.exposed_s)
+        table.add_row(f"{run.rank:,}", *(f"{seconds:.3g} s" for seconds in times))
+    lines = []
+    if ranks > 1:
+        lines.append(
+            f"{ranks:,} ranks: {spread.minimum_s:.3g} to {spread.maximum_s:.3g} s, median "
+            f"{spread.median_s:.3g} s"
+        )
+    if len(simulated.steps_s) > 1:
+        lines.append(
+            f"{len(simulated.steps_s):,} steps: {steps.minimum_s:.3g} to {steps.maximum_s:.3g} s, "
+            f"median {steps.median_s:.3g} s, 95th percentile {steps.p95_s:.3g} s"
+        )
+    critical = sorted(simulated.critical_s.items(), key=lambda item: -item[1])
+    total = sum(seconds for _, seconds in critical) or 1.0
+    shares = ", ".join(f"{kind.replace('_', '-')} {s / total:.0%}" for kind, s in critical)
+    lines.append(f"what decides the step: {shares}")
+    return Group(table, Text("\n".join(lines)))
+
+
+def goodput_view(goodput: Goodput) -> Table:
+    """Show what failures and checkpoints leave."""
+    table = Table(
+        title="goodput: the share of time that is progress",
+        title_justify="left",
+        box=None,
+        show_header=False,
+        pad_edge=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("progress that is kept", f"{goodput.fraction:.2%}")
+    table.add_row("standing still for checkpoints", f"{goodput.checkpoint_fraction:.2%}")
+    table.add_row("lost to failures", f"{goodput.failure_fraction:.2%}")
+    table.add_row("time between failures of the job", _duration(goodput.mtbf_s))
+    table.add_row("best time between checkpoints", _duration(goodput.best_interval_s))
+    table.add_row("progress with it", f"{goodput.fraction_at_best:.2%}")
+    return table
+
+
+def _headline(plan: Plan) -> Text:
+    node = plan.cluster.node
+    return Text(
+        f"{plan.model}: {format_count(plan.num_params)} parameters, sequences of {plan.seq:,}, on "
+        f"{plan.cluster.num_ranks:,} x {node.accelerator.name} "
+        f"({plan.cluster.num_nodes:,} x {node.name}, {node.intra.name} inside, {node.inter.name} "
+        f"between)\n{plan.label}"
+    )
+
+
+def _verdict(plan: Plan) -> Text:
+    text = Text()
+    text.append(plan.verdict, style=_VERDICT_STYLES[plan.verdict])
+    text.append(
+        f": {format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)} of "
+        f"{format_bytes(plan.capacity_bytes)} a rank\n"
+    )
+    return text.append_text(_speed(plan))
+
+
+def _speed(plan: Plan) -> Text:
+    text = Text()
+    text.append(f"{plan.step_s:.3g} s a step", style="bold")
+    text.append(f" of {plan.tokens_per_step:,} tokens: {format_count(round(plan.tokens_per_s))} ")
+    text.append(f"tokens/s, {plan.tokens_per_s / plan.candidate.world_size:,.0f} a rank")
+    if plan.mfu is not None:
+        text.append(f", MFU {plan.mfu:.1%}")
+    return text
+
+
+def _duration(seconds: float) -> str:
+    """Write seconds in the unit that people would say."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _memory_table(plan: Plan) -> RenderableType:
+    """Lines of the ledger at the peak, and what each phase reaches."""
+    peak = plan.played.peak
+    table = Table(
+        title=f"memory at the peak, in {peak.phase} of {plan.unit_name(peak.unit)}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    total = max(peak.ledger.total, 1)
+    for name, num_bytes in peak.ledger.lines().items():
+        if num_bytes:
+            share = num_bytes / total
+            bar = "█" * round(30 * share)
+            table.add_row(name.replace("_", " "), format_bytes(num_bytes), f"{share:5.1%} {bar}")
+    table.add_row("all tensors", format_bytes(peak.ledger.total), style="bold")
+    for name, num_bytes in plan.memory.margins.items():
+        table.add_row(name, format_bytes(num_bytes), "beside the tensors")
+    for name, num_bytes in (("host", plan.played.host_bytes), ("NVMe", plan.played.nvme_bytes)):
+        if num_bytes:
+            table.add_row(f"on {name}", format_bytes(num_bytes), "planned; not in the engine yet")
+    others = ", ".join(
+        f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
+        for m in plan.played.peaks
+        if m.phase != peak.phase
+    )
+    return Group(table, Text(f"other phases: {others}", style="dim"))
+
+
+def _time_table(plan: Plan) -> RenderableType:
+    simulated = plan.simulated
+    table = Table(
+        title="time of the slowest rank",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_row("computing", f"{simulated.compute_s:.3g} s")
+    for phase, seconds in simulated.phase_s.items():
+        table.add_row(f"  {phase}", f"{seconds:.3g} s")
+    table.add_row(
+        "communicating", f"{simulated.communication_s:.3g} s", f"{simulated.overlap:.0%} hidden"
+    )
+    table.add_row("waiting for it", f"{simulated.exposed_s:.3g} s")
+    sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in plan.played.program.sent_bytes.items())
+    return Group(table, Text(f"sent by a rank in a step: {sent or 'nothing'}", style="dim"))
+
+
+def _pareto_table(plans: Sequence[Plan]) -> RenderableType:
+    table = Table(
+        title="nothing is both faster and smaller than these",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("plan")
+    for name in ("tokens/s", "memory, up to", "verdict"):
+        table.add_column(name, justify="right")
+    for plan in plans[:_MOST_PLANS]:
+        table.add_row(
+            plan.label,
+            format_count(round(plan.tokens_per_s)),
+            format_bytes(plan.memory.high_bytes),
+            Text(plan.verdict, style=_VERDICT_STYLES[plan.verdict]),
+        )
+    return Group(table, _more(len(plans) - _MOST_PLANS))
+
+
+def _more(count: int) -> Text:
+    return Text(f"and {count:,} more, in --json" if count > 0 else "", style="dim")
+
+
+def _rejected_table(result: SearchResult) -> RenderableType:
+    """Show each reason once, with the first candidate that it was given for."""
+    reasons = list(result.reasons.items())
+    table = Table(title="why others lost", title_justify="left", box=None, pad_edge=False)
+    table.add_column("candidate", overflow="fold")
+    table.add_column("reason", overflow="fold")
+    for reason, those in reasons[:_MOST_REASONS]:
+        also = f" (and {len(those) - 1:,} more)" if len(those) > 1 else ""
+        table.add_row(those[0].label + also, reason)
+    return Group(table, _more(sum(len(those) for _, those in reasons[_MOST_REASONS:])))
+
+
+def names_view() -> RenderableType:
+    """Show everything that has a name: models, devices, nodes, links, precisions, optimizers."""
+    models = [
+        (preset.name, f"{format_count(preset.shape.num_params)} parameters, {preset.seq:,} tokens")
+        for preset in map(find_preset, preset_names())
+    ]
+    devices = [(d.name, format_bytes(d.memory_bytes)) for d in ACCELERATORS.values()]
+    links = [(x.name, f"{x.bandwidth_bytes_per_s / 1e9:,.4g} GB/s") for x in LINKS.values()]
+    return Group(
+        _names("models", models),
+        _names("devices (--gpu)", devices),
+        _names("links (--link, --network)", links),
+        _names("nodes", [(name, node[1]) for name, node in STANDARD_NODES.items()]),
+        _names(
+            "precisions", [(name, f"computes in {r.compute}") for name, r in PRECISIONS.items()]
+        ),
+        _names("optimizers", [(name, "") for name in OPTIMIZERS]),
+    )
+
+
+def _names(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, show_header=False
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return Group(table, Text())
+
+
+def _remarks(plan: Plan) -> list[RenderableType]:
+    lines = [
+        *plan.notes,
+        f"{len(plan.assumptions)} figures and their sources are in --json, --html",
+    ]
+    return [_dim_line(line) for line in lines]
+
+
+def _dim_line(line: str) -> RenderableType:
+    return Padding(Text(f"- {line}", style="dim"), (0, 0, 0, 2))

@@ -1,0 +1,118 @@
+"""A plan as a file that `shardwise train` runs as it is, with what the plan expects of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+from shardwise.keys import check_keys, flag_of
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.model.shapes import DecoderShape, llama_shape
+from shardwise.plan.planning import Plan
+from shardwise.train.config import TrainConfig, dump_config
+
+_STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
+
+
+def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
+    """Return the keys of `shardwise train` for a shape; None where its decoder has no such shape.
+
+    It has no biases, no learned positions, no norms of queries and keys, and a gated feed-forward
+    whose width is a multiple of 32.
+    """
+    sizes = shape.layers, shape.dim, shape.heads, shape.kv_heads, shape.ffn, shape.vocab
+    head_dim = shape.dim // shape.heads
+    if (
+        replace(llama_shape(*sizes), tied=shape.tied) != shape
+        or (shape.dim % shape.heads or head_dim % 2)
+        or shape.ffn % 32
+    ):
+        return None
+    return TrainConfig(
+        dim=shape.dim,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn_multiple=shape.ffn / shape.dim,
+        vocab=shape.vocab,
+        tied_head=shape.tied,
+        seq=seq,
+    )
+
+
+def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
+    """Check that `shardwise train` can run a candidate, before anything is planned.
+
+    **Raises** ConfigError where the model is not the built-in decoder, or the candidate has what
+    the engine does not do.
+    """
+    if config is None:
+        raise ConfigError(
+            f"write: `shardwise train` trains its own decoder, which cannot have the shape of "
+            f"{name}; plan from a file for `shardwise train` or a preset like Llama, or take the "
+            "settings that the plan prints into your own shardwise.shard(...)"
+        )
+    if candidate.offload != Offload():
+        raise ConfigError("write: the engine does not offload yet; leave --offload-* out")
+    if candidate.world_size != candidate.data_parallel:
+        raise ConfigError(
+            "write: tensor, pipeline and context degrees are numbers of the plan; `shardwise "
+            "train` has data-parallel ranks only"
+        )
+    if candidate.activation_checkpointing == "selective":
+        raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
+    if candidate.optimizer != "adamw":
+        raise ConfigError(f"write: `shardwise train` has AdamW, got {candidate.optimizer!r}")
+    check_keys(TrainConfig, {"precision": candidate.precision}, {}, Path("write"), "train")
+
+
+def train_file(plan: Plan, config: TrainConfig) -> str:
+    """Return the YAML of a run of the built-in decoder under a plan that was checked."""
+    candidate = plan.candidate
+    made = config.model_copy(
+        update={
+            "stage": candidate.stage,
+            "layout": candidate.layout,
+            "precision": candidate.precision,
+            "reduce_every": candidate.reduce_every,
+            "activation_checkpointing": candidate.activation_checkpointing == "full",
+            "replicas": candidate.num_replicas,
+            "units": candidate.units,
+            "prefetch_bytes": candidate.prefetch_bytes,
+            "bucket_bytes": candidate.bucket_bytes,
+            "micro_batch": candidate.micro_batch,
+            "accumulation": candidate.accumulation,
+            "global_batch": None,
+            "ranks": candidate.world_size,
+            "seq": plan.seq,
+            "predicted_step_s": plan.step_s,
+            "predicted_state_bytes": _state_bytes(plan),
+            "predicted_peak_bytes": plan.played.peak.ledger.total,
+        }
+    )
+    return dump_config(made)
+
+
+def check_target(name: str, path: Path | None) -> None:
+    """Check before a long run that a file can be written there. **Raises** ConfigError."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"flag {flag_of(name)}: {path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"flag {flag_of(name)}: there is no folder {path.parent}; make it first")
+
+
+def write_file(name: str, path: Path, text: str) -> None:
+    """Write what a flag asked for. **Raises** ConfigError where the system refuses."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"flag {flag_of(name)}: {path}: {error.strerror}") from None
+
+
+def _state_bytes(plan: Plan) -> int:
+    """Bytes that a run reports as state, gradients still alive after the step."""
+    step = next(m.ledger for m in plan.played.peaks if m.phase == "optimizer")
+    return sum(step.lines()[name] for name in _STATE_LINES)

@@ -1,0 +1,166 @@
+"""What `shardwise simulate` does with a request: scenario, one step or a sweep, what is written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardwise.cli.plan_setup import Setup, at_ranks, set_up
+from shardwise.cli.plan_write import check_target, write_file
+from shardwise.cli.progress import step_bar
+from shardwise.errors import ConfigError
+from shardwise.plan.planning import Plan, plan
+from shardwise.plan.request import SimulateRequest
+from shardwise.plan.timing.goodput import Goodput, expected_goodput
+from shardwise.plan.timing.scaling import ScalingPoint, ScalingRow, scaling_rows, scaling_svg
+from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
+from shardwise.plan.timing.timeline import chrome_trace_json
+
+_DEVICE_TO_HOST_BYTES_PER_S = 25e9  # one PCIe 4 link; what a stall takes where nothing is given
+
+
+def simulate_request(name: str | None, request: SimulateRequest) -> int:
+    """Simulate what the request asks for, print and write it; return the exit code."""
+    check_target("svg", request.svg)
+    check_target("trace", request.trace)
+    if request.svg is not None and not request.sweep:
+        raise ConfigError("svg: it shows numbers of ranks; give them with --sweep 8,16,32")
+    setup = set_up(name, request)
+    made = _simulated(setup, request)
+    goodput = _goodput(made, request)
+    rows = _sweep(setup, request) if request.sweep else ()
+    if request.trace is not None:
+        write_file("trace", request.trace, chrome_trace_json(made.simulated))
+    if request.svg is not None:
+        write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
+    _show(made, goodput, rows, request)
+    return 0
+
+
+def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
+    candidate = setup.candidate
+    return plan(
+        setup.model,
+        setup.cluster,
+        candidate,
+        prices=setup.prices_of(candidate),
+        scenario=scenario_of(request, candidate.num_shards, candidate.num_replicas),
+    )
+
+
+def scenario_of(request: SimulateRequest, num_shards: int, num_replicas: int) -> Scenario:
+    """Return the scenario that the flags describe. **Raises** ConfigError naming the flag."""
+    failures = None
+    if request.mtbf_hours is not None:
+        failures = Failures(request.mtbf_hours, request.detect_s, request.restart_s)
+    return Scenario(
+        num_shards=num_shards,
+        num_replicas=num_replicas,
+        num_steps=request.steps,
+        stragglers=tuple(_straggler(text) for text in request.straggler or ()),
+        slow_links=tuple(_slow_link(text) for text in request.slow_link or ()),
+        jitter_sigma=request.jitter,
+        failures=failures,
+        seed=request.seed,
+    )
+
+
+def _straggler(text: str) -> Straggler:
+    who, _, slowdown = text.partition(":")
+    try:
+        if who.endswith("%"):
+            return Straggler(float(slowdown), fraction=float(who[:-1]) / 100)
+        return Straggler(float(slowdown), rank=int(who))
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(
+            f"straggler: expected rank:slowdown or share%:slowdown (17:1.5 or 1%:1.2), got {text!r}"
+        ) from None
+
+
+def _slow_link(text: str) -> SlowLink:
+    parts = text.split(":")
+    try:
+        if len(parts) == 2:
+            return SlowLink(float(parts[1]), rank=int(parts[0]))
+        axis, group, factor = parts
+        return SlowLink(float(factor), axis=axis, group=int(group))  # type: ignore[arg-type]
+    except ConfigError:
+        raise
+    except ValueError:
+        raise ConfigError(
+            f"slow_link: expected rank:factor or axis:group:factor (3:2, shard:0:2), got {text!r}"
+        ) from None
+
+
+def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
+    """Return what failures leave; a save stalls for a copy of the state unless told otherwise."""
+    if request.mtbf_hours is None:
+        return None
+    stall_s = request.checkpoint_stall_s
+    if stall_s is None:
+        state = made.played.resting
+        num_bytes = state.param_shards + state.optimizer_state
+        stall_s = num_bytes / _DEVICE_TO_HOST_BYTES_PER_S
+    checkpoints = Checkpoints(
+        request.checkpoint_interval_s, stall_s, stall_s, request.checkpoint_load_s
+    )
+    scenario = replace(made.simulated.scenario, checkpoints=checkpoints)
+    return expected_goodput(made.step_s, scenario)
+
+
+def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
+    counts = _counts(request.sweep or ())
+    setups = [at_ranks(setup, request, count) for count in counts]
+    points = []
+    with step_bar("simulating") as progress:
+        for number, each in enumerate(setups):
+            made = _simulated(each, request)
+            points.append(
+                ScalingPoint(
+                    counts[number],
+                    made.step_s,
+                    made.tokens_per_step,
+                    made.simulated.exposed_s,
+                    made.memory.expected_bytes,
+                )
+            )
+            progress(number + 1, len(counts))
+    return scaling_rows(points)
+
+
+def _counts(texts: Sequence[str]) -> list[int]:
+    counts = []
+    for text in texts:
+        if not text.strip().isdecimal() or int(text) <= 0:
+            raise ConfigError(f"sweep: expected numbers of ranks such as 8,64,512, got {text!r}")
+        counts.append(int(text))
+    return sorted(set(counts))
+
+
+def _show(
+    made: Plan, goodput: Goodput | None, rows: tuple[ScalingRow, ...], request: SimulateRequest
+) -> None:
+    if request.json_:
+        from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts
+
+        facts: dict[str, Any] = plan_facts(made) | {"kind": "simulation"}
+        facts["scaling"] = scaling_facts(rows)
+        facts["goodput"] = goodput_facts(goodput) if goodput is not None else None
+        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        return
+    from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
+    from shardwise.cli.tables import open_console
+
+    console = open_console()
+    console.print(simulation_view(made))
+    if rows:
+        console.print()
+        console.print(scaling_view(rows))
+    if goodput is not None:
+        console.print()
+        console.print(goodput_view(goodput))

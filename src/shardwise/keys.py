@@ -1,0 +1,78 @@
+"""Keys that a file or flags give, checked against a pydantic model, with errors for people."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, Field, ValidationError
+
+from shardwise.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def key(default: Any, panel: str, description: str, **limits: Any) -> Any:
+    """Define a key: its default, the panel of the help that it is shown in, its meaning.
+
+    Its flag is ``--its-name``. A name that Python or pydantic has taken ends in an underscore,
+    which the flag leaves out.
+    """
+    return Field(default, description=description, json_schema_extra={"panel": panel}, **limits)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a key."""
+    return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def check_keys(
+    model: type[M],
+    values: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    path: Path | None,
+    command: str,
+) -> M:
+    """Return the model with the flags put over the values of a file.
+
+    **Raises** ConfigError: a line for each key that is unknown or whose value is not allowed, with
+    where it came from and the nearest valid name.
+    """
+    try:
+        return model.model_validate({**values, **flags})
+    except ValidationError as error:
+        lines = [_explain(model, item, path, flags, command) for item in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _explain(
+    model: type[BaseModel], item: Any, path: Path | None, flags: Mapping[str, Any], command: str
+) -> str:
+    """Turn one pydantic error into: where, which key, what was expected, what came."""
+    name = str(item["loc"][0]) if item["loc"] else ""
+    where = f"flag {flag_of(name)}" if name in flags else f"{path or 'config'}"
+    if item["type"] == "extra_forbidden":
+        near = nearest(name, list(model.model_fields))
+        hint = f"; did you mean {near!r}?" if near else f"; see `shardwise {command} --help`"
+        return f"{where}: unknown key {name!r}{hint}"
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    if not name:
+        return f"{path}: {message}" if path is not None else message
+    choices = [str(choice) for choice in _choices(model, name)]
+    near = nearest(str(item["input"]), choices) if choices else None
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{where}: {name}: {message}, got {item['input']!r}{hint}"
+
+
+def _choices(model: type[BaseModel], name: str) -> list[Any]:
+    annotation = model.model_fields[name].annotation
+    parts = [annotation, *get_args(annotation)]
+    return [choice for part in parts for choice in get_args(part) if isinstance(choice, str)]
+
+
+def nearest(word: str, words: list[str]) -> str | None:
+    """Return the word that is spelt most like it, if one is near."""
+    matches = difflib.get_close_matches(word.replace("-", "_"), words, n=1, cutoff=0.6)
+    return matches[0] if matches else None

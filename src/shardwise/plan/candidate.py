@@ -1,0 +1,98 @@
+"""One way to run a model: everything that a search may vary, as one frozen value."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+OffloadHome = Literal["device", "host", "nvme"]
+Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where state rests; ``optimizer_fraction`` of the optimizer state is at ``optimizer``."""
+
+    params: OffloadHome = "device"
+    optimizer: OffloadHome = "device"
+    optimizer_fraction: float = 1.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """How the model is sharded and fed.
+
+    ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
+    the world is their product. ``prefetch_bytes`` None: the largest unit, as the engine does.
+    ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
+    """
+
+    stage: int = 3
+    num_shards: int = 1
+    num_replicas: int = 1
+    precision: str = "bf16"
+    layout: Literal["rows", "flat"] = "rows"
+    units: tuple[str, ...] | None = None
+    reduce_every: Literal["step", "micro_batch"] | None = None
+    prefetch_bytes: int | None = None
+    bucket_bytes: int = 1 << 20
+    reduces_in_flight: int = 2
+    micro_batch: int = 1
+    accumulation: int = 1
+    activation_checkpointing: str = "none"
+    optimizer: str = "adamw"
+    optimizer_kernel: Literal["fused", "foreach", "loop"] = "fused"
+    offload: Offload = field(default_factory=Offload)
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    transport: Transport = "coalesced"
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.num_shards * self.num_replicas
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all."""
+        return (
+            self.data_parallel
+            * self.tensor_parallel
+            * self.pipeline_parallel
+            * self.context_parallel
+        )
+
+    @property
+    def label(self) -> str:
+        """Write what tells this candidate from others in one line; defaults are left out."""
+        parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
+        if self.accumulation > 1:
+            parts.append(f"x {self.accumulation}")
+        if self.num_replicas > 1:
+            parts.append(f"{self.num_shards} shards x {self.num_replicas} replicas")
+        if self.layout != "rows":
+            parts.append(self.layout)
+        if self.units is not None:
+            parts.append(f"units {', '.join(self.units) or 'none'}")
+        if self.activation_checkpointing != "none":
+            parts.append(f"{self.activation_checkpointing} checkpointing")
+        if self.prefetch_bytes is not None:
+            parts.append(f"prefetch {self.prefetch_bytes / (1 << 20):.3g} MiB")
+        if self.bucket_bytes != 1 << 20:
+            parts.append(f"buckets {self.bucket_bytes / (1 << 20):.3g} MiB")
+        if self.reduce_every is not None:
+            parts.append(f"reduce every {self.reduce_every}".replace("_", "-"))
+        for name in ("tensor", "pipeline", "context"):
+            degree = getattr(self, f"{name}_parallel")
+            if degree > 1:
+                parts.append(f"{name} {degree}")
+        offload = self.offload
+        if offload.params != "device":
+            parts.append(f"parameters on {offload.params} (not in the engine yet)")
+        if offload.optimizer != "device":
+            share = (
+                f"{offload.optimizer_fraction:.0%} of the "
+                if offload.optimizer_fraction < 1
+                else ""
+            )
+            parts.append(f"{share}optimizer on {offload.optimizer} (not in the engine yet)")
+        return ", ".join(parts).replace(", x ", " x ")

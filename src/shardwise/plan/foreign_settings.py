@@ -1,0 +1,369 @@
+"""Settings that people already have: a DeepSpeed JSON or an accelerate YAML, read for planning.
+
+Every key is planned, has no effect on a plan (and is listed with the reason), or is unknown, which
+is an error that names the nearest key. Sources: DeepSpeed 0.19 ``runtime/zero/config.py``,
+``runtime/config.py``; accelerate 1.15 ``commands/config``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Offload, OffloadHome
+
+
+def _because(reason: str, names: str) -> dict[str, str]:
+    """Give many keys one reason."""
+    return dict.fromkeys(names.split(), reason)
+
+
+_MOST = 1 << 40  # of windows or micro-batches; what is beyond is a slip
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+_DEEPSPEED_NO_EFFECT = {
+    "prescale_gradients": "the mean has the same value",
+    "gradient_predivide_factor": "the mean has the same value",
+    "gradient_allreduce_op": "gradients are always the mean over ranks",
+    "communication_data_type": "gradients travel in the dtype that computed them",
+    "seq_parallel_communication_data_type": "sequence parallelism is a number here",
+    "scheduler": "a learning rate takes no memory",
+    "gradient_clipping": "the norm is one scalar per rank",
+    "data_types": "gradients are summed in the reduce dtype of the precision",
+    "torch_autocast": "the precision is that of bf16 or fp16",
+    "checkpoint": "saving is not part of a step",
+    "aio": "disk bandwidth comes from the catalogue or a calibration",
+    "compile": "a plan is that of eager execution",
+    "tensor_parallel": "give --tensor-parallel",
+    "sequence_parallel_size": "give --context-parallel",
+}
+_DEEPSPEED_NO_EFFECT |= _because(
+    "it changes neither memory nor time of a step",
+    """
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_python_gc
+    dataloader_drop_last vocabulary_size log_level comms_logger flops_profiler tensorboard wandb
+    csv_monitor comet monitor_config timers autotuning data_efficiency hybrid_engine pipeline
+    expert_parallel zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    managed_gradient_accumulation disable_allgather use_data_before_expert_parallelism
+    check_overflow data_parallel_group
+    """,
+)
+_ZERO_NO_EFFECT = _because(
+    "Shardwise has no such switch",
+    """
+    contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions
+    overlap_comm load_from_fp32_weights elastic_checkpoint sub_group_size
+    gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save ignore_unused_parameters round_robin_gradients
+    parameter_alignment memory_efficient_linear override_module_apply pipeline_loading_checkpoint
+    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
+    legacy_stage1 leaf_module compute_grad_norm cpu_offload_use_pin_memory
+    use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential
+    stage3_allgather_sequential
+    """,
+) | _because(
+    "units are gathered and reduced whole, in the order of use",
+    """
+    reduce_bucket_size allgather_bucket_size param_persistence_threshold
+    stage3_param_persistence_threshold model_persistence_threshold
+    stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters
+    max_reuse_distance stage3_max_reuse_distance module_granularity_threshold
+    stage3_module_granularity_threshold
+    """,
+)
+_ZERO_NO_EFFECT |= _because(
+    "not in the engine; planned as if it were off",
+    """
+    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
+    zero_quantized_gradients zenflow
+    """,
+)
+_ACCELERATE_NO_EFFECT = _because(
+    "it changes neither memory nor time of a step here",
+    """
+    compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip
+    main_process_port main_training_function rdzv_backend same_network tpu_env tpu_use_cluster
+    tpu_use_sudo use_cpu dynamo_config dynamo_backend num_machines gpu_ids megatron_lm_config
+    mpirun_config ipex_config fp8_config parallelism_config
+    """,
+)
+_FSDP_NO_EFFECT = _because(
+    "Shardwise has no such switch",
+    """
+    fsdp_version fsdp_auto_wrap_policy fsdp_min_num_params fsdp_backward_prefetch
+    fsdp_backward_prefetch_policy fsdp_forward_prefetch fsdp_cpu_ram_efficient_loading
+    fsdp_sync_module_states fsdp_use_orig_params fsdp_state_dict_type
+    """,
+)
+_ACCELERATE_DEEPSPEED_NO_EFFECT = _because(
+    "it changes neither memory nor time of a step",
+    """
+    deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter
+    deepspeed_inclusion_filter deepspeed_moe_layer_cls_names zero3_init_flag
+    zero3_save_16bit_model gradient_clipping offload_optimizer_nvme_path offload_param_nvme_path
+    """,
+)
+
+
+@dataclass
+class _Reading:
+    """One file being read: where errors point to, and what was found so far."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+
+    def walk(
+        self,
+        block: Mapping[str, Any],
+        prefix: str,
+        planned: Mapping[str, Callable[[Any], None]],
+        no_effect: Mapping[str, str],
+    ) -> None:
+        """Take every key of a block; ``"auto"`` is left to whoever fills it in."""
+        for key, value in block.items():
+            if key in no_effect:
+                self.ignored[prefix + key] = no_effect[key]
+            elif key not in planned:
+                near = difflib.get_close_matches(key, [*planned, *no_effect], n=1, cutoff=0.6)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"{self.path}: unknown key {prefix + key!r}{hint}")
+            elif value == "auto" or value is None:
+                self.ignored[prefix + key] = f"{value}: given by the flags or their defaults"
+            else:
+                try:
+                    planned[key](value)
+                except ConfigError:
+                    raise
+                except (TypeError, ValueError, AttributeError, KeyError):
+                    raise ConfigError(
+                        f"{self.path}: {prefix}{key}: got {value!r}, which is not a value that "
+                        "this key can have"
+                    ) from None
+
+    def count(self, name: str, key: str) -> Callable[[Any], None]:
+        """Return what stores a positive whole number under ``name``."""
+
+        def store(value: Any) -> None:
+            is_whole = not isinstance(value, bool) and int(value) == float(value)
+            if not is_whole or not 0 < int(value) <= _MOST:
+                raise ConfigError(
+                    f"{self.path}: {key}: expected a whole number above 0, at most {_MOST:,}, "
+                    f"got {value!r}"
+                )
+            self.values[name] = int(value)
+
+        return store
+
+
+@dataclass(frozen=True)
+class ForeignSettings:
+    """What a file says, in the names of ``Candidate`` and of the command; and what it leaves out.
+
+    ``values`` may hold ``stage``, ``precision``, ``micro_batch``, ``accumulation``,
+    ``global_batch``, ``optimizer``, ``offload``, ``prefetch_bytes``, ``units``, ``ranks``,
+    ``activation_checkpointing``. ``ignored`` has the reason for each key without effect.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    ignored: Mapping[str, str]
+
+
+def read_deepspeed(path: Path) -> ForeignSettings:
+    """Read a DeepSpeed JSON. **Raises** ConfigError naming the key and the nearest known one."""
+    reading = _Reading(path)
+    _read_deepspeed(reading, _load_json(path))
+    return ForeignSettings(path, reading.values, reading.ignored)
+
+
+def read_accelerate(path: Path) -> ForeignSettings:
+    """Read an accelerate YAML, and the DeepSpeed JSON that it may name."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: expected YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {type(content).__name__}")
+    reading = _Reading(path)
+    planned: dict[str, Callable[[Any], None]] = {
+        "num_processes": reading.count("ranks", "num_processes"),
+        "mixed_precision": lambda v: _set_precision(reading, _word(v)),
+        "distributed_type": lambda v: _set_distributed(reading, _word(v).upper()),
+        "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
+        "fsdp_config": lambda v: _read_fsdp(reading, v),
+        "deepspeed_config": lambda v: _read_accelerate_deepspeed(reading, v),
+    }
+    named = {str(key): value for key, value in content.items()}
+    ordered = sorted(named.items(), key=lambda item: item[0].endswith("_config"))
+    reading.walk(dict(ordered), "", planned, _ACCELERATE_NO_EFFECT)
+    return ForeignSettings(path, reading.values, reading.ignored)
+
+
+def _word(value: Any) -> str:
+    """Return a word; YAML reads an unquoted ``no`` as False."""
+    return "no" if value is False else str(value)
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected an object, got {type(content).__name__}")
+    return content
+
+
+def _read_deepspeed(reading: _Reading, content: Mapping[str, Any]) -> None:
+    values = reading.values
+    planned: dict[str, Callable[[Any], None]] = {
+        "train_micro_batch_size_per_gpu": reading.count(
+            "micro_batch", "train_micro_batch_size_per_gpu"
+        ),
+        "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
+        "train_batch_size": reading.count("global_batch", "train_batch_size"),
+        "fp16": lambda v: _set_if_enabled(reading, "fp16", v),
+        "bf16": lambda v: _set_if_enabled(reading, "bf16", v),
+        "bfloat16": lambda v: _set_if_enabled(reading, "bf16", v),
+        "optimizer": lambda v: values.update(optimizer=str(v["type"]).lower()),
+        "activation_checkpointing": lambda v: values.update(activation_checkpointing="full"),
+        "zero_optimization": lambda v: _read_zero(reading, {"stage": 1} if v is True else v),
+    }
+    values.setdefault("precision", "fp32")
+    values.setdefault("stage", 0)
+    ordered = sorted(content.items(), key=lambda item: item[0] == "zero_optimization")
+    reading.walk(dict(ordered), "", planned, _DEEPSPEED_NO_EFFECT)
+
+
+def _read_zero(reading: _Reading, block: Mapping[str, Any]) -> None:
+    values = reading.values
+
+    def prefetch(value: Any) -> None:
+        if not 0 <= int(value) <= _MOST:
+            raise ConfigError(f"{reading.path}: prefetch: expected 0 or more, got {value!r}")
+        values["prefetch_bytes"] = int(value) * _COMPUTE_BYTES[values["precision"]]
+
+    planned: dict[str, Callable[[Any], None]] = {
+        "stage": lambda v: _set_stage(reading, v),
+        "prefetch_bucket_size": prefetch,
+        "stage3_prefetch_bucket_size": prefetch,
+        "offload_param": lambda v: _set_offload(reading, "params", v["device"]),
+        "offload_optimizer": lambda v: _set_offload(
+            reading, "optimizer", v["device"], float(v.get("ratio", 1.0))
+        ),
+        "cpu_offload": lambda v: _set_offload(reading, "optimizer", "cpu" if v else "none"),
+        "cpu_offload_param": lambda v: _set_offload(reading, "params", "cpu" if v else "none"),
+    }
+    reading.walk(block, "zero_optimization.", planned, _ZERO_NO_EFFECT)
+
+
+def _read_accelerate_deepspeed(reading: _Reading, block: Mapping[str, Any]) -> None:
+    planned: dict[str, Callable[[Any], None]] = {
+        "zero_stage": lambda v: _set_stage(reading, v),
+        "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
+        "offload_optimizer_device": lambda v: _set_offload(reading, "optimizer", v),
+        "offload_param_device": lambda v: _set_offload(reading, "params", v),
+        "deepspeed_config_file": lambda v: _read_deepspeed(
+            reading, _load_json(reading.path.parent / str(v))
+        ),
+    }
+    reading.walk(block, "deepspeed_config.", planned, _ACCELERATE_DEEPSPEED_NO_EFFECT)
+
+
+def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
+    values = reading.values
+    strategies = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+    strategies |= {str(i + 1): s for i, s in enumerate(strategies.values())}
+
+    def reshard(value: Any) -> None:
+        name = str(value).upper()
+        stages = {**strategies, "TRUE": 3, "FALSE": 2}
+        if name not in stages:
+            near = difflib.get_close_matches(name, stages, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"{reading.path}: fsdp_config: expected one of {', '.join(strategies)}, got "
+                f"{value!r}{hint}"
+            )
+        values["stage"] = stages[name]
+        if name in ("HYBRID_SHARD", "4"):
+            reading.ignored["fsdp_config.HYBRID_SHARD"] = "give the number of nodes by --replicas"
+
+    def units(value: Any) -> None:
+        values["units"] = tuple(name.strip() for name in str(value).split(","))
+
+    def checkpointing(value: Any) -> None:
+        values["activation_checkpointing"] = "full" if value else "none"
+
+    planned: dict[str, Callable[[Any], None]] = {
+        "fsdp_sharding_strategy": reshard,
+        "fsdp_reshard_after_forward": reshard,
+        "fsdp_transformer_layer_cls_to_wrap": units,
+        "fsdp_offload_params": lambda v: _offload_both(reading) if v else None,
+        "fsdp_activation_checkpointing": checkpointing,
+    }
+    reading.walk(block, "fsdp_config.", planned, _FSDP_NO_EFFECT)
+
+
+def _offload_both(reading: _Reading) -> None:
+    """FSDP's offload keeps shards and optimizer state on the host."""
+    _set_offload(reading, "params", "cpu")
+    _set_offload(reading, "optimizer", "cpu")
+
+
+def _set_stage(reading: _Reading, value: Any) -> None:
+    if isinstance(value, bool) or int(value) not in (0, 1, 2, 3):
+        raise ConfigError(f"{reading.path}: stage: expected 0, 1, 2 or 3, got {value!r}")
+    reading.values["stage"] = int(value)
+
+
+def _set_distributed(reading: _Reading, kind: str) -> None:
+    stages = {"DEEPSPEED": 2, "FSDP": 3, "MULTI_GPU": 0, "MULTI_CPU": 0, "NO": 0}
+    if kind not in stages:
+        raise ConfigError(
+            f"{reading.path}: distributed_type: expected one of {', '.join(stages)}, got {kind!r}"
+        )
+    reading.values.setdefault("stage", stages[kind])
+
+
+def _set_precision(reading: _Reading, name: str) -> None:
+    precision = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}.get(name.lower())
+    if precision is None:
+        raise ConfigError(
+            f"{reading.path}: mixed_precision: expected no, bf16, fp16 or fp8, got {name!r}"
+        )
+    reading.values["precision"] = precision
+
+
+def _set_if_enabled(reading: _Reading, precision: str, block: Mapping[str, Any]) -> None:
+    if block.get("enabled", False) is True:
+        reading.values["precision"] = precision
+
+
+def _set_offload(reading: _Reading, what: str, device: Any, fraction: float = 1.0) -> None:
+    homes = {"none": "device", "cpu": "host", "nvme": "nvme"}
+    if str(device) not in homes:
+        raise ConfigError(
+            f"{reading.path}: offload of the {what}: expected none, cpu or nvme, got {device!r}"
+        )
+    if not 0 <= fraction <= 1:
+        raise ConfigError(f"{reading.path}: ratio: expected 0 to 1, got {fraction!r}")
+    home = cast("OffloadHome", homes[str(device)])
+    old: Offload = reading.values.get("offload", Offload())
+    if what == "params":
+        new = Offload(home, old.optimizer, old.optimizer_fraction)
+    else:
+        new = Offload(old.params, home, fraction)
+    reading.values["offload"] = new

@@ -1,0 +1,160 @@
+"""How long collectives and sends take over a cluster's links, by latency, bandwidth and placement.
+
+Note [Ring and tree]
+An all-gather or reduce-scatter of m bytes over n ranks in a ring takes n - 1 steps and sends
+(n - 1) / n * m bytes per rank; an all-reduce is one after the other (Thakur, Rabenseifner and Gropp
+2005, sections 4.1, 4.3 and 4.5). An all-reduce has a tree as well, with 2 (log2 g + log2 k) steps
+for k nodes of g ranks and 2 m / 0.92 bytes; the faster of the two is taken, as NCCL does
+(github:NVIDIA/nccl at 5067397c, src/graph/tuning.cc, from where the base latency, 0.92 and the two
+protocols are; its trees are chains inside a node, microseconds slower). Bus bandwidth is what
+NCCL's tests define: bytes sent per rank over the time.
+
+Note [Rails]
+A collective over k nodes with g of its ranks in each keeps g ranks' share of a node's NICs busy, so
+m bytes cross a NIC as m / (g * NICs per rank). With one rank per node (a replicate axis beside a
+shard axis that fills the node) a group has one rank's share, as its neighbours use theirs. The
+slowest part of a ring sets its pace: the wire time is the larger of that inside and between nodes.
+
+Note [Bandwidth rises with the message]
+Where an all-reduce curve was published for a link, its time less the steps' latency, divided by the
+ring's factor, is the time on the wire of a message, straight between the measured sizes and from 0;
+so the curve is met exactly at its own ranks, and other kinds and numbers of ranks follow. Where
+none was, a message goes either in the protocol of low latency at half the bandwidth, or in the one
+of high latency at the full one, whichever is faster (NCCL's LL and Simple).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from shardwise.errors import ConfigError
+from shardwise.plan.machine.hardware import Link, Node
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+_BASE_S = 6.6e-6
+_TREE_SHARE = 0.92
+_LOW_LATENCY_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective: so many in each of so many nodes (the smallest number, if mixed)."""
+
+    num_ranks: int
+    ranks_per_node: int
+    num_nodes: int
+
+    @property
+    def inner_steps(self) -> int:
+        """Steps of a ring, one way round, that stay inside a node."""
+        return self.num_ranks - self.num_nodes
+
+    @property
+    def outer_steps(self) -> int:
+        """Steps of a ring, one way round, that go between nodes."""
+        return self.num_nodes - 1
+
+
+@cache
+def place(num_ranks: int, stride: int, ranks_per_node: int) -> Group:
+    """Place ranks 0, stride, 2 * stride, ... on nodes that are filled one after the other."""
+    if min(num_ranks, stride, ranks_per_node) < 1:
+        raise ConfigError(
+            f"group: num_ranks={num_ranks}, stride={stride}, ranks_per_node={ranks_per_node}; "
+            "expected 1 or more of each"
+        )
+    counts = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
+    return Group(num_ranks, min(counts.values()), len(counts))
+
+
+def collective_seconds(
+    kind: CollectiveKind, payload_bytes: float, group: Group, node: Node
+) -> float:
+    """Return the seconds of a collective of ``payload_bytes`` (the whole, see ``Collective``).
+
+    **Source** see Notes [Ring and tree], [Rails] and [Bandwidth rises with the message].
+    """
+    n = group.num_ranks
+    if n == 1:
+        return 0.0
+    rounds = 2 if kind == "all_reduce" else 1
+    ring = _seconds(
+        payload_bytes,
+        rounds * (n - 1) / n,
+        rounds * group.inner_steps,
+        rounds * group.outer_steps,
+        group,
+        node,
+    )
+    if kind != "all_reduce":
+        return ring
+    inner, outer = 2 * math.log2(n / group.num_nodes), 2 * math.log2(group.num_nodes)
+    return min(ring, _seconds(payload_bytes, 2 / _TREE_SHARE, inner, outer, group, node))
+
+
+def send_seconds(num_bytes: float, crosses_nodes: bool, node: Node) -> float:
+    """Return the seconds of one message from a rank to another."""
+    inner, outer = (0, 1) if crosses_nodes else (1, 0)
+    return _seconds(num_bytes, 1.0, inner, outer, Group(2, 1, 2 if crosses_nodes else 1), node)
+
+
+def bus_bandwidth(kind: CollectiveKind, payload_bytes: float, group: Group, node: Node) -> float:
+    """Return bytes per second as NCCL's tests define it: sent bytes per rank over the time."""
+    n = group.num_ranks
+    rounds = 2 if kind == "all_reduce" else 1
+    return (
+        rounds * (n - 1) / n * payload_bytes / collective_seconds(kind, payload_bytes, group, node)
+    )
+
+
+def _seconds(
+    payload: float, factor: float, inner: float, outer: float, group: Group, node: Node
+) -> float:
+    """Return base and steps' latency, and the time on the slowest wire."""
+    used = [(node.intra, payload, inner)]
+    if group.num_nodes > 1:
+        share = payload / (group.ranks_per_node * node.nics_per_rank)
+        used.append((node.inter, share, outer))
+    start = _BASE_S + sum(steps * link.latency_s for link, _, steps in used)
+    curved = max((wire(link)(size) for link, size, _ in used if link.curve), default=0.0)
+    plain = [(link, size, steps) for link, size, steps in used if not link.curve]
+    slowest = factor * max(
+        (size / link.achieved_bytes_per_s for link, size, _ in plain), default=0.0
+    )
+    extra = sum(steps * (link.bulk_latency_s - link.latency_s) for link, _, steps in plain)
+    return start + max(factor * curved, min(slowest / _LOW_LATENCY_SHARE, extra + slowest))
+
+
+@cache
+def wire(link: Link) -> Callable[[float], float]:
+    """Return the function from bytes over one link to seconds on the wire, by its curve.
+
+    **Source** see Note [Bandwidth rises with the message].
+    """
+    per_node, nodes = link.curve_ranks
+    n = per_node * nodes
+    factor = 2 * (n - 1) / n
+    inner = link.curve_inner_latency_s if nodes > 1 else link.latency_s
+    start = _BASE_S + 2 * (n - nodes) * inner + 2 * (nodes - 1) * link.latency_s
+    lanes = per_node if nodes > 1 else 1  # as many NICs as ranks carried a part each
+    sizes, seconds = [0.0], [0.0]
+    for size, rate in link.curve:
+        sizes.append(size / lanes)
+        seconds.append(max(seconds[-1], size / rate - start / factor))
+
+    def at(size: float) -> float:
+        if size >= sizes[-1]:
+            return seconds[-1] * size / sizes[-1]
+        right = max(1, bisect_left(sizes, size))
+        lo, hi = sizes[right - 1], sizes[right]
+        share = (size - lo) / (hi - lo)
+        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+
+    return at

@@ -1,0 +1,232 @@
+"""How long each operation of a program takes on a cluster: the assumptions, few and with sources.
+
+Note [How computation is priced]
+A matmul takes FLOPs over the achievable rate or its bytes over the memory's, whichever is longer;
+attention its FLOPs, all else its bytes. Each kernel adds ``kernel_ramp_s``: it is what makes small
+matmuls inefficient, since efficiency(f) = f / (f + ramp x rate) for f FLOPs. The host issues
+operations ahead of the device, so a stretch of work takes the device's time or the host's,
+``host_launch_s`` per kernel, whichever is longer; where the two are one (a CPU) it takes both.
+
+Note [How ranks are numbered]
+From the inside: tensor, context, shard, replicate, pipeline. Neighbours share a node, so tensor
+parallel groups lie inside one as long as they fit, and shard groups next. Llama 3 (arXiv
+2407.21783, section 3.3.2) orders its degrees in the same way, but for the pipeline, which it has
+inside the data parallel axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.efficiencies import Efficiency, efficiencies_of
+from shardwise.plan.machine.hardware import Cluster, canonical_dtype
+from shardwise.plan.machine.links import Group, collective_seconds, place, send_seconds
+from shardwise.plan.model.tape import Cost
+from shardwise.plan.sizes import PRECISIONS, row_of
+from shardwise.plan.step.program import Collective, Compute, Op, Transfer
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One figure that prices stand on, for the report."""
+
+    name: str
+    value: float
+    unit: str
+    meaning: str
+    source: str
+
+
+class Pricer(Protocol):
+    """Whatever says how long an operation takes."""
+
+    def seconds(self, op: Op) -> float:
+        """Return the seconds of an operation."""
+
+    @property
+    def overlap(self) -> float:
+        """Share of the shorter that is hidden when a collective and a computation both run."""
+
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Return every figure that the prices stand on."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of one candidate's operations on a cluster.
+
+    ``overrides`` replaces entries of the table of efficiencies by name. See Notes [How
+    computation is priced] and [How ranks are numbered].
+
+    **Raises** ConfigError where the candidate's ranks are not the cluster's, and for an unknown
+    entry in ``overrides``.
+    """
+
+    cluster: Cluster
+    candidate: Candidate
+    overrides: Mapping[str, Efficiency] = field(default_factory=dict)
+    _known: dict[Collective, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.candidate.world_size != self.cluster.num_ranks:
+            raise ConfigError(
+                f"the candidate has {self.candidate.world_size} ranks, the cluster "
+                f"{self.cluster.num_ranks}: {self.cluster.num_nodes} nodes of "
+                f"{self.cluster.node.num_accelerators}"
+            )
+        _ = self.efficiencies  # unknown overrides are refused before anything is priced
+
+    @cached_property
+    def efficiencies(self) -> Mapping[str, Efficiency]:
+        """The table of efficiencies for this accelerator, overrides applied."""
+        return efficiencies_of(self.cluster.node.accelerator, self.overrides)
+
+    @cached_property
+    def groups(self) -> Mapping[str, Group]:
+        """Where the ranks of each axis lie; see Note [How ranks are numbered]."""
+        sizes = {
+            "tensor": self.candidate.tensor_parallel,
+            "context": self.candidate.context_parallel,
+            "shard": self.candidate.num_shards,
+            "replicate": self.candidate.num_replicas,
+            "pipeline": self.candidate.pipeline_parallel,
+        }
+        found, stride = {}, 1
+        for axis, size in sizes.items():
+            found[axis] = place(size, stride, self.cluster.node.num_accelerators)
+            stride *= size
+        return found
+
+    @property
+    def overlap(self) -> float:
+        """All of communication can be hidden: what it takes from the device is not modelled."""
+        return 1.0
+
+    def seconds(self, op: Op) -> float:
+        """Return the seconds of an operation on one rank, all other ranks at work as well."""
+        work = op.work
+        if isinstance(work, Compute):
+            return self.host_seconds(work) if op.stream == "cpu" else self.device_seconds(work)
+        if isinstance(work, Collective):
+            return self.collective_seconds(work)
+        return self.transfer_seconds(work)
+
+    def device_seconds(self, work: Compute) -> float:
+        """Return the seconds of operations on the device."""
+        device = sum(self._cost_seconds(cost) for cost in work.costs)
+        launches = sum(c.num_ops for c in work.costs) * self.efficiencies["host_launch_s"].value
+        if self.cluster.node.accelerator.asynchronous:
+            return max(device, launches)
+        return device + launches
+
+    def host_seconds(self, work: Compute) -> float:
+        """Return the seconds of operations on the host: its memory's bandwidth, shared by ranks."""
+        moved = sum(cost.moved_bytes for cost in work.costs)
+        if not moved:
+            return 0.0
+        table = self.cluster.node.host.dram_bytes_per_s * self.efficiencies["host_memory"].value
+        share = table / self.cluster.node.num_accelerators
+        return moved / share
+
+    def collective_seconds(self, work: Collective) -> float:
+        """Return the seconds of a collective along an axis; each further message adds a step."""
+        if work not in self._known:
+            self._known[work] = self._group_seconds(work)
+        return self._known[work]
+
+    def transfer_seconds(self, work: Transfer) -> float:
+        """Return the seconds of a copy; the links to devices are their own, the disks shared."""
+        node, host = self.cluster.node, self.cluster.node.host
+        if work.link in ("to_device", "to_host"):
+            latency = host.device_link.latency_s
+            rate = host.device_link.bandwidth_bytes_per_s * host.device_link.efficiency
+        else:
+            latency = 0.0
+            reads = work.link == "disk_read"
+            rate = host.nvme_read_bytes_per_s if reads else host.nvme_write_bytes_per_s
+            rate = rate * self.efficiencies["disk"].value / node.num_accelerators
+        return latency + work.num_bytes / rate
+
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Return every figure that these prices stand on, with its source, for the report."""
+        node = self.cluster.node
+        chip, host = node.accelerator, node.host
+        dtype = row_of(PRECISIONS, self.candidate.precision, "precision").compute
+        figures = [
+            ("peak", chip.flops_per_s(dtype), "FLOP/s", f"dense, {dtype}", chip.source),
+            ("memory", chip.memory_bytes_per_s, "B/s", f"of {chip.name}", chip.source),
+        ]
+        for place_, link in (("within a node", node.intra), ("of one NIC", node.inter)):
+            meaning = f"{link.name}, large messages, {place_}"
+            figures.append(("link", link.achieved_bytes_per_s, "B/s", meaning, link.source))
+        figures += [
+            ("host memory", host.dram_bytes_per_s, "B/s", "of a node", host.source),
+            ("disk read", host.nvme_read_bytes_per_s, "B/s", "of a node", host.source),
+            ("disk write", host.nvme_write_bytes_per_s, "B/s", "of a node", host.source),
+        ]
+        figures += [
+            (name, each.value, "s" if name.endswith("_s") else "", each.meaning, each.source)
+            for name, each in self.efficiencies.items()
+        ]
+        return tuple(Assumption(*figure) for figure in figures)
+
+    def _group_seconds(self, work: Collective) -> float:
+        group, node = self.groups[work.axis], self.cluster.node
+        if group.num_ranks == 1:
+            return 0.0
+        slowest = node.inter if group.num_nodes > 1 else node.intra
+        more = max(0, work.num_messages - 1) * slowest.latency_s
+        return collective_seconds(work.kind, work.payload_bytes, group, node) + more
+
+    def _cost_seconds(self, cost: Cost) -> float:
+        """Return the device's seconds of operations of one class."""
+        if cost.num_ops == 0:
+            return 0.0
+        if cost.kind == "tensor_parallel":
+            return self._sent_around_seconds(cost)
+        if cost.kind == "context_parallel":
+            return self._passed_on_seconds(cost)
+        table, chip = self.efficiencies, self.cluster.node.accelerator
+        memory_s = cost.moved_bytes / (chip.memory_bytes_per_s * table["memory"].value)
+        ramps = cost.num_ops * table["kernel_ramp_s"].value
+        if cost.kind == "memory" or cost.flops == 0:
+            return memory_s + ramps
+        if cost.kind == "attention":
+            rate = chip.flops_per_s(cost.dtype) * table["attention"].value
+        else:
+            rate = self.matmul_flops_per_s(cost.dtype)
+        return max(cost.flops / rate, memory_s) + ramps
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """Return the FLOP/s of large matmuls of ordinary shapes, in a dtype or precision."""
+        chip, table = self.cluster.node.accelerator, self.efficiencies
+        best = chip.matmul.get(canonical_dtype(dtype))
+        if best is None:
+            best = chip.flops_per_s(dtype) * table["matmul_best"].value
+        return best * table["matmul_sustained"].value
+
+    def _sent_around_seconds(self, cost: Cost) -> float:
+        """Return the seconds of tensor parallel collectives, of which a rank sends so much."""
+        group = self.groups["tensor"]
+        n = group.num_ranks
+        if n == 1:
+            return 0.0
+        payload = cost.moved_bytes / cost.num_ops * n / (2 * (n - 1))
+        each = collective_seconds("all_reduce", payload, group, self.cluster.node)
+        return cost.num_ops * each
+
+    def _passed_on_seconds(self, cost: Cost) -> float:
+        """Return the seconds of a context parallel ring, whose ranks pass keys and values on."""
+        group = self.groups["context"]
+        if group.num_ranks == 1:
+            return 0.0
+        node = self.cluster.node
+        each = send_seconds(cost.moved_bytes / cost.num_ops, group.num_nodes > 1, node)
+        return cost.num_ops * each

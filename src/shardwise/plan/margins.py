@@ -1,0 +1,105 @@
+"""What a device holds beside the ledger's tensors, as ranges: context, communicators, allocator.
+
+Note [Three totals]
+Tools print three different numbers. *Allocated* is what tensors need: the ledger. *Reserved* is
+what the caching allocator took from the driver for them, blocks that no tensor fits included. The
+*device's* use (nvidia-smi) adds the driver's context with its loaded kernels and the buffers of
+each communicator. What must fit the card is the last one, so a verdict needs all three.
+
+Note [Sources of the ranges]
+Context: 0.5 to 2 GiB per process (github:stas00/ml-engineering, debug and performance chapters).
+Communicator: NCCL_BUFFSIZE is 4 MiB (NCCL user guide, environment variables), one buffer per
+channel and direction; 2 to 32 channels make 16 to 256 MiB. Fragmentation: benchmarks/published.py
+compares predicted allocated with published reserved bytes: torchtitan 7 % (R001, R002, R006),
+DeepSpeed 12 % (R585, R586), and with expandable segments 0 to 2 % (R043, R046). A run that needed
+59 GB failed at 58.8 GB of 80 without them (github:NVIDIA-NeMo/Megatron-Bridge), so the upper end
+is no bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.errors import ConfigError
+from shardwise.plan.step.ledger import Ledger
+
+AllocatorKind = Literal["caching", "expandable", "malloc"]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Range:
+    """A quantity that is known from below and above, and what is to be expected."""
+
+    low: float
+    expected: float
+    high: float
+
+
+CONTEXT_BYTES = Range(0.5 * _GIB, 0.75 * _GIB, 2.0 * _GIB)
+COMMUNICATOR_BYTES = Range(16 * _MIB, 128 * _MIB, 256 * _MIB)
+FRAGMENTATION: dict[AllocatorKind, Range] = {
+    "caching": Range(0.02, 0.07, 0.12),
+    "expandable": Range(0.0, 0.02, 0.05),
+    "malloc": Range(0.0, 0.0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class MemoryInterval:
+    """Bytes of one rank's device, from below and above; the parts are those of the expectation."""
+
+    low_bytes: int
+    expected_bytes: int
+    high_bytes: int
+    context_bytes: int
+    communicator_bytes: int
+    fragmentation_bytes: int
+
+    @property
+    def margins(self) -> dict[str, int]:
+        """Return the parts beside the ledger that are not nothing, by name."""
+        parts = {
+            "context of the device": self.context_bytes,
+            "communicators": self.communicator_bytes,
+            "fragmentation": self.fragmentation_bytes,
+        }
+        return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
+
+
+def memory_interval(
+    ledger: Ledger, *, num_groups: int = 1, allocator: AllocatorKind = "caching"
+) -> MemoryInterval:
+    """Widen a ledger's total to what the device will hold.
+
+    ``num_groups`` counts the process groups with device communicators that the rank is in.
+    ``malloc`` is the CPU's: no context, no communicator buffers, no blocks kept.
+
+    **Raises** ConfigError for an unknown allocator or a negative number of groups.
+
+    **Source** See Note [Sources of the ranges].
+    """
+    if allocator not in FRAGMENTATION:
+        known = ", ".join(FRAGMENTATION)
+        raise ConfigError(f"allocator must be one of {known}, got {allocator!r}")
+    if num_groups < 0:
+        raise ConfigError(f"num_groups must not be negative, got {num_groups}")
+    fraction = FRAGMENTATION[allocator]
+    device = 0 if allocator == "malloc" else 1
+
+    def total(context: float, communicator: float, kept: float) -> int:
+        beside = device * (context + num_groups * communicator)
+        return round(ledger.total * (1 + kept) + beside)
+
+    context, communicator = CONTEXT_BYTES, COMMUNICATOR_BYTES
+    return MemoryInterval(
+        low_bytes=total(context.low, communicator.low, fraction.low),
+        expected_bytes=total(context.expected, communicator.expected, fraction.expected),
+        high_bytes=total(context.high, communicator.high, fraction.high),
+        context_bytes=round(device * context.expected),
+        communicator_bytes=round(device * num_groups * communicator.expected),
+        fragmentation_bytes=round(ledger.total * fraction.expected),
+    )

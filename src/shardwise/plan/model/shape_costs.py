@@ -1,0 +1,85 @@
+"""What one decoder layer costs: operations by class, forward, recomputed and backward.
+
+Note [Attention that is not fused]
+Without a fused kernel the scores are made by batched matrix products of the whole square, and pass
+through memory; `activations.KEPT` has their bytes, so they count as matmul and memory here. A fused
+kernel is its own class: bound by FLOPs, of which a causal one does half.
+
+Note [Bytes of elementwise operations]
+Each byte that a layer keeps is written once and read once by some elementwise operation, and the
+stream passes four times more through residual additions; what fusion saves, temporaries that are
+not kept take. Step times of published runs (benchmarks/published.py) are met with this and not with
+half of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.plan.model.execution import Execution, layer_bytes, stream_bytes
+from shardwise.plan.model.shapes import DecoderShape
+from shardwise.plan.model.tape import Cost
+from shardwise.plan.sizes import DTYPE_BYTES
+
+# Kernels of one forward that are bound by memory: norms, biases, activation, residuals, rotary;
+# eager PyTorch with dropout runs more than twice as many.
+_FUSED_KERNELS, _EAGER_KERNELS = 10, 25
+
+
+def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    """Return the costs of one layer's forward on one rank."""
+    causal = run.causal and run.flash
+    products, core = shape.layer_flops_per_token(run.seq, causal=causal)
+    tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
+    made, stream = sum(layer_bytes(shape, run).values()), stream_bytes(shape, run)
+    weights = shape.layer_params() * size // tp
+    matmul = run.matmul_dtype or run.dtype
+    eager = run.dropout or run.implementation.startswith("eager")
+    kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
+    moved = 4 * shape.q_dim * tokens * size // tp
+    costs = [
+        Cost("matmul", matmul, products * tokens // tp, weights + 2 * made, 7),
+        Cost("attention", run.dtype, core * tokens // tp, moved, 1),
+        Cost("memory", run.dtype, 0, 2 * made + 4 * stream, kernels),
+    ]
+    if not run.flash:
+        costs[1] = replace(costs[1], kind="matmul", num_ops=2)
+    if tp > 1:
+        sent = 2 * 2 * shape.dim * tokens * size * (tp - 1) // tp
+        costs.append(Cost("tensor_parallel", run.dtype, 0, sent, 2))
+    if run.cp > 1:
+        sent = 2 * shape.kv_dim * tokens * size * (run.cp - 1) // tp
+        costs.append(Cost("context_parallel", run.dtype, 0, sent, run.cp - 1))
+    return tuple(costs)
+
+
+def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    """Return what of a layer's forward runs once more inside backward."""
+    costs = layer_costs(shape, run)
+    if run.activation_checkpointing == "selective":
+        return () if run.flash else (costs[1], costs[2])
+    if run.activation_checkpointing == "per_op":
+        matmul = costs[0]
+        half = replace(matmul, flops=matmul.flops // 2, moved_bytes=matmul.moved_bytes // 2)
+        return (half, *costs[2:])
+    return costs
+
+
+def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    """Return the costs of one layer's backward: twice the forward's, collectives as often.
+
+    With frozen weights a linear map has the gradient of its input alone.
+    """
+    found = []
+    for cost in layer_costs(shape, run):
+        once = cost.kind == "tensor_parallel" or (cost.kind == "matmul" and not run.trained)
+        times = 1 if once else 2
+        found.append(
+            replace(
+                cost,
+                flops=cost.flops * times,
+                moved_bytes=cost.moved_bytes * times,
+                num_ops=cost.num_ops * times,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,151 @@
+"""What one micro-batch of a model does, in program order: a fact of the model, not of its sharding.
+
+A tape has two kinds of events. A `Visit` is a moment at which the engine is called: a unit's
+forward or backward begins or ends. A `Work` is what the model itself does between two visits: its
+operations by class, and how the bytes that it keeps alive change. Tracing a module makes a tape,
+and so do the formulas of a decoder; playing a tape under a `Candidate` makes the step.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
+
+Phase = Literal["forward", "loss", "recompute", "backward"]
+VisitKind = Literal["before_forward", "after_forward", "before_backward", "after_backward"]
+CostKind = Literal["matmul", "attention", "memory", "tensor_parallel", "context_parallel"]
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """One parameter as the model has it: full shape, and its dtype before any precision."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DtypeName
+    requires_grad: bool = True
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """One unit: the parameters that it owns, in the order in which the layout places them.
+
+    ``backward_reads_params`` is False for an embedding, whose backward needs the ids alone.
+    """
+
+    name: str
+    class_name: str
+    params: tuple[ParamFacts, ...]
+    backward_reads_params: bool = True
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations of one class, summed: ``moved_bytes`` are read plus written by the device.
+
+    ``matmul`` and ``attention`` are bound by ``flops``, ``memory`` (all elementwise operations,
+    norms, softmax, copies, lookups) by ``moved_bytes``; for the parallel kinds ``moved_bytes`` is
+    what a rank sends. ``num_ops`` counts kernels, each of which costs a launch.
+    """
+
+    kind: CostKind
+    dtype: DtypeName
+    flops: int
+    moved_bytes: int
+    num_ops: int
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """Bytes alive that the model's own operations allocated, by what they are.
+
+    ``activations`` outlive the work that made them, ``temporary`` do not; ``logits`` are those of
+    the head's output and the loss, of either kind; ``grads`` are full gradients of parameters as
+    autograd writes them, which the engine takes away.
+    """
+
+    activations: int = 0
+    temporary: int = 0
+    logits: int = 0
+    grads: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        return self.activations + self.temporary + self.logits + self.grads
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the model does between two visits, inside the forward or backward of ``unit``.
+
+    ``net`` is what is alive at its end beyond what was alive at its begin (negative where backward
+    frees; ``net.temporary`` is 0). ``peak`` is the same at the moment inside it at which the total
+    is largest; where that is the begin, all zeros. ``summed_peak`` and ``summed_net`` are these two
+    where each gradient is added to a sum that exists, and freed, as soon as it is written; None
+    where that is not known.
+    """
+
+    unit: int
+    phase: Phase
+    costs: tuple[Cost, ...]
+    peak: LiveBytes
+    net: LiveBytes
+    summed_peak: LiveBytes | None = None
+    summed_net: LiveBytes | None = None
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The engine is called for a unit; ``recomputes``: a forward inside backward, checkpointing."""
+
+    kind: VisitKind
+    unit: int
+    recomputes: bool = False
+
+
+@dataclass(frozen=True)
+class Tape:
+    """One micro-batch of a model: forward, loss, backward.
+
+    ``units`` has the root first and then module order, as the engine numbers them. ``input_bytes``
+    are alive from begin to end, ``buffer_bytes`` (module buffers) for the whole run.
+    """
+
+    model: str
+    units: tuple[UnitFacts, ...]
+    events: tuple[Work | Visit, ...]
+    micro_batch: int
+    seq: int
+    compute_dtype: DtypeName
+    activation_checkpointing: str  # "none", "full", "selective"
+    input_bytes: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """Number of elements of all parameters; tied ones counted once."""
+        return sum(numel(p.shape) for u in self.units for p in u.params)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the micro-batch, recomputation included."""
+        return sum(c.flops for e in self.events if isinstance(e, Work) for c in e.costs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return self.micro_batch * self.seq
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a shape."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def full_bytes(unit: UnitFacts, dtype: DtypeName) -> int:
+    """Return the bytes of a unit's parameters in a dtype, without padding."""
+    return sum(numel(p.shape) for p in unit.params) * DTYPE_BYTES[dtype]

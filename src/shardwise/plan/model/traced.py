@@ -1,0 +1,87 @@
+"""A model to plan for whose tapes are traced, each once."""
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.depth import trace_deep
+from shardwise.plan.model.models import ModelSource
+from shardwise.plan.model.tape import Tape
+from shardwise.plan.sizes import PRECISIONS, DtypeName, row_of
+
+
+class TracedModel:
+    """The tapes of a source's module for windows of ``seq`` tokens.
+
+    A tape depends on a candidate's micro-batch, precision, checkpointing and units, and on nothing
+    else, so a search over stages, ranks and buffers traces once per combination of those.
+
+    **Raises** ConfigError for a window that the model does not take.
+    """
+
+    def __init__(self, source: ModelSource, seq: int | None = None) -> None:
+        self.name = source.name
+        self.seq = source.seq if seq is None else seq
+        if self.seq < 1 or (source.max_seq is not None and self.seq > source.max_seq):
+            most = "" if source.max_seq is None else f" to {source.max_seq}"
+            raise ConfigError(f"seq={seq}: {source.name} takes windows of 1{most} tokens")
+        self._source = source
+        self._tapes: dict[object, Tape] = {}
+        self._notes = dict.fromkeys(source.notes)
+        self._modules = {False: source.build(False)}
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, tied ones counted once."""
+        return sum(p.numel() for p in self._modules[False].parameters())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how the tapes so far were made."""
+        return tuple(self._notes)
+
+    def tape(self, candidate: Candidate) -> Tape:
+        """Return one rank's micro-batch; traced when first asked for.
+
+        **Raises** ConfigError when the candidate splits the model itself, which a traced module
+        does not show.
+        """
+        for axis in ("tensor", "pipeline", "context"):
+            if getattr(candidate, f"{axis}_parallel") != 1:
+                raise ConfigError(
+                    f"{axis}_parallel={getattr(candidate, f'{axis}_parallel')}: a traced module is "
+                    "whole on each rank; plan a preset or a config by its shape instead"
+                )
+        checkpointing = candidate.activation_checkpointing
+        if checkpointing not in ("none", "full"):
+            raise ConfigError(
+                f"activation_checkpointing={checkpointing!r}: a traced module knows 'none' and "
+                "'full'"
+            )
+        dtype = row_of(PRECISIONS, candidate.precision, "precision").compute
+        key = (candidate.micro_batch, dtype, checkpointing, candidate.units)
+        if key not in self._tapes:
+            self._tapes[key] = self._trace(*key)
+        return self._tapes[key]
+
+    def _trace(
+        self,
+        micro_batch: int,
+        dtype: DtypeName,
+        checkpointing: str,
+        units: tuple[str, ...] | None,
+    ) -> Tape:
+        checkpointed = checkpointing == "full"
+        if checkpointed not in self._modules:
+            self._modules[checkpointed] = self._source.build(checkpointed)
+        deep = trace_deep(
+            self._modules[checkpointed],
+            lambda: self._source.make_batch(micro_batch, self.seq),
+            self._source.loss,
+            name=self.name,
+            micro_batch=micro_batch,
+            seq=self.seq,
+            compute_dtype=dtype,
+            activation_checkpointing=checkpointing,
+            units=units,
+        )
+        self._notes[deep.note] = None
+        return deep.tape

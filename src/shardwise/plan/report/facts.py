@@ -1,0 +1,175 @@
+"""Plans, searches and simulations as plain data: units in the keys, bytes as integers.
+
+A figure's key ends in ``_bytes``, ``_s``, ``_per_s`` or ``_fraction``, or begins with ``num_``;
+under such a key there may be figures by name. What is under ``candidate`` are settings, by the
+names of their flags; ``micro_batch`` of a moment says in which one it is, from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.planning import Plan
+from shardwise.plan.searching import SearchResult
+from shardwise.plan.step.ledger import Moment
+from shardwise.plan.timing.goodput import Goodput
+from shardwise.plan.timing.scaling import ScalingRow
+from shardwise.plan.timing.simulate import Simulated
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """Return a plan as plain data."""
+    played = plan.played
+    return {
+        "kind": "plan",
+        "model": plan.model,
+        "num_params": plan.num_params,
+        "num_tokens_per_window": plan.seq,
+        "cluster": cluster_facts(plan.cluster),
+        "candidate": candidate_facts(plan.candidate),
+        "label": plan.label,
+        "verdict": plan.verdict,
+        "memory": {
+            "capacity_bytes": plan.capacity_bytes,
+            "low_bytes": plan.memory.low_bytes,
+            "expected_bytes": plan.memory.expected_bytes,
+            "high_bytes": plan.memory.high_bytes,
+            "margins_bytes": dict(plan.memory.margins),
+            "peak": _moment(plan, played.peak),
+            "peaks": [_moment(plan, moment) for moment in played.peaks],
+            "resting_bytes": played.resting.lines(),
+            "host_bytes": played.host_bytes,
+            "nvme_bytes": played.nvme_bytes,
+        },
+        "time": {
+            "step_s": plan.step_s,
+            "num_tokens_per_step": plan.tokens_per_step,
+            "tokens_per_s": plan.tokens_per_s,
+            "rank_tokens_per_s": plan.tokens_per_s / plan.candidate.world_size,
+            "mfu_fraction": plan.mfu,
+            "num_flops_per_step": plan.flops_per_step,
+            **simulated_facts(plan.simulated),
+        },
+        "traffic": {
+            "sent_bytes": dict(played.program.sent_bytes),
+            "num_collectives": dict(played.program.num_collectives),
+        },
+        "assumptions": list(plan.assumptions),
+        "notes": list(plan.notes),
+    }
+
+
+def search_facts(result: SearchResult) -> dict[str, Any]:
+    """Return a search as plain data: the plans of the Pareto set, and why the others lost.
+
+    The winner is in full, the others by what tells them apart.
+    """
+    return {
+        "kind": "search",
+        "num_candidates": result.num_candidates,
+        "num_played": result.num_played,
+        "winner": plan_facts(result.winner) if result.winner is not None else None,
+        "pareto": [_brief(plan) for plan in result.pareto],
+        "rejected": [
+            {"candidate": candidate_facts(r.candidate), "reason": r.reason} for r in result.rejected
+        ],
+        "notes": list(result.notes),
+    }
+
+
+def _brief(plan: Plan) -> dict[str, Any]:
+    return {
+        "candidate": candidate_facts(plan.candidate),
+        "label": plan.label,
+        "verdict": plan.verdict,
+        "low_bytes": plan.memory.low_bytes,
+        "expected_bytes": plan.memory.expected_bytes,
+        "high_bytes": plan.memory.high_bytes,
+        "step_s": plan.step_s,
+        "exposed_communication_s": plan.simulated.exposed_s,
+        "num_tokens_per_step": plan.tokens_per_step,
+        "tokens_per_s": plan.tokens_per_s,
+        "mfu_fraction": plan.mfu,
+    }
+
+
+def simulated_facts(simulated: Simulated) -> dict[str, Any]:
+    """Return the times of the slowest rank, and how ranks and steps are spread."""
+    return {
+        "compute_s": simulated.compute_s,
+        "communication_s": simulated.communication_s,
+        "exposed_communication_s": simulated.exposed_s,
+        "overlap_fraction": simulated.overlap,
+        "not_computing_s": simulated.bubble_s,
+        "busy_s": dict(simulated.busy_s),
+        "phase_s": dict(simulated.phase_s),
+        "critical_path_s": dict(simulated.critical_s),
+        "units": [asdict(unit) for unit in simulated.unit_times],
+        "over_ranks": asdict(simulated.rank_s),
+        "over_steps": asdict(simulated.step_spread),
+    }
+
+
+def scaling_facts(rows: tuple[ScalingRow, ...]) -> list[dict[str, Any]]:
+    """Return a scaling curve as plain data."""
+    return [
+        {
+            "num_ranks": row.num_ranks,
+            "step_s": row.step_s,
+            "tokens_per_s": row.tokens_per_s,
+            "efficiency_fraction": row.efficiency,
+            "exposed_fraction": row.exposed,
+            "memory_bytes": row.memory_bytes,
+        }
+        for row in rows
+    ]
+
+
+def goodput_facts(goodput: Goodput) -> dict[str, Any]:
+    """Return what failures and checkpoints leave of a run's time."""
+    return {
+        "kept_fraction": goodput.fraction,
+        "checkpoint_fraction": goodput.checkpoint_fraction,
+        "failure_fraction": goodput.failure_fraction,
+        "mtbf_s": goodput.mtbf_s,
+        "num_lost_steps_per_failure": goodput.lost_steps_per_failure,
+        "num_steps_per_checkpoint": goodput.steps_per_checkpoint,
+        "young_interval_s": goodput.young_interval_s,
+        "best_interval_s": goodput.best_interval_s,
+        "kept_at_best_interval_fraction": goodput.fraction_at_best,
+    }
+
+
+def cluster_facts(cluster: Cluster) -> dict[str, Any]:
+    """Return what a cluster consists of, by name and main figures."""
+    node = cluster.node
+    return {
+        "num_ranks": cluster.num_ranks,
+        "num_nodes": cluster.num_nodes,
+        "node": node.name,
+        "accelerator": node.accelerator.name,
+        "accelerator_memory_bytes": node.accelerator.memory_bytes,
+        "num_ranks_per_node": node.num_accelerators,
+        "link": node.intra.name,
+        "network": node.inter.name,
+        "num_nics": node.num_nics,
+        "host": node.host.name,
+    }
+
+
+def candidate_facts(candidate: Candidate) -> dict[str, Any]:
+    """Return every setting of a candidate."""
+    return {**asdict(candidate), "num_ranks": candidate.world_size}
+
+
+def _moment(plan: Plan, moment: Moment) -> dict[str, Any]:
+    return {
+        "phase": moment.phase,
+        "unit": plan.unit_name(moment.unit),
+        "micro_batch": moment.micro_batch,
+        "total_bytes": moment.ledger.total,
+        "lines_bytes": moment.ledger.lines(),
+    }

@@ -1,0 +1,220 @@
+"""Pictures of one plan as SVG text: where the memory is at each phase's peak, and the step in time.
+
+Both are whole documents, may stand inside an HTML page, and follow the reader's light or dark
+setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from shardwise.plan.step.ledger import Moment
+from shardwise.plan.step.program import Op, Stream
+from shardwise.plan.timing.breakdown import Span
+from shardwise.quantities import format_bytes
+
+if TYPE_CHECKING:
+    from shardwise.plan.planning import Plan
+
+_WIDTH, _LEFT, _RIGHT = 760, 96, 736
+_BAR, _GAP = 22, 12
+_LINE_COLOURS = {
+    "param_shards": "#1f6fd1",
+    "param_full": "#6cabf5",
+    "grad_full": "#e08a1e",
+    "grad_shards": "#b3560b",
+    "optimizer_state": "#27864b",
+    "optimizer_temporary": "#6dc48c",
+    "gather_staging": "#8f6bd6",
+    "reduce_staging": "#c0a6f0",
+    "activations": "#d1487a",
+    "temporary": "#eb97b7",
+    "logits": "#8a6d3b",
+    "inputs": "#7a828c",
+    "buffers": "#a9b1ba",
+}
+_STREAM_NAMES: dict[Stream, str] = {
+    "compute": "compute",
+    "shard": "shard axis",
+    "replicate": "replicate axis",
+    "to_device": "host to device",
+    "to_host": "device to host",
+    "cpu": "host cores",
+    "disk": "disk",
+}
+_PHASE_COLOURS = {
+    "forward": "#1f6fd1",
+    "loss": "#8a6d3b",
+    "recompute": "#6cabf5",
+    "backward": "#b3560b",
+    "unshard": "#8f6bd6",
+    "reduce": "#d1487a",
+    "clip": "#7a828c",
+    "optimizer": "#27864b",
+    "offload": "#a9b1ba",
+}
+_STYLE = """
+.shardwise-plan{font-family:system-ui,sans-serif;font-size:12px}
+.shardwise-plan text{fill:#4a5058}
+.shardwise-plan .strong{fill:#1c2024}
+.shardwise-plan .limit{stroke:#c0392b}
+.shardwise-plan .axis{stroke:#c6ccd3}
+@media (prefers-color-scheme:dark){
+.shardwise-plan text{fill:#b3bac3}
+.shardwise-plan .strong{fill:#f0f3f6}
+.shardwise-plan .limit{stroke:#ff8a7a}
+.shardwise-plan .axis{stroke:#4a5158}
+}
+"""
+
+
+def memory_svg(plan: Plan) -> str:
+    """Draw the ledger at the peak of each phase as one bar, beside what the device has."""
+    moments = plan.played.peaks
+    most = max(plan.memory.high_bytes, *(m.ledger.total for m in moments))
+    extent = max(most, min(plan.capacity_bytes, 2 * most)) * 1.02
+    scale = (_RIGHT - _LEFT) / extent
+    parts: list[str] = []
+    top = 52
+    for moment in moments:
+        parts += _memory_bar(plan, moment, top, scale)
+        top += _BAR + _GAP
+    if plan.capacity_bytes <= extent:
+        parts += _limit(_LEFT + plan.capacity_bytes * scale, 40, top, "device")
+    low, high = (_LEFT + b * scale for b in (plan.memory.low_bytes, plan.memory.high_bytes))
+    parts.append(
+        f'<rect x="{low:.1f}" y="{top:.1f}" width="{max(high - low, 2):.1f}" height="6" '
+        f'fill="#7a828c"><title>interval of the whole: {format_bytes(plan.memory.low_bytes)} to '
+        f"{format_bytes(plan.memory.high_bytes)}</title></rect>"
+    )
+    parts.append(_text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
+    shown = [name for name in _LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
+    legend, bottom = _legend([(n.replace("_", " "), _LINE_COLOURS[n]) for n in shown], top + 26)
+    title = f"Memory of one rank: {plan.label}"
+    return _document(title, _describe_memory(plan), parts + legend, bottom)
+
+
+def _memory_bar(plan: Plan, moment: Moment, top: float, scale: float) -> list[str]:
+    parts = [_text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
+    x = float(_LEFT)
+    for name, num_bytes in moment.ledger.lines().items():
+        if num_bytes:
+            width = num_bytes * scale
+            parts.append(
+                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" '
+                f'fill="{_LINE_COLOURS[name]}"><title>{moment.phase} of '
+                f"{escape(plan.unit_name(moment.unit))}: {name.replace('_', ' ')} "
+                f"{format_bytes(num_bytes)}</title></rect>"
+            )
+            x += width
+    label = format_bytes(moment.ledger.total)
+    inside = x + 70 > _RIGHT
+    place = f'text-anchor="{"end" if inside else "start"}"'
+    style = 'fill="#fff" style="fill:#fff"' if inside else 'class="strong"'
+    return [*parts, _text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
+
+
+def step_svg(plan: Plan) -> str:
+    """Draw the operations of the slowest rank in time, one line per stream."""
+    run = plan.simulated.slowest
+    ops = run.program.ops
+    streams = [s for s in _STREAM_NAMES if any(ops[span.op].stream == s for span in run.spans)]
+    scale = (_RIGHT - _LEFT) / max(run.step_s, 1e-12)
+    parts: list[str] = []
+    top = 52
+    for stream in streams:
+        spans = [s for s in run.spans if ops[s.op].stream == stream and s.end_s > s.start_s]
+        parts.append(_text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
+        parts += _stream_bars(plan, ops, _joined(ops, spans, run.step_s / 1200), top, scale)
+        top += _BAR + _GAP
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{top}" y2="{top}"/>')
+    parts.append(_text(_LEFT, top + 16, "0 s"))
+    parts.append(_text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
+    phases = [p for p in _PHASE_COLOURS if any(op.phase == p for op in ops)]
+    legend, bottom = _legend([(p, _PHASE_COLOURS[p]) for p in phases], top + 34)
+    title = f"One step in time: {plan.label}"
+    description = (
+        f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
+        f"{run.exposed_s:.3g} s are communication that nothing hides."
+    )
+    return _document(title, description, parts + legend, bottom)
+
+
+def _joined(ops: Sequence[Op], spans: Sequence[Span], least_s: float) -> list[tuple[Span, float]]:
+    """Join neighbours of one phase that are too short to be seen; return (first, end)."""
+    joined: list[tuple[Span, float]] = []
+    for span in spans:
+        if joined:
+            first, end_s = joined[-1]
+            alike = ops[first.op].phase == ops[span.op].phase
+            if alike and span.start_s - end_s < least_s and span.end_s - span.start_s < least_s:
+                joined[-1] = first, span.end_s
+                continue
+        joined.append((span, span.end_s))
+    return joined
+
+
+def _stream_bars(
+    plan: Plan, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
+) -> list[str]:
+    begin_s = plan.simulated.slowest.begin_s
+    return [
+        f'<rect x="{_LEFT + (first.start_s - begin_s) * scale:.2f}" y="{top}" '
+        f'width="{max((end_s - first.start_s) * scale, 0.3):.2f}" height="{_BAR}" '
+        f'fill="{_PHASE_COLOURS[ops[first.op].phase]}"><title>{ops[first.op].phase} of '
+        f"{escape(plan.unit_name(ops[first.op].unit))}: {end_s - first.start_s:.3g} s"
+        "</title></rect>"
+        for first, end_s in bars
+    ]
+
+
+def _describe_memory(plan: Plan) -> str:
+    peak = plan.played.peak
+    lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])
+    largest = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in lines[:4] if b)
+    return (
+        f"The peak is in {peak.phase} of {plan.unit_name(peak.unit)}: "
+        f"{format_bytes(peak.ledger.total)}, of which {largest}."
+    )
+
+
+def _limit(x: float, top: float, bottom: float, label: str) -> list[str]:
+    return [
+        f'<line class="limit" stroke-width="1.5" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" '
+        f'y2="{bottom}"/>',
+        _text(x, top - 3, label, 'text-anchor="middle"'),
+    ]
+
+
+def _legend(items: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:
+    parts: list[str] = []
+    x = float(_LEFT)
+    for name, colour in items:
+        width = 28 + 6.8 * len(name)
+        if x + width > _RIGHT:
+            x, top = float(_LEFT), top + 20
+        parts.append(f'<rect x="{x:.1f}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(_text(x + 15, top, name))
+        x += width
+    return parts, top + 16
+
+
+def _document(title: str, description: str, parts: Sequence[str], height: float) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
+            f'role="img" class="shardwise-plan" aria-label="{escape(title, quote=True)}">',
+            f"<title>{escape(title)}</title>",
+            f"<desc>{escape(description)}</desc>",
+            f"<style>{_STYLE}</style>",
+            _text(16, 24, title, 'class="strong" font-size="14" font-weight="600"'),
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'

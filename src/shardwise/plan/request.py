@@ -1,0 +1,209 @@
+"""What the user asks of `shardwise plan` and `simulate`: keys with their limits and meanings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from shardwise.errors import ConfigError
+from shardwise.keys import flag_of, key
+from shardwise.plan.candidate import OffloadHome
+from shardwise.plan.counts import parse_count
+
+_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZES |= {f"{k}I": 1 << (10 * i) for i, k in enumerate(("", "K", "M", "G", "T")) if k}
+
+_MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
+_ACCOUNTED = frozenset(
+    (
+        *("params", "ranks", "stage", "precision", "optimizer", "replicas", "accumulation"),
+        *("offload_params", "offload_optimizer", "offload_fraction", "reduce_every"),
+        *("gpus_per_node", "json_"),
+    )
+)
+
+
+def parse_positive(value: Any) -> Any:
+    """Return a count above 0 that is written as 7e9, 7B or 4M; leave what is no text be."""
+    if isinstance(value, str):
+        try:
+            value = parse_count(value)
+        except ConfigError:
+            raise ValueError("expected a whole number, such as 7e9, 7B, 1.3T or 350M") from None
+    if isinstance(value, int) and not 0 < value <= 10**18:
+        raise ValueError("expected 1 to 1e18")
+    return value
+
+
+def parse_size(value: Any) -> Any:
+    """Return the bytes of a size such as ``40GiB``, ``80GB`` or ``1e9``; leave other types be."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]?I?)B?\s*", value.upper())
+    try:
+        assert match is not None
+        return int(float(match[1]) * _SIZES[match[2]])
+    except (AssertionError, ValueError, OverflowError):
+        raise ValueError("expected a size such as 40GiB or 80e9") from None
+
+
+class ModelRequest(BaseModel):
+    """Hold what decides a model's step; a key left at None is taken from a file, or decided."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    seq: int | None = key(
+        None, "Model", "tokens in a window; unset: the model's own", gt=0, le=_MOST
+    )
+
+    ranks: int | None = key(None, "Cluster", "number of devices; unset: one node", gt=0, le=1 << 20)
+    gpu: str = key("h100-sxm", "Cluster", "device by name; `shardwise plan --list` has them")
+    gpus_per_node: int | None = key(None, "Cluster", "devices in a node; unset: usual", gt=0)
+    link: str | None = key(None, "Cluster", "link inside a node; unset: the device's own")
+    network: str | None = key(None, "Cluster", "link between nodes, per device; unset: usual")
+    calibration: Path | None = key(
+        None, "Cluster", "file of `shardwise bench --calibrate`; replaces the catalogue's figures"
+    )
+
+    stage: Literal[0, 1, 2, 3] | None = key(None, "Sharding", "ZeRO stage; unset: 3")
+    precision: str | None = key(None, "Sharding", "fp32, bf16 or fp16; unset: bf16")
+    layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
+    replicas: int = key(1, "Sharding", "groups of ranks with a full set of shards each", gt=0)
+    units: tuple[str, ...] | None = key(
+        None, "Sharding", "classes gathered as one; unset: found in the model"
+    )
+    reduce_every: Literal["step", "micro_batch"] | None = key(
+        None, "Sharding", "when gradients are reduced; unset: as the stage says"
+    )
+    prefetch_bytes: int | None = key(
+        None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
+    )
+    bucket_bytes: int = key(1 << 20, "Sharding", "gradients collected for one reduction", ge=0)
+    activation_checkpointing: Literal["none", "full", "selective"] | None = key(
+        None, "Sharding", "what is recomputed in the backward pass; unset: none"
+    )
+    tensor_parallel: int = key(1, "Degrees", "tensor parallel degree, as a number", gt=0)
+    pipeline_parallel: int = key(1, "Degrees", "pipeline stages, as a number", gt=0)
+    context_parallel: int = key(1, "Degrees", "context parallel degree, as a number", gt=0)
+
+    offload_params: OffloadHome | None = key(
+        None, "Offload", "where parameter shards rest (planned; not in the engine yet)"
+    )
+    offload_optimizer: OffloadHome | None = key(
+        None, "Offload", "where optimizer state rests (planned; not in the engine yet)"
+    )
+    offload_fraction: float = key(1.0, "Offload", "share of the optimizer offloaded", ge=0, le=1)
+
+    micro_batch: int | None = key(
+        None, "Batch", "windows per rank and pass; unset: 1", gt=0, le=_MOST
+    )
+    accumulation: int | None = key(
+        None, "Batch", "micro-batches per step; unset: 1", gt=0, le=_MOST
+    )
+    tokens_per_step: int | str | None = key(
+        None, "Batch", "tokens of all ranks in a step (4M); decides accumulation"
+    )
+    optimizer: str | None = key(None, "Batch", "optimizer by name; unset: adamw")
+
+    deepspeed: Path | None = key(None, "Files", "DeepSpeed JSON beside the model")
+    accelerate: Path | None = key(None, "Files", "accelerate YAML beside the model")
+
+    list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
+    json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
+
+    @field_validator("tokens_per_step", mode="before")
+    @classmethod
+    def _parse_tokens(cls, value: Any) -> Any:
+        return parse_positive(value)
+
+    @field_validator("units", mode="before")
+    @classmethod
+    def _split_units(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_keys_together(self) -> Self:
+        if self.accumulation is not None and self.tokens_per_step is not None:
+            raise ValueError("accumulation: leave it out beside tokens_per_step, which decides it")
+        if self.deepspeed is not None and self.accelerate is not None:
+            raise ValueError("deepspeed: give it or accelerate, not both")
+        return self
+
+
+class PlanRequest(ModelRequest):
+    """A step's keys, those of a search, and what is written."""
+
+    params: int | str | None = key(
+        None, "Model", "number of parameters (7e9, 7B): accounting alone, without a model"
+    )
+
+    search: bool = key(False, "Search", "vary what is not given and show the best plans")
+    max_memory: int | str | None = key(
+        None, "Search", "most memory of a device, e.g. 40GiB; unset: all that it has"
+    )
+    target_tokens_per_s: float | None = key(
+        None, "Search", "tokens per second that a plan has to reach", gt=0
+    )
+
+    html: Path | None = key(None, "Output", "write a report to this HTML file")
+    write: Path | None = key(None, "Output", "write the plan as a file for `shardwise train`")
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _parse_params(cls, value: Any) -> Any:
+        return parse_positive(value)
+
+    @field_validator("max_memory", mode="before")
+    @classmethod
+    def _parse_memory(cls, value: Any) -> Any:
+        size = parse_size(value)
+        if isinstance(size, int) and size <= 0:
+            raise ValueError("expected more than 0 bytes")
+        return size
+
+    @model_validator(mode="after")
+    def _check_search(self) -> Self:
+        for name in ("max_memory", "target_tokens_per_s"):
+            if getattr(self, name) is not None and not self.search:
+                raise ValueError(f"{name}: it limits a search; add --search")
+        if self.params is not None:
+            unused = sorted(self.model_fields_set - _ACCOUNTED)
+            if unused:
+                flags = ", ".join(map(flag_of, unused))
+                raise ValueError(f"params: an accounting without a model has no use for {flags}")
+        return self
+
+
+class SimulateRequest(ModelRequest):
+    """A step's keys, and what happens in the cluster while it runs."""
+
+    steps: int = key(1, "Scenario", "steps to simulate; more than 1 with jitter", gt=0, le=100_000)
+    seed: int = key(0, "Scenario", "seed of everything random", ge=0)
+    straggler: tuple[str, ...] | None = key(
+        None, "Scenario", "slow ranks: rank:slowdown or share%:slowdown, e.g. 17:1.5,1%:1.2"
+    )
+    slow_link: tuple[str, ...] | None = key(
+        None, "Scenario", "slow links: rank:factor, or shard/replicate:group:factor"
+    )
+    jitter: float = key(0.0, "Scenario", "spread of each operation's time (sigma)", ge=0, lt=3)
+    mtbf_hours: float | None = key(
+        None, "Scenario", "mean hours between failures of one rank", gt=0
+    )
+    detect_s: float = key(60.0, "Scenario", "seconds until a failure is known", ge=0)
+    restart_s: float = key(300.0, "Scenario", "seconds until the job runs again", ge=0)
+    checkpoint_interval_s: float = key(1800.0, "Scenario", "seconds between saves", gt=0)
+    checkpoint_stall_s: float | None = key(
+        None, "Scenario", "seconds a save stops training; unset: a copy to the host", ge=0
+    )
+    checkpoint_load_s: float = key(60.0, "Scenario", "seconds a load takes", ge=0)
+    sweep: tuple[str, ...] | None = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
+    svg: Path | None = key(None, "Output", "write the scaling curve to this SVG file")
+    trace: Path | None = key(None, "Output", "write the step as a Chrome trace (Perfetto opens it)")
+
+    @field_validator("straggler", "slow_link", "sweep", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(value.split(",")) if isinstance(value, str) else value

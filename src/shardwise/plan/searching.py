@@ -1,0 +1,368 @@
+"""Search: every way to run a model that is worth asking about, the best ones, and why others lost.
+
+Note [How the search prunes]
+Candidates are taken in families that differ in the micro-batch alone, smallest first. State bytes
+come from the layout alone, so a family whose state does not fit is rejected without being played;
+and memory grows with the micro-batch, so the first one that does not fit ends its family. But where
+the tokens of a step are given, a larger micro-batch means fewer of them: no gradients need to be
+summed over a window of one, and a pipeline has fewer in flight; those are still played. What is
+left is played, priced and simulated in full: there is no second, cheaper model of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from typing import Literal
+
+from shardwise.errors import ConfigError
+from shardwise.plan.accounting import account
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.pricing import Pricer
+from shardwise.plan.model.tape import full_bytes
+from shardwise.plan.planning import Model, Plan, plan
+from shardwise.quantities import format_bytes
+from shardwise.stages import STAGES
+
+_MAX_MICRO_BATCH = 1 << 16
+_MAY_BE_EMPTY = ("num_shards", "micro_batches")
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is varied, each as the values to try; everything else is as in ``base``.
+
+    ``micro_batches`` empty: powers of two from 1 for as long as they fit.
+    """
+
+    base: Candidate
+    stages: Sequence[int] = (0, 1, 2, 3)
+    layouts: Sequence[Literal["rows", "flat"]] = ("rows",)
+    units: Sequence[tuple[str, ...] | None] = (None,)
+    num_shards: Sequence[int] = ()
+    prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
+    bucket_bytes: Sequence[int] = (1 << 20,)
+    reduce_every: Sequence[Literal["step", "micro_batch"] | None] = (None,)
+    activation_checkpointing: Sequence[str] = ("none", "full")
+    micro_batches: Sequence[int] = ()
+    offloads: Sequence[Offload] = (Offload(),)
+    degrees: Sequence[tuple[int, int, int]] = ((1, 1, 1),)  # tensor, pipeline, context
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan has to keep to; None asks for nothing.
+
+    ``tokens_per_step`` is met by accumulation and may not be missed by more than one per cent.
+    """
+
+    max_memory_bytes: int | None = None
+    tokens_per_step: int | None = None
+    target_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that lost, with the reason in words."""
+
+    candidate: Candidate
+    reason: str
+    was_played: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The fastest plan that keeps the limits, the Pareto set, and what lost.
+
+    The Pareto set holds the plans that no other one beats in both tokens/s and memory, fastest
+    first; ``winner`` is its first. ``num_played`` counts the candidates that were simulated.
+    """
+
+    winner: Plan | None
+    pareto: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    num_played: int
+    notes: tuple[str, ...] = field(default=())
+
+    def _repr_html_(self) -> str:
+        """Show the search in a notebook."""
+        from shardwise.plan.report.page import search_html
+
+        return search_html(self)
+
+    @property
+    def reasons(self) -> Mapping[str, Sequence[Candidate]]:
+        """Every reason for which candidates lost, with those that it was given for."""
+        found: dict[str, list[Candidate]] = {}
+        for rejected in self.rejected:
+            found.setdefault(rejected.reason, []).append(rejected.candidate)
+        return found
+
+    @property
+    def num_candidates(self) -> int:
+        """Number of candidates looked at."""
+        return len(self.pareto) + len(self.rejected)
+
+
+def search(
+    model: Model,
+    cluster: Cluster,
+    space: Space,
+    limits: Limits = Limits(),
+    prices_of: Callable[[Candidate], Pricer] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SearchResult:
+    """Play every candidate of the space; return the fastest that keeps the limits, and the rest.
+
+    ``progress`` is called with (families done, families in all).
+
+    **Cost** see Note [How the search prunes]; about 20 ms per candidate of a 32-layer model.
+
+    **Raises** ConfigError when the space is empty or a limit is not positive.
+    """
+    _check(space, limits)
+    families = list(_families(space, cluster))
+    if not families:
+        raise ConfigError(
+            f"search: no way to place {cluster.num_ranks} ranks; num_shards="
+            f"{list(space.num_shards)} and degrees={list(space.degrees)} leave none (their "
+            "products must divide the ranks)"
+        )
+    front = _Front()
+    rejected: list[Rejected] = []
+    num_played = 0
+    for number, family in enumerate(families):
+        for outcome in _play_family(model, cluster, family, space, limits, prices_of):
+            num_played += isinstance(outcome, Plan) or outcome.was_played
+            if isinstance(outcome, Rejected):
+                rejected.append(outcome)
+            elif outcome.tokens_per_s < (limits.target_tokens_per_s or 0):
+                rejected.append(_too_slow(outcome, limits))
+            else:
+                front.add(outcome)
+        if progress is not None:
+            progress(number + 1, len(families))
+    pareto, beaten = front.result()
+    winner = pareto[0] if pareto else None
+    return SearchResult(winner, tuple(pareto), (*rejected, *beaten), num_played)
+
+
+def _check(space: Space, limits: Limits) -> None:
+    for name in ("max_memory_bytes", "tokens_per_step", "target_tokens_per_s"):
+        value = getattr(limits, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name}={value}: expected more than 0")
+    for name in (f.name for f in fields(space) if f.name not in _MAY_BE_EMPTY):
+        if getattr(space, name) == ():
+            raise ConfigError(f"search: {name} is empty; give at least one value to try")
+
+
+def _families(space: Space, cluster: Cluster) -> Iterator[tuple[Candidate, int | None]]:
+    """Yield candidates without a micro-batch, each with the number of units to prefetch."""
+    for degrees in space.degrees:
+        model_parallel = degrees[0] * degrees[1] * degrees[2]
+        if cluster.num_ranks % model_parallel:
+            continue
+        ranks = cluster.num_ranks // model_parallel
+        for num_shards in space.num_shards or _splits(ranks, cluster.node.num_accelerators):
+            if ranks % num_shards:
+                continue
+            for values in product(
+                space.stages,
+                space.layouts,
+                space.units,
+                space.bucket_bytes,
+                space.reduce_every,
+                space.activation_checkpointing,
+                space.offloads,
+                space.prefetch_units,
+            ):
+                stage, layout, units, bucket, reduce_every, checkpointing, offload, ahead = values
+                if offload.params != "device" and not STAGES[stage].frees_after_backward:
+                    continue  # only a stage that frees parameters can have them elsewhere
+                gathers = num_shards > 1 and STAGES[stage].shards_state
+                if not gathers and ahead != space.prefetch_units[0]:
+                    continue  # nothing to prefetch, whatever the setting
+                yield (
+                    replace(
+                        space.base,
+                        stage=stage,
+                        layout=layout,
+                        units=units,
+                        bucket_bytes=bucket,
+                        reduce_every=reduce_every,
+                        activation_checkpointing=checkpointing,
+                        offload=offload,
+                        num_shards=num_shards,
+                        num_replicas=ranks // num_shards,
+                        tensor_parallel=degrees[0],
+                        pipeline_parallel=degrees[1],
+                        context_parallel=degrees[2],
+                    ),
+                    ahead,
+                )
+
+
+def _splits(ranks: int, ranks_per_node: int) -> list[int]:
+    """Return the shard-axis sizes worth trying: all ranks, and one node."""
+    return [ranks] if ranks <= ranks_per_node or ranks % ranks_per_node else [ranks, ranks_per_node]
+
+
+def _state_alone(model: Model, candidate: Candidate, capacity: int) -> str | None:
+    """Say why the state alone is too large, or return None; see Note [How the search prunes]."""
+    accounting = account(
+        params=model.num_params // (candidate.tensor_parallel * candidate.pipeline_parallel),
+        ranks=candidate.num_shards,
+        stage=candidate.stage,
+        precision=candidate.precision,
+        optimizer=candidate.optimizer,
+        offload=candidate.offload,
+    )
+    if accounting.between_steps.device <= capacity:
+        return None
+    return (
+        f"parameters, gradients and optimizer state alone are "
+        f"{format_bytes(accounting.between_steps.device)} of {format_bytes(capacity)} a rank"
+    )
+
+
+def _play_family(
+    model: Model,
+    cluster: Cluster,
+    family: tuple[Candidate, int | None],
+    space: Space,
+    limits: Limits,
+    prices_of: Callable[[Candidate], Pricer] | None,
+) -> Iterator[Plan | Rejected]:
+    """Yield the outcome of each micro-batch, smallest first, until one is too large."""
+    base, ahead = family
+    capacity = cluster.node.accelerator.memory_bytes
+    capacity = min(capacity, limits.max_memory_bytes or capacity)
+    reason = _state_alone(model, base, capacity)
+    if reason is not None:
+        yield Rejected(replace(base, accumulation=1), reason, was_played=False)
+        return
+    is_too_large = False
+    for micro_batch in sorted(space.micro_batches) or _powers_of_two():
+        candidate = replace(base, micro_batch=micro_batch)
+        accumulation = _accumulation(candidate, model.seq, limits.tokens_per_step)
+        if accumulation is None:
+            tokens = micro_batch * model.seq * base.data_parallel
+            yield Rejected(
+                replace(candidate, accumulation=1),
+                f"one micro-batch of all ranks is {tokens:,} tokens, which does not make "
+                f"{limits.tokens_per_step:,} a step",
+                was_played=False,
+            )
+            if limits.tokens_per_step is not None and tokens > limits.tokens_per_step:
+                return
+            continue
+        if is_too_large and accumulation > base.pipeline_parallel:
+            continue
+        candidate = replace(candidate, accumulation=accumulation)
+        tape = model.tape(candidate)
+        if ahead is not None:
+            largest = max((full_bytes(u, tape.compute_dtype) for u in tape.units[1:]), default=0)
+            candidate = replace(candidate, prefetch_bytes=None if ahead == 1 else ahead * largest)
+        prices = prices_of(candidate) if prices_of else None
+        made = plan(model, cluster, candidate, prices=prices, tape=tape)
+        if made.memory.high_bytes <= capacity:
+            yield made
+            continue
+        yield Rejected(candidate, _why_too_large(made, capacity), was_played=True)
+        is_too_large = True
+        if limits.tokens_per_step is None:
+            return
+
+
+def _powers_of_two() -> Iterator[int]:
+    micro_batch = 1
+    while micro_batch <= _MAX_MICRO_BATCH:
+        yield micro_batch
+        micro_batch *= 2
+
+
+def _accumulation(candidate: Candidate, seq: int, tokens_per_step: int | None) -> int | None:
+    """Return the micro-batches per step that make the tokens within one per cent, if any do."""
+    if tokens_per_step is None:
+        return candidate.accumulation
+    per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
+    count = round(tokens_per_step / per_micro_batch)
+    missed = abs(count * per_micro_batch - tokens_per_step)
+    return count if count and missed * 100 <= tokens_per_step else None
+
+
+def _why_too_large(made: Plan, capacity: int) -> str:
+    """Say at which moment how much is missing, and what is largest there."""
+    peak = made.played.peak
+    lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])[:2]
+    largest = " and ".join(f"{name} {format_bytes(num)}" for name, num in lines)
+    return (
+        f"needs up to {format_bytes(made.memory.high_bytes)} of {format_bytes(capacity)}, in "
+        f"{peak.phase} of {made.unit_name(peak.unit)}: {largest}"
+    )
+
+
+def _too_slow(made: Plan, limits: Limits) -> Rejected:
+    target = limits.target_tokens_per_s or 0
+    reason = f"{made.tokens_per_s:,.0f} tokens/s of {target:,.0f} asked for"
+    return Rejected(made.candidate, reason, was_played=True)
+
+
+@dataclass(frozen=True)
+class _Beaten:
+    """What is kept of a plan that another one beats; its program would take megabytes."""
+
+    candidate: Candidate
+    tokens_per_s: float
+    high_bytes: int
+    exposed_s: float
+
+    def why(self, best: Sequence[Plan]) -> str:
+        """Name the fastest plan that needs no more, and where the time goes."""
+        by = next(p for p in best if p.memory.high_bytes <= self.high_bytes)
+        slower = 1 - self.tokens_per_s / by.tokens_per_s
+        memory = format_bytes(self.high_bytes - by.memory.high_bytes)
+        if slower < 0.005:
+            less = f"needs {memory} less" if self.high_bytes > by.memory.high_bytes else "is alike"
+            return f"as fast as {by.label}, which {less}"
+        waits = self.exposed_s - by.simulated.exposed_s
+        cause = f"waits {waits:.3g} s longer for collectives" if waits > 0 else "computes longer"
+        return f"{slower:.0%} slower than {by.label} and {memory} larger: {cause}"
+
+
+class _Front:
+    """The plans so far that none beats in both speed and memory, and what is left of the others.
+
+    Of two that are alike in both, the first one stays.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[Plan] = []
+        self._beaten: list[_Beaten] = []
+
+    def add(self, made: Plan) -> None:
+        """Take a plan in, unless one that is there beats it."""
+        if any(_beats(other, made) for other in self._plans):
+            self._beaten.append(_rest_of(made))
+            return
+        self._beaten += [_rest_of(other) for other in self._plans if _beats(made, other)]
+        self._plans = [other for other in self._plans if not _beats(made, other)] + [made]
+
+    def result(self) -> tuple[list[Plan], list[Rejected]]:
+        """Return the plans of the front, fastest first, and why the others lost."""
+        best = sorted(self._plans, key=lambda made: -made.tokens_per_s)
+        return best, [Rejected(b.candidate, b.why(best), was_played=True) for b in self._beaten]
+
+
+def _beats(one: Plan, other: Plan) -> bool:
+    return (
+        one.tokens_per_s >= other.tokens_per_s and one.memory.high_bytes <= other.memory.high_bytes
+    )
+
+
+def _rest_of(made: Plan) -> _Beaten:
+    exposed_s = made.simulated.exposed_s
+    return _Beaten(made.candidate, made.tokens_per_s, made.memory.high_bytes, exposed_s)

@@ -1,0 +1,169 @@
+"""Bytes of dtypes; which dtype each kind of tensor has; bytes of optimizer state. Tables as data.
+
+Note [Precisions]
+``fp32``, ``bf16`` and ``fp16`` are `shardwise.config.PRECISIONS` with dtypes as names, for a model
+whose own dtype is float32, and ``pure_bf16`` is ``Precision`` with bfloat16 three times; the engine
+runs these. The others are how other people's systems keep their state. They differ in two things
+that the engine does not do: a shard of the parameters in the computing dtype beside the master
+weights, and a second copy of the gradients in the optimizer's dtype.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from shardwise.errors import ConfigError
+
+DtypeName = Literal["float32", "bfloat16", "float16", "float8", "float64", "int8"]
+
+DTYPE_BYTES: dict[DtypeName, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "int8": 1,
+}
+_SCALE_BYTES = 4  # of a quantized block, float32
+_SCALAR_BYTES = 4  # of a step counter, float32
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """One row of the table of precisions; see Note [Precisions].
+
+    ``compute`` is the dtype of full parameters, ``master`` that of the elements which the optimizer
+    updates, ``reduce`` that of reduced gradients and of sums over micro-batches.
+    ``keeps_compute_shard``: where parameters are sharded, a shard in the dtype ``compute`` rests
+    beside the master's. ``optimizer_grad``: gradients are copied into this dtype for the optimizer,
+    sharded as its state is.
+    """
+
+    compute: DtypeName
+    master: DtypeName
+    reduce: DtypeName
+    source: str
+    keeps_compute_shard: bool = False
+    optimizer_grad: DtypeName | None = None
+
+    @property
+    def has_master(self) -> bool:
+        """Tell whether master weights are apart from the parameters that the layers read."""
+        return self.master != self.compute
+
+    @property
+    def engine_runs_it(self) -> bool:
+        """Tell whether Shardwise itself can train this way."""
+        return not self.keeps_compute_shard and self.optimizer_grad is None
+
+
+_ENGINE = "shardwise.config.PRECISIONS"
+_MEGATRON = "Megatron Core user guide, distributed optimizer, bytes per parameter"
+
+PRECISIONS: dict[str, Dtypes] = {
+    "fp32": Dtypes("float32", "float32", "float32", _ENGINE),
+    "bf16": Dtypes("bfloat16", "float32", "float32", _ENGINE),
+    "fp16": Dtypes("float16", "float32", "float32", _ENGINE),
+    "pure_bf16": Dtypes("bfloat16", "bfloat16", "bfloat16", "shardwise.Precision, bfloat16 thrice"),
+    "zero_paper": Dtypes(
+        "float16",
+        "float32",
+        "float16",
+        "ZeRO (arXiv 1910.02054), section 3.1: 2 + 2 + K bytes, K = 12 for Adam",
+        keeps_compute_shard=True,
+    ),
+    "megatron_bf16": Dtypes(
+        "bfloat16", "float32", "float32", f"{_MEGATRON}: 18, or 6 + 12/d", keeps_compute_shard=True
+    ),
+    "megatron_fp16": Dtypes(
+        "float16",
+        "float32",
+        "float16",
+        f"{_MEGATRON}: 20, or 4 + 16/d",
+        keeps_compute_shard=True,
+        optimizer_grad="float32",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """One row of the table of optimizers: what its state is made of.
+
+    ``num_like`` state tensors have the parameter's shape, in ``bits`` per element or (``None``) in
+    the master dtype, with one float32 scale per ``block`` elements (0: none). ``factored``: of
+    matrices there are the means of rows and columns instead, of all else one tensor of its shape.
+    ``has_step``: one float32 counter per tensor. ``note`` is what the row leaves out.
+    """
+
+    num_like: int
+    source: str
+    bits: int | None = None
+    block: int = 0
+    factored: bool = False
+    has_step: bool = False
+    note: str = ""
+
+    def state_bytes(self, numel: int, master: DtypeName) -> int:
+        """Return the bytes of state for so many parameters: no counters, all in matrices."""
+        bits = 8 * DTYPE_BYTES[master] if self.bits is None else self.bits
+        scales = -(-numel // self.block) * _SCALE_BYTES if self.block else 0
+        return self.num_like * (-(-numel * bits // 8) + scales)
+
+    def tensor_bytes(self, shape: tuple[int, ...], master: DtypeName) -> int:
+        """Return the bytes of state of one tensor of this shape, its counter included."""
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        total = _SCALAR_BYTES * self.has_step
+        if not self.factored:
+            return total + self.state_bytes(numel, master)
+        if len(shape) < 2 or not numel:
+            return total + numel * DTYPE_BYTES[master]
+        return total + (numel // shape[-1] + numel // shape[-2]) * DTYPE_BYTES[master]
+
+
+_QUANTIZED = "tensors of fewer than 4,096 elements or no whole number of blocks stay as they are"
+_TORCHAO = "torchao.optim: block_size {}, one float32 scale per block"
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": Optimizer(2, "torch.optim.AdamW: exp_avg, exp_avg_sq, step", has_step=True),
+    "adam": Optimizer(2, "torch.optim.Adam: exp_avg, exp_avg_sq, step", has_step=True),
+    "adamw_bf16_moments": Optimizer(
+        2, f"{_MEGATRON}: 6 + 8/d with bf16 moments", bits=16, has_step=True
+    ),
+    "adamw_8bit": Optimizer(
+        2, _TORCHAO.format(256), bits=8, block=256, has_step=True, note=_QUANTIZED
+    ),
+    "adamw_4bit": Optimizer(
+        2, _TORCHAO.format(128), bits=4, block=128, has_step=True, note=_QUANTIZED
+    ),
+    "sgd": Optimizer(0, "torch.optim.SGD: no state"),
+    "sgd_momentum": Optimizer(1, "torch.optim.SGD with momentum: momentum_buffer"),
+    "lion": Optimizer(1, "Lion (arXiv 2302.06675), algorithm 2: one momentum"),
+    "muon": Optimizer(
+        1,
+        "torch.optim.Muon: momentum_buffer",
+        note="Muon updates matrices; embeddings, norms and biases need another optimizer's state",
+    ),
+    "adafactor": Optimizer(
+        0,
+        "torch.optim.Adafactor: row_var and col_var, or variance; step",
+        factored=True,
+        has_step=True,
+        note="Adafactor's means of rows and columns need shapes, and so are not in a count",
+    ),
+}
+
+
+def row_of(table: Mapping[str, _Row], name: str, field: str) -> _Row:
+    """Return a table's row. **Raises** ConfigError that names the field and the nearest name."""
+    if name in table:
+        return table[name]
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{field}={name!r}: expected one of {', '.join(table)}{meant}")

@@ -1,0 +1,318 @@
+"""Units and reductions that only count bytes: what the engine's schedule is played with.
+
+They answer the schedule as `unit.unit.Unit` and `unit.reduce.Reduction` do, and book what those
+allocate, in the same order.
+"""
+
+from collections.abc import Sequence
+
+from shardwise.engine.schedule import ReduceQueue
+from shardwise.plan.sizes import DtypeName
+from shardwise.plan.step.footprint import Footprint, Reduce
+from shardwise.plan.step.issue import Issuer
+from shardwise.plan.step.messages import Message, whole
+from shardwise.plan.step.meter import Meter
+from shardwise.plan.step.offloading import Offloading
+from shardwise.plan.step.program import AxisName
+
+
+class Board:
+    """What all doubles of a played step share."""
+
+    def __init__(
+        self, meter: Meter, issue: Issuer, offloading: Offloading, dtype: DtypeName
+    ) -> None:
+        self.meter = meter
+        self.issue = issue
+        self.offloading = offloading
+        self.dtype = dtype
+        self.num_shards = offloading.candidate.num_shards
+        self.num_replicas = offloading.candidate.num_replicas
+
+
+class UnitDouble:
+    """A unit of the tape, in the states that `unit.states` names.
+
+    ``grads`` are the bytes of full gradients that autograd has written and nobody has taken,
+    ``sums`` those of sums over micro-batches; ``has_grad`` tells whether ``p.grad`` is there, and
+    ``buffer`` whether a gradient buffer is kept for the next step ("kept", or "lent" to p.grad).
+    """
+
+    __slots__ = (
+        "_board",
+        "_pending",
+        "_staging",
+        "_state",
+        "backward_reads_params",
+        "buffer",
+        "full_bytes",
+        "grads",
+        "has_grad",
+        "in_backward",
+        "index",
+        "is_fresh",
+        "is_trained",
+        "sums",
+        "used_outside",
+        "weight",
+    )
+
+    def __init__(self, index: int, weight: Footprint, reads: bool, board: Board) -> None:
+        self.index = index
+        self.weight = weight
+        self.full_bytes = weight.full_bytes
+        self.is_trained = weight.num_trained > 0
+        self.backward_reads_params = reads
+        self.used_outside = False
+        self.in_backward = False
+        self.is_fresh = weight.gather is None
+        self.grads = self.sums = 0
+        self.has_grad = False
+        self.buffer = ""
+        self._board = board
+        self._state = "sharded"
+        self._staging = 0
+        self._pending: int | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Tell whether to gather it would send nothing."""
+        return self._state == "gathering" or self.is_fresh
+
+    def start_unshard(self) -> None:
+        """Start gathering: allocate, cast, stage, send."""
+        if self._state != "sharded":
+            return
+        self._state = "gathering"
+        message = self.weight.gather
+        if self.is_fresh or message is None:
+            return
+        meter, issue = self._board.meter, self._board.issue
+        before, meter.phase = meter.phase, "unshard"
+        meter.add("param_full", self.weight.freed_bytes)
+        self._staging = message.staging + self._board.offloading.fetch(
+            self.weight, self.index, issue
+        )
+        meter.add("gather_staging", self._staging)
+        meter.phase = before
+        issue.move(message.before, self._board.dtype, self.index, "unshard")
+        if self._board.num_shards > 1 and (message.num_messages or message.payload):
+            self._pending = issue.collective("all_gather", "shard", message, self.index, "unshard")
+        self.is_fresh = True
+
+    def finish_unshard(self) -> None:
+        """Wait for the gather, unpack."""
+        self.start_unshard()
+        if self._state != "gathering":
+            return
+        if self._pending is not None:
+            message = self.weight.gather
+            assert message is not None
+            self._board.issue.wait(self._pending)
+            self._board.issue.move(message.after, self._board.dtype, self.index, "unshard")
+            self._pending = None
+        self._board.meter.add("gather_staging", -self._staging)
+        self._staging = 0
+        self._state = "full"
+
+    def reshard(self) -> None:
+        """Free the full copy where the stage frees it."""
+        if self._state == "gathering":
+            self.finish_unshard()
+        if self._state == "full":
+            if self.weight.freed_bytes:
+                self._board.meter.add("param_full", -self.weight.freed_bytes)
+                self.is_fresh = False
+            self._state = "sharded"
+
+    def go_stale(self) -> None:
+        """Note that the optimizer has changed the slices."""
+        self.is_fresh = self.weight.gather is None
+
+
+class ReductionDouble:
+    """The reduction of one bucket."""
+
+    def __init__(self, units: Sequence[UnitDouble], board: Board) -> None:
+        self.units = list(units)
+        self._board = board
+        self._weights: list[Reduce] = []
+        self._message = Message()
+        self._grads = 0
+        self._pending: int | None = None
+        self._gathers: list[int | None] = []
+        self._means: list[Message] = []
+
+    @property
+    def _unit(self) -> int:
+        return self.units[0].index
+
+    def start(self) -> None:
+        """Take the gradients, allocate means and staging, send."""
+        board = self._board
+        meter, before = board.meter, board.meter.phase
+        meter.phase = "reduce"
+        for unit in self.units:
+            self._take(unit)
+        self._message = whole([w.message for w in self._weights])
+        meter.add("reduce_staging", self._message.staging)
+        meter.phase = before
+        board.issue.move(self._message.before, board.dtype, self._unit, "reduce")
+        self._pending = board.issue.collective(
+            "reduce_scatter", "shard", self._message, self._unit, "reduce"
+        )
+
+    def _take(self, unit: UnitDouble) -> None:
+        weight, meter = unit.weight, self._board.meter
+        summed = bool(unit.sums)
+        reduce = weight.reduce_sums if summed else weight.reduce
+        assert reduce is not None
+        if summed and weight.sums_apart:
+            add_micro_batch(unit, self._board)
+        missing = reduce.grads - unit.grads - unit.sums
+        if missing > 0:  # parameters without a gradient contribute zeros
+            meter.add("grad_full", missing)
+        self._grads += max(missing, 0) + unit.grads + unit.sums
+        unit.grads = unit.sums = 0
+        self._weights.append(reduce)
+        if not (weight.keeps_buffer and unit.buffer == "kept"):
+            meter.add("grad_shards", reduce.out)
+        if weight.keeps_buffer:
+            unit.buffer = "lent"
+
+    def settle(self) -> None:
+        """Wait, sum, free what was sent; start what comes second."""
+        board, meter = self._board, self._board.meter
+        before, meter.phase = meter.phase, "reduce"
+        board.issue.wait(self._pending)
+        meter.touch({"reduce_staging": max(w.temporary for w in self._weights)})
+        board.issue.move(self._message.after, board.dtype, self._unit, "reduce")
+        meter.add("reduce_staging", -self._message.staging)
+        meter.add("grad_full", -self._grads)
+        for weight in self._weights:
+            for message in weight.replicas:
+                self._sum_over_replicas(message)
+            for message in weight.means:
+                self._start_gather(message)
+        for unit in self.units:
+            sent = board.offloading.send_grads(unit.weight, unit.index, board.issue)
+            meter.add("grad_shards", -sent)
+        meter.phase = before
+
+    def _sum_over_replicas(self, message: Message) -> None:
+        board = self._board
+        board.meter.touch({"reduce_staging": message.staging})
+        board.issue.move(message.before, board.dtype, self._unit, "reduce")
+        done = board.issue.collective(
+            "all_reduce", "replicate", message, self._unit, "reduce", counts=2
+        )
+        board.issue.wait(done)
+        board.issue.move(message.after, board.dtype, self._unit, "reduce")
+
+    def _start_gather(self, message: Message) -> None:
+        board = self._board
+        board.meter.add("gather_staging", message.staging)
+        board.issue.move(message.before, board.dtype, self._unit, "reduce")
+        self._gathers.append(
+            board.issue.collective("all_gather", "shard", message, self._unit, "reduce")
+        )
+        self._means.append(message)
+
+    def finish(self) -> None:
+        """Wait for the gathered means of stage 0."""
+        board = self._board
+        for pending, message in zip(self._gathers, self._means, strict=True):
+            board.issue.wait(pending)
+            board.issue.move(message.after, board.dtype, self._unit, "reduce")
+            board.meter.add("gather_staging", -message.staging)
+
+
+def add_micro_batch(unit: UnitDouble, board: Board) -> None:
+    """Add a micro-batch's gradients to the window's sum, in the dtype of the sum."""
+    weight = unit.weight
+    if not weight.sums_apart:
+        unit.sums += unit.grads
+        unit.grads = 0
+        return
+    held, most = weight.keep_next if unit.sums else weight.keep_first
+    board.meter.touch({"grad_full": most})
+    board.meter.add("grad_full", held)
+    unit.sums += unit.grads + held
+    unit.grads = 0
+
+
+class ReductionsDouble:
+    """Stands for `engine.reductions.Reductions`."""
+
+    def __init__(
+        self, board: Board, bucket_bytes: int, reduces_in_flight: int, settles_at_close: bool
+    ) -> None:
+        self._board = board
+        self._queue: ReduceQueue[UnitDouble, ReductionDouble] = ReduceQueue(
+            lambda units: ReductionDouble(units, board),
+            bucket_bytes,
+            reduces_in_flight,
+            settles_at_close,
+        )
+        self._flags: list[int | None] = []
+
+    def is_waiting(self, unit: UnitDouble) -> bool:
+        """Tell whether a unit is in the bucket."""
+        return unit in self._queue.bucket
+
+    def add(self, unit: UnitDouble) -> None:
+        """Reduce a unit's gradients."""
+        self._queue.add(unit)
+
+    def keep(self, unit: UnitDouble) -> None:
+        """Keep a unit's gradients for the last micro-batch."""
+        add_micro_batch(unit, self._board)
+
+    def close(self) -> None:
+        """Start what is left, and the flags."""
+        self._queue.close()
+        units = [u for r in self._queue.all for u in r.units]
+        board = self._board
+        if not units or board.num_shards * board.num_replicas == 1:
+            return
+        count = sum(u.weight.num_trained for u in units)
+        axes: tuple[tuple[AxisName, int], ...] = (
+            ("shard", board.num_shards),
+            ("replicate", board.num_replicas),
+        )
+        for axis, size in axes:
+            if size > 1:
+                flags = Message(count, count * (size - 1), size - 1)
+                op = board.issue.collective("all_reduce", axis, flags, 0, "reduce", label="flags")
+                self._flags.append(op)
+
+    def finish(self) -> None:
+        """Complete every reduction and book the means as ``p.grad``, or add them to it."""
+        self._queue.settle()
+        for op in self._flags:
+            self._board.issue.wait(op)
+        self._flags = []
+        added = 0
+        for reduction in self._queue.settled:
+            reduction.finish()
+            for unit in reduction.units:
+                out = self._board.offloading.out_on_device(unit.weight)
+                if unit.has_grad:
+                    unit.buffer = ""
+                    added += out
+                    moved = out * 3  # reads both, writes one
+                    self._board.issue.move(moved, self._board.dtype, unit.index, "reduce")
+                unit.has_grad = True
+        self._queue.settled = []
+        self._board.meter.add("grad_shards", -added)
+
+    def zero_grad(self, units: Sequence[UnitDouble]) -> None:
+        """Drop ``p.grad``; a buffer that the unit keeps stays."""
+        for unit in units:
+            if unit.has_grad and unit.weight.reduce is not None:
+                unit.has_grad = False
+                if unit.buffer:
+                    unit.buffer = "kept"
+                else:
+                    out = self._board.offloading.out_on_device(unit.weight)
+                    self._board.meter.add("grad_shards", -out)

@@ -1,0 +1,64 @@
+"""Where the bytes of one rank are, line by line, at one moment of a step."""
+
+from dataclasses import dataclass, fields
+
+from shardwise.plan.step.program import OpPhase, Program
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes that one rank's device allocator holds for tensors; lines add up to ``total``.
+
+    ``param_shards`` are the persistent slices with padding, ``param_full`` full copies beyond
+    them, ``gather_staging`` and ``reduce_staging`` buffers of collectives under way,
+    ``grad_full`` gradients of full parameters that are not reduced, ``grad_shards`` reduced ones.
+    """
+
+    param_shards: int = 0
+    param_full: int = 0
+    grad_full: int = 0
+    grad_shards: int = 0
+    optimizer_state: int = 0
+    optimizer_temporary: int = 0
+    gather_staging: int = 0
+    reduce_staging: int = 0
+    activations: int = 0
+    temporary: int = 0
+    logits: int = 0
+    inputs: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all lines."""
+        return sum(self.lines().values())
+
+    def lines(self) -> dict[str, int]:
+        """Return the lines by name, in the order of the fields."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The ledger at one moment: in which phase of which micro-batch, in which unit."""
+
+    phase: OpPhase
+    unit: int
+    micro_batch: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class Played:
+    """One steady-state step, played: its peak, the peak of each phase, and its operations.
+
+    ``resting`` is the ledger between steps, after ``zero_grad``. ``host_bytes`` and ``nvme_bytes``
+    are what offloading puts there, per rank, pinned buffers included.
+    """
+
+    peak: Moment
+    peaks: tuple[Moment, ...]
+    resting: Ledger
+    host_bytes: int
+    nvme_bytes: int
+    program: Program

@@ -1,0 +1,271 @@
+"""Plays a tape under a candidate with the engine's own schedule: peak memory, and a program.
+
+Note [The step that is played]
+The second one and all after it: the order of the units is known, gradient buffers of the CPU are
+there, optimizer state exists. A step is ``accumulation`` micro-batches, clipping if asked for, the
+optimizer's step and ``zero_grad``. Inside a micro-batch the engine's `Schedule` and `ReduceQueue`
+are called as the engine calls them, at the visits of the tape.
+
+Note [What an optimizer's step takes]
+Bytes: each of parameter, state and gradient is read once, and all but the gradient written once,
+by a fused kernel: 28 per parameter for AdamW in float32. Without fusion torch runs eight kernels
+per tensor, 80 bytes. Temporaries, as torch.optim allocates them: fused none; foreach the square
+roots of all second moments at once; loop two tensors of the size of the largest.
+"""
+
+from dataclasses import replace
+
+from shardwise.engine.schedule import Schedule
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
+from shardwise.plan.step.doubles import Board, ReductionsDouble, UnitDouble
+from shardwise.plan.step.footprint import Footprint, Setting, footprint, setting_of
+from shardwise.plan.step.issue import Issuer
+from shardwise.plan.step.ledger import Ledger, Played
+from shardwise.plan.step.messages import Message
+from shardwise.plan.step.meter import Meter
+from shardwise.plan.step.offloading import Offloading
+
+_UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
+_UNFUSED_KERNELS = 8
+_NORM_BYTES = 8  # the partial norm that clipping sends, float64
+
+
+def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
+    """Play one steady-state step of rank 0, which holds and sends the most.
+
+    ``clips``: the gradients' norm is clipped before the optimizer's step.
+
+    **Cost** about 20 microseconds per event of the tape and micro-batch; no tensors.
+
+    **Raises** ConfigError for a precision or an optimizer that is in no table.
+    """
+    row_of(PRECISIONS, candidate.precision, "precision")
+    row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
+    player = _Player(tape, candidate, setting_of(candidate))
+    for micro_batch in range(candidate.accumulation):
+        player.run_micro_batch(micro_batch)
+    player.step(clips)
+    return player.result()
+
+
+class _Player:
+    """One step under way."""
+
+    def __init__(self, tape: Tape, candidate: Candidate, setting: Setting) -> None:
+        self._tape = tape
+        self._candidate = candidate
+        self._weights = [footprint(u, setting) for u in tape.units]
+        self._reduce_every = candidate.reduce_every or setting.stage.reduce_every
+        self._offloading = Offloading(candidate)
+        self._buffers = self._kept_buffers()
+        self._meter = Meter(self._rest())
+        self._issue = Issuer()
+        board = Board(self._meter, self._issue, self._offloading, tape.compute_dtype)
+        self._units = [
+            UnitDouble(i, w, u.backward_reads_params, board)
+            for i, (w, u) in enumerate(zip(self._weights, tape.units, strict=True))
+        ]
+        for unit in self._units:
+            unit.buffer = "kept" if self._buffers and unit.is_trained else ""
+        self._reductions = ReductionsDouble(
+            board,
+            candidate.bucket_bytes,
+            candidate.reduces_in_flight,
+            settles_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,
+        )
+        self._schedule: Schedule[UnitDouble] = Schedule(
+            setting.stage, self._reduce_every, candidate.prefetch_bytes, self._reductions
+        )
+        visits = [e for e in tape.events if isinstance(e, Visit)]
+        order = [e.unit for e in visits if e.kind == "before_forward" and not e.recomputes]
+        self._schedule.settle(self._units, order)
+        self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
+        self._stack: list[tuple[UnitDouble, bool]] = []
+        self._in_backward = False
+        self._is_last = True
+
+    def _kept_buffers(self) -> bool:
+        """Tell whether the gradient buffers of the step before lie there at its end."""
+        window = self._candidate.accumulation if self._reduce_every == "micro_batch" else 1
+        return window == 1 and all(w.keeps_buffer for w in self._weights)
+
+    def _rest(self) -> Ledger:
+        weights, offloading = self._weights, self._offloading
+        state = sum(w.state_bytes for w in weights)
+        buffers = sum(w.reduce.out for w in weights if w.reduce) if self._buffers else 0
+        return Ledger(
+            param_shards=sum(offloading.params_on_device(w) for w in weights),
+            param_full=sum(w.kept_bytes for w in weights),
+            grad_shards=buffers,
+            optimizer_state=state - offloading.share(state),
+            buffers=self._tape.buffer_bytes,
+        )
+
+    # -- a micro-batch
+    def run_micro_batch(self, number: int) -> None:
+        """Walk the tape once."""
+        meter = self._meter
+        self._is_last = number == self._candidate.accumulation - 1
+        meter.micro_batch = self._issue.micro_batch = number
+        self._in_backward = False
+        meter.phase = "forward"
+        meter.add("inputs", self._tape.input_bytes)
+        for event in self._tape.events:
+            if isinstance(event, Work):
+                self._work(event)
+            else:
+                meter.unit = event.unit
+                self._visit(event)
+        self._end_backward()
+        meter.add("inputs", -self._tape.input_bytes)
+
+    def _work(self, work: Work) -> None:
+        meter, unit = self._meter, self._units[work.unit]
+        meter.phase, meter.unit = work.phase, work.unit
+        # Where sums and gradients have one dtype, autograd adds to what is there, one by one.
+        adds = unit.sums > 0 and not unit.weight.sums_apart
+        peak, net = _summed(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
+        meter.touch(
+            {
+                "activations": peak.activations,
+                "temporary": peak.temporary,
+                "logits": peak.logits,
+                "grad_full": peak.grads,
+            }
+        )
+        meter.add("activations", net.activations)
+        meter.add("logits", net.logits)
+        meter.add("grad_full", net.grads)
+        if not adds:
+            unit.grads += net.grads
+        self._issue.compute(work.costs, work.unit, work.phase)
+
+    def _visit(self, visit: Visit) -> None:
+        unit = self._units[visit.unit]
+        if visit.kind == "before_forward":
+            is_next = self._schedule.before_forward(
+                unit, in_backward=self._in_backward, records=True
+            )
+            self._stack.append((unit, is_next))
+        elif visit.kind == "after_forward":
+            _, is_next = self._stack.pop()
+            self._schedule.after_forward(
+                unit,
+                in_backward=self._in_backward,
+                expects_backward=not visit.recomputes and visit.unit in self._with_backward,
+                backward_is_next=is_next,
+                still_runs=any(u is unit for u, _ in self._stack),
+                at_root=not self._stack,
+            )
+        elif visit.kind == "before_backward":
+            self._begin_backward()
+            unit.in_backward = True
+            self._schedule.before_backward(unit)
+        else:
+            self._close(unit)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._reductions.finish()
+            self._schedule.begin_backward()
+            self._in_backward = True
+
+    def _close(self, unit: UnitDouble) -> None:
+        unit.in_backward = False
+        self._schedule.after_backward(unit, is_last=self._is_last)
+
+    def _end_backward(self) -> None:
+        for unit in reversed(self._units):
+            left = self._schedule.reduces(self._is_last) and unit.grads + unit.sums > 0
+            if (unit.in_backward or left) and not self._reductions.is_waiting(unit):
+                self._close(unit)
+        self._reductions.close()
+        self._schedule.end_pass()
+
+    # -- the step
+    def step(self, clips: bool) -> None:
+        """Clip, step, drop the gradients."""
+        meter, issue = self._meter, self._issue
+        meter.unit = 0
+        meter.phase = "reduce"
+        self._reductions.finish()
+        if clips:
+            self._clip()
+        meter.phase = "optimizer"
+        meter.touch({"optimizer_temporary": self._temporary_bytes()})
+        moved = [self._step_bytes(w) for w in self._weights]
+        away = [self._offloading.share(m) for m in moved]
+        self._offloading.step_on_host(self._weights, issue, moved)
+        on_device = sum(moved) - sum(away)
+        if on_device:
+            issue.compute((self._memory(on_device, self._num_kernels()),), 0, "optimizer")
+        self._offloading.return_params(self._weights, issue)
+        self._reductions.zero_grad(self._units)
+        for unit in self._units:
+            unit.go_stale()
+
+    def _clip(self) -> None:
+        self._meter.phase = "clip"
+        size = DTYPE_BYTES[PRECISIONS[self._candidate.precision].reduce]
+        grads = sum(w.local_numel for w in self._weights) * size
+        if not grads:
+            return
+        self._issue.compute((self._memory(grads, 1),), 0, "clip")
+        ranks = self._candidate.num_shards
+        if ranks > 1 and self._candidate.stage > 0:
+            norm = Message(_NORM_BYTES, _NORM_BYTES * (ranks - 1), ranks - 1)
+            op = self._issue.collective("all_reduce", "shard", norm, 0, "clip", label="scalars")
+            self._issue.wait(op)
+        self._issue.compute((self._memory(2 * grads, 1),), 0, "clip")
+
+    def _memory(self, num_bytes: int, num_ops: int) -> Cost:
+        return Cost("memory", PRECISIONS[self._candidate.precision].master, 0, num_bytes, num_ops)
+
+    def _is_adam(self) -> bool:
+        return self._candidate.optimizer in ("adam", "adamw")
+
+    def _num_kernels(self) -> int:
+        kernel = self._candidate.optimizer_kernel
+        num_tensors = sum(w.num_trained for w in self._weights) if kernel == "loop" else 1
+        return num_tensors * (1 if kernel == "fused" else _UNFUSED_KERNELS)
+
+    def _step_bytes(self, weight: Footprint) -> int:
+        row = PRECISIONS[self._candidate.precision]
+        master, numel = DTYPE_BYTES[row.master], weight.local_numel
+        if self._is_adam() and self._candidate.optimizer_kernel != "fused":
+            return numel * _UNFUSED_BYTES * master // 4
+        return 2 * (numel * master + weight.state_bytes) + numel * DTYPE_BYTES[row.reduce]
+
+    def _temporary_bytes(self) -> int:
+        kernel, weights = self._candidate.optimizer_kernel, self._weights
+        row = PRECISIONS[self._candidate.precision]
+        numel = sum(w.local_numel for w in weights)
+        copied = numel * DTYPE_BYTES[row.optimizer_grad] if row.optimizer_grad else 0
+        if kernel == "fused" or not self._is_adam():
+            return copied
+        if kernel == "loop":
+            return copied + 2 * max((w.largest_local for w in weights), default=0)
+        return copied + numel * DTYPE_BYTES[row.master]
+
+    def result(self) -> Played:
+        """Return the step as it was played."""
+        peaks = self._meter.peaks()
+        host, nvme = self._offloading.bytes_away(self._weights)
+        return Played(
+            peak=max(peaks, key=lambda m: m.ledger.total),
+            peaks=peaks,
+            resting=self._meter.ledger(),
+            host_bytes=host,
+            nvme_bytes=nvme,
+            program=self._issue.program(tuple(u.name for u in self._tape.units)),
+        )
+
+
+def _summed(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
+    """Return peak and net of a work whose gradients are added to sums and freed, one by one."""
+    if work.summed_peak is not None and work.summed_net is not None:
+        return work.summed_peak, work.summed_net
+    peak = replace(work.peak, grads=min(work.peak.grads, largest_grad))
+    return peak, replace(work.net, grads=0)

@@ -1,0 +1,5 @@
+"""A program in time, on one rank among equals or on thousands that differ.
+
+Reading order: ``scenario`` (what goes wrong), ``breakdown`` (busy, hidden, exposed),
+``contention``, ``many_ranks``, ``simulate``, ``goodput``, ``scaling``, ``timeline``.
+"""

@@ -1,0 +1,225 @@
+"""How throughput grows with the number of ranks: a table, and a picture of it as SVG text."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import ceil, floor, isfinite, log2, log10
+
+from shardwise.errors import ConfigError
+
+_WIDTH, _HEIGHT = 720, 440
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 664, 72, 372
+_LABEL_GAP = 44  # labels of points closer than this would touch
+_MOST_TICKS = 7
+_STYLE = """
+.shardwise-scaling{font-family:system-ui,sans-serif;font-size:12px}
+.shardwise-scaling text{fill:#4a5058}
+.shardwise-scaling .strong{fill:#1c2024}
+.shardwise-scaling .grid{stroke:#dfe3e8}
+.shardwise-scaling .ideal{stroke:#7a828c}
+.shardwise-scaling .line{stroke:#1f6fd1}
+.shardwise-scaling .dot{fill:#1f6fd1}
+@media (prefers-color-scheme:dark){
+.shardwise-scaling text{fill:#b3bac3}
+.shardwise-scaling .strong{fill:#f0f3f6}
+.shardwise-scaling .grid{stroke:#3a4149}
+.shardwise-scaling .ideal{stroke:#8d96a0}
+.shardwise-scaling .line{stroke:#6cabf5}
+.shardwise-scaling .dot{fill:#6cabf5}
+}
+"""
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """What was found for one number of ranks; ``tokens_per_step`` are those of all ranks."""
+
+    num_ranks: int
+    step_s: float
+    tokens_per_step: float
+    exposed_s: float = 0.0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """One line of the table; ``efficiency`` is throughput per rank, relative to the first line's.
+
+    ``exposed`` is the share of the step in which communication is not hidden.
+    """
+
+    num_ranks: int
+    step_s: float
+    tokens_per_s: float
+    efficiency: float
+    exposed: float
+    memory_bytes: int
+
+
+def scaling_rows(points: Iterable[ScalingPoint]) -> tuple[ScalingRow, ...]:
+    """Return the table of a scaling curve, ordered by the number of ranks.
+
+    **Raises** ConfigError: no points, a number of ranks twice, a time that is not above 0.
+    """
+    ordered = sorted(points, key=lambda point: point.num_ranks)
+    if not ordered:
+        raise ConfigError("points: expected at least one, got none")
+    for before, point in zip([None, *ordered], ordered, strict=False):
+        if before is not None and before.num_ranks == point.num_ranks:
+            raise ConfigError(f"points: {point.num_ranks} ranks are there twice; give each once")
+        for name in ("num_ranks", "step_s", "tokens_per_step"):
+            value = getattr(point, name)
+            if not (value > 0 and isfinite(value)):
+                raise ConfigError(f"points: {name}={value!r}: expected a number above 0")
+    first = ordered[0]
+    per_rank = first.tokens_per_step / first.step_s / first.num_ranks
+    return tuple(
+        ScalingRow(
+            point.num_ranks,
+            point.step_s,
+            point.tokens_per_step / point.step_s,
+            point.tokens_per_step / point.step_s / point.num_ranks / per_rank,
+            point.exposed_s / point.step_s,
+            point.memory_bytes,
+        )
+        for point in ordered
+    )
+
+
+def sweep_ranks(
+    point_of: Callable[[int], ScalingPoint], ranks: Sequence[int]
+) -> tuple[ScalingRow, ...]:
+    """Return the table for the numbers of ranks, each simulated by ``point_of``."""
+    return scaling_rows(point_of(num_ranks) for num_ranks in ranks)
+
+
+def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
+    """Draw tokens per second over ranks, both on logarithmic axes, beside the ideal line.
+
+    The text is a whole SVG document, which may also be put into an HTML page; colours follow the
+    reader's light or dark setting. The labels at the points are the efficiencies.
+    """
+    first = rows[0]
+    ideal = [first.tokens_per_s * row.num_ranks / first.num_ranks for row in rows]
+    across = _Axis(log2(first.num_ranks), log2(rows[-1].num_ranks), _LEFT, _RIGHT)
+    values = [*ideal, *(row.tokens_per_s for row in rows)]
+    ticks = _ticks(min(values) / 2, max(values))  # room for the label of the lowest point
+    up = _Axis(log10(ticks[0]), log10(ticks[-1]), _BOTTOM, _TOP)
+    curve = [(across.at(log2(r.num_ranks)), up.at(log10(r.tokens_per_s))) for r in rows]
+    straight = [(x, up.at(log10(best))) for (x, _), best in zip(curve, ideal, strict=True)]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'class="shardwise-scaling" aria-labelledby="scaling-title scaling-desc">',
+        f'<title id="scaling-title">{escape(title)}</title>',
+        f'<desc id="scaling-desc">{escape(_description(rows))}</desc>',
+        f"<style>{_STYLE}</style>",
+        _text(_LEFT, 26, title, 'class="strong" font-size="15" font-weight="600"'),
+        *_legend(),
+        *_value_axis(up, ticks),
+        *_ranks_axis(across, rows),
+        _line("ideal", straight, 'stroke-dasharray="5 4"'),
+        _line("line", curve, 'stroke-width="2"'),
+        *_dots(curve, rows),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class _Axis:
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return where a value lies; an axis of one value has it in the middle."""
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.begin + share * (self.end - self.begin)
+
+
+def _description(rows: Sequence[ScalingRow]) -> str:
+    return "Tokens per second by number of ranks: " + "; ".join(
+        f"{row.num_ranks} ranks {row.tokens_per_s:.3g} tokens/s, "
+        f"{row.efficiency:.0%} of ideal per rank"
+        for row in rows
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return the round values 1, 2, 5, 10 ... around a range; two at least."""
+    powers = range(floor(log10(low)) - 1, ceil(log10(high)) + 2)
+    round_values = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    first = max(i for i, value in enumerate(round_values) if value <= low)
+    last = min(i for i, value in enumerate(round_values) if value >= high)
+    return round_values[first : max(last, first + 1) + 1]
+
+
+def _value_axis(up: _Axis, ticks: Sequence[float]) -> list[str]:
+    """Draw a line for each round value, or for each power of ten where there are many."""
+    parts = [_text(_LEFT - 60, _TOP - 18, "tokens/s")]
+    for tick in ticks:
+        if len(ticks) > _MOST_TICKS and not f"{tick:e}".startswith("1"):
+            continue
+        y = up.at(log10(tick))
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(_LEFT - 8, y + 4, _short(tick), 'text-anchor="end"'))
+    return parts
+
+
+def _ranks_axis(across: _Axis, rows: Sequence[ScalingRow]) -> list[str]:
+    parts = [
+        f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>',
+        _text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
+    ]
+    shown = -_WIDTH * 1.0
+    for row in rows:
+        x = across.at(log2(row.num_ranks))
+        parts.append(
+            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 5}"/>'
+        )
+        if x - shown >= _LABEL_GAP:
+            label = f"{row.num_ranks:,}"
+            parts.append(_text(x, _BOTTOM + 21, label, 'text-anchor="middle"'))
+            shown = x
+    return parts
+
+
+def _dots(curve: list[tuple[float, float]], rows: Sequence[ScalingRow]) -> list[str]:
+    """Draw the points; efficiencies stand below right, where neither line passes."""
+    parts = []
+    shown = -_WIDTH * 1.0
+    for (x, y), row in zip(curve, rows, strict=True):
+        parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        if x - shown >= _LABEL_GAP:
+            parts.append(_text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
+            shown = x
+    return parts
+
+
+def _legend() -> list[str]:
+    return [
+        f'<line class="line" stroke-width="2" x1="{_RIGHT - 256}" x2="{_RIGHT - 232}" '
+        f'y1="{_TOP - 22}" y2="{_TOP - 22}"/>',
+        _text(_RIGHT - 226, _TOP - 18, "simulated, % of ideal"),
+        f'<line class="ideal" stroke-dasharray="5 4" x1="{_RIGHT - 76}" x2="{_RIGHT - 52}" '
+        f'y1="{_TOP - 22}" y2="{_TOP - 22}"/>',
+        _text(_RIGHT - 46, _TOP - 18, "ideal"),
+    ]
+
+
+def _line(name: str, points: list[tuple[float, float]], more: str) -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline class="{name}" fill="none" {more} points="{places}"/>'
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
+
+
+def _short(value: float) -> str:
+    """Write a tick of the axis, e.g. 20k."""
+    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:g}{suffix}"
+    return f"{value:g}"

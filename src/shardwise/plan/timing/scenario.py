@@ -1,0 +1,191 @@
+"""What a simulated cluster does that a perfect one does not: slow ranks and links, noise, failures.
+
+Ranks are numbered as the engine's mesh numbers them: rank ``replica * num_shards + shard``, so the
+ranks of one shard group are neighbours.
+"""
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from shardwise.errors import ConfigError
+from shardwise.plan.step.program import AxisName
+
+JitterKind = Literal["lognormal", "gamma"]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Ranks whose device and cores take ``slowdown`` times as long: one ``rank``, or a share.
+
+    ``fraction`` of all ranks, rounded up, are picked by the scenario's seed.
+    """
+
+    slowdown: float
+    rank: int | None = None
+    fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Collectives that take ``factor`` times as long: those of one ``rank``, or of one group.
+
+    ``group`` counts along ``axis``: shard group ``g`` is replica ``g``, replicate group ``g`` holds
+    shard ``g`` of every replica.
+    """
+
+    factor: float
+    rank: int | None = None
+    axis: AxisName | None = None
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Ranks that die: after ``mtbf_hours`` on average each, independent of one another.
+
+    ``detect_s`` pass until the job knows it, ``restart_s`` until it runs again, loading aside. With
+    tensor, pipeline or context parallelism one rank here stands for the whole group of devices.
+    """
+
+    mtbf_hours: float
+    detect_s: float = 0.0
+    restart_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """How often the state is saved and what it costs.
+
+    Training runs ``interval_s`` between two saves and stands still for ``stall_s`` in each; the
+    checkpoint is durable ``cost_s`` after its save began, and takes ``load_s`` to read back.
+    """
+
+    interval_s: float
+    stall_s: float = 0.0
+    cost_s: float = 0.0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A cluster of ``num_shards x num_replicas`` data-parallel ranks and what goes wrong in it.
+
+    ``jitter_sigma`` is the spread of the factor, 1 on average, by which each operation's time is
+    multiplied on each rank (on each group, for a collective): sigma of the logarithm for
+    "lognormal", the standard deviation for "gamma".
+
+    **Raises** ConfigError naming the field, what was expected and what came.
+    """
+
+    num_shards: int = 1
+    num_replicas: int = 1
+    num_steps: int = 1
+    stragglers: tuple[Straggler, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
+    jitter_sigma: float = 0.0
+    jitter_kind: JitterKind = "lognormal"
+    failures: Failures | None = None
+    checkpoints: Checkpoints | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field, in their order."""
+        for name in ("num_shards", "num_replicas", "num_steps"):
+            _check_int(name, getattr(self, name), least=1)
+        for number, straggler in enumerate(self.stragglers):
+            _check_straggler(f"stragglers[{number}]", straggler, self.num_ranks)
+        for number, link in enumerate(self.slow_links):
+            _check_slow_link(f"slow_links[{number}]", link, self)
+        _check_number("jitter_sigma", self.jitter_sigma)
+        _check_name("jitter_kind", self.jitter_kind, get_args(JitterKind))
+        if self.failures is not None:
+            _check_number("failures.mtbf_hours", self.failures.mtbf_hours, above_zero=True)
+            _check_number("failures.detect_s", self.failures.detect_s)
+            _check_number("failures.restart_s", self.failures.restart_s)
+        if self.checkpoints is not None:
+            _check_checkpoints(self.checkpoints)
+        _check_int("seed", self.seed, least=0)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.num_shards * self.num_replicas
+
+
+def _check_straggler(field: str, straggler: Straggler, num_ranks: int) -> None:
+    _check_factor(f"{field}.slowdown", straggler.slowdown)
+    if (straggler.rank is None) == (straggler.fraction is None):
+        raise ConfigError(
+            f"{field}: expected either rank= or fraction=, got rank={straggler.rank} and "
+            f"fraction={straggler.fraction}; give one of them"
+        )
+    if straggler.rank is not None:
+        _check_int(f"{field}.rank", straggler.rank, least=0, below=num_ranks)
+    if straggler.fraction is not None:
+        _check_number(f"{field}.fraction", straggler.fraction)
+        if straggler.fraction > 1:
+            raise ConfigError(
+                f"{field}.fraction={straggler.fraction}: expected a share of the ranks, 0 to 1; "
+                "for one rank say rank="
+            )
+
+
+def _check_slow_link(field: str, link: SlowLink, scenario: Scenario) -> None:
+    _check_factor(f"{field}.factor", link.factor)
+    if (link.rank is None) == (link.group is None) or (link.axis is None) != (link.group is None):
+        raise ConfigError(
+            f"{field}: expected either rank=, or axis= and group=; got rank={link.rank}, "
+            f"axis={link.axis!r}, group={link.group}"
+        )
+    if link.rank is not None:
+        _check_int(f"{field}.rank", link.rank, least=0, below=scenario.num_ranks)
+    if link.group is not None:
+        _check_name(f"{field}.axis", link.axis, get_args(AxisName))
+        groups = scenario.num_replicas if link.axis == "shard" else scenario.num_shards
+        _check_int(f"{field}.group", link.group, least=0, below=groups)
+
+
+def _check_checkpoints(checkpoints: Checkpoints) -> None:
+    _check_number("checkpoints.interval_s", checkpoints.interval_s, above_zero=True)
+    for name in ("stall_s", "cost_s", "load_s"):
+        _check_number(f"checkpoints.{name}", getattr(checkpoints, name))
+    if checkpoints.cost_s < checkpoints.stall_s:
+        raise ConfigError(
+            f"checkpoints.cost_s={checkpoints.cost_s}: expected at least stall_s="
+            f"{checkpoints.stall_s}, since a checkpoint is not durable while training waits for it"
+        )
+    if checkpoints.interval_s + checkpoints.stall_s < checkpoints.cost_s:
+        raise ConfigError(
+            f"checkpoints.interval_s={checkpoints.interval_s}: a save would begin before the last "
+            f"one is durable (cost_s={checkpoints.cost_s}); save less often"
+        )
+
+
+def _check_int(field: str, value: object, least: int, below: int | None = None) -> None:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not good or (below is not None and isinstance(value, int) and value >= below):
+        wanted = f"{least} or more" if below is None else f"{least} to {below - 1}"
+        raise ConfigError(f"{field}={value!r}: expected a whole number, {wanted}")
+
+
+def _check_number(field: str, value: object, above_zero: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (above_zero and value == 0):  # type: ignore[operator]
+        wanted = "above 0" if above_zero else "0 or more"
+        raise ConfigError(f"{field}={value!r}: expected a number, {wanted}")
+
+
+def _check_factor(field: str, value: float) -> None:
+    _check_number(field, value)
+    if value < 1:
+        raise ConfigError(f"{field}={value!r}: expected 1 (as fast as the others) or more")
+
+
+def _check_name(field: str, value: object, names: tuple[str, ...]) -> None:
+    if value in names:
+        return
+    near = get_close_matches(str(value), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")

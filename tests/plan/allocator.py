@@ -1,0 +1,87 @@
+"""What torch's CPU allocator gave out and took back, as the profiler saw it: an oracle for peaks.
+
+The profiler knows the size of a block only if it saw it made, so a trace begins before the model
+is built. What a thread of the transport frees (flags, scalars) is seen only when its address is
+given out again: a few bytes too many until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.profiler import profile, record_function
+
+
+@dataclass
+class AllocatorTrace:
+    """Bytes that tensors hold on the CPU, change by change; complete when ``traced`` has ended.
+
+    ``totals`` are (time in ns, bytes alive from then on). Windows are named with ``window``.
+    """
+
+    totals: list[tuple[int, int]] = field(default_factory=list)
+    windows: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
+        """Name the time in which what is inside runs, e.g. one step."""
+        with record_function(f"window {name}"):
+            yield
+
+    def before(self, name: str) -> int:
+        """Return the bytes that were alive when the window began."""
+        begin, _ = self.windows[name]
+        return next((total for time, total in reversed(self.totals) if time < begin), 0)
+
+    def after(self, name: str) -> int:
+        """Return the bytes that were alive when the window ended."""
+        _, end = self.windows[name]
+        return next((total for time, total in reversed(self.totals) if time <= end), 0)
+
+    def peak(self, name: str) -> int:
+        """Return the most bytes that were alive at once within the window."""
+        begin, end = self.windows[name]
+        inside = [total for time, total in self.totals if begin <= time <= end]
+        return max([self.before(name), *inside])
+
+    def peak_ns(self, name: str) -> int:
+        """Return how long after the window's begin its peak was, to find it in a profile."""
+        begin, end = self.windows[name]
+        inside = [(total, -time) for time, total in self.totals if begin <= time <= end]
+        return -max(inside)[1] - begin if inside else 0
+
+
+@contextmanager
+def traced() -> Iterator[AllocatorTrace]:
+    """Trace the allocator of this thread; build everything that counts inside."""
+    trace = AllocatorTrace()
+    with profile(use_device=None, profile_memory=True, use_kineto=True) as profiler:
+        yield trace
+    blocks: dict[int, int] = {}
+    total = 0
+    events = [*_walk(profiler.kineto_results.experimental_event_tree())]
+    for event in sorted(events, key=lambda e: e.start_time_ns):
+        kind, _ = event.typed
+        if kind == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            if fields.device.type != "cpu":
+                continue
+            if fields.alloc_size > 0:
+                total -= blocks.pop(fields.ptr, 0)  # freed by a thread that is not watched
+                blocks[fields.ptr] = fields.alloc_size
+                total += fields.alloc_size
+            else:
+                total -= blocks.pop(fields.ptr, 0)
+            trace.totals.append((event.start_time_ns, total))
+        elif event.name.startswith("window "):
+            span = (event.start_time_ns, event.end_time_ns)
+            trace.windows[event.name.removeprefix("window ")] = span
+
+
+def _walk(events):  # type: ignore[no-untyped-def]
+    for event in events:
+        yield event
+        yield from _walk(event.children)

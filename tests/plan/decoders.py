@@ -1,0 +1,79 @@
+"""Small decoders by their shapes, and plans of them on small clusters."""
+
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from hypothesis import strategies as st
+
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.shapes import DecoderShape, llama_shape
+from shardwise.plan.planning import Plan, plan
+
+SEQ = 64
+SHAPE = llama_shape(3, 64, 4, 2, 160, 320)
+
+
+def make_model(shape: DecoderShape = SHAPE, name: str = "small") -> ShapedModel:
+    return ShapedModel(name, shape, SEQ)
+
+
+def cluster_of_ranks(num_ranks: int) -> Cluster:
+    return make_cluster("h100", num_ranks, gcd(num_ranks, 8))
+
+
+def make_plan(shape: DecoderShape = SHAPE, cluster: Cluster | None = None, **settings: Any) -> Plan:
+    candidate = Candidate(**settings)
+    return plan(make_model(shape), cluster or cluster_of_ranks(candidate.world_size), candidate)
+
+
+def faster(cluster: Cluster, links: float = 1.0, device: float = 1.0) -> Cluster:
+    """Return the cluster with links and devices so many times as fast."""
+    node = cluster.node
+    chip = node.accelerator
+    return replace(
+        cluster,
+        node=replace(
+            node,
+            intra=node.intra.scaled(links),
+            inter=node.inter.scaled(links),
+            accelerator=replace(
+                chip,
+                peak={k: v * device for k, v in chip.peak.items()},
+                matmul={k: v * device for k, v in chip.matmul.items()},
+                memory_bytes_per_s=chip.memory_bytes_per_s * device,
+            ),
+        ),
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> DecoderShape:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    heads = kv_heads * draw(st.integers(1, 3))
+    return llama_shape(
+        draw(st.integers(1, 4)),
+        heads * draw(st.sampled_from([8, 16, 50])),
+        heads,
+        kv_heads,
+        draw(st.integers(8, 300)),
+        draw(st.integers(2, 500)),
+        tied=draw(st.booleans()),
+    )
+
+
+@st.composite
+def settings_of_engine(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw what a candidate of the engine may have; the stage, shards and batch are left out."""
+    return {
+        "num_replicas": draw(st.sampled_from([1, 1, 2])),
+        "precision": draw(st.sampled_from(["fp32", "bf16", "fp16"])),
+        "layout": draw(st.sampled_from(["rows", "flat"])),
+        "reduce_every": draw(st.sampled_from([None, "step", "micro_batch"])),
+        "prefetch_bytes": draw(st.sampled_from([None, 0, 1 << 16, 1 << 30])),
+        "bucket_bytes": draw(st.sampled_from([0, 1 << 14, 1 << 20])),
+        "activation_checkpointing": draw(st.sampled_from(["none", "full"])),
+    }

@@ -1,0 +1,188 @@
+"""Cells of the memory matrix: a model as it is planned, and the same model on real ranks.
+
+Imported by the test of the matrix and by ``benchmarks/predicted_memory.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allocator import traced
+from shardwise import shard, stats
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.models import huggingface_source, module_source
+from shardwise.plan.model.traced import TracedModel
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+
+SEQ = 128
+VOCAB = 2048
+LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_LIKE,
+    "qwen3": LLAMA_LIKE,
+    "gemma": LLAMA_LIKE | {"hidden_activation": "gelu_pytorch_tanh"},
+    "mistral": LLAMA_LIKE | {"sliding_window": 64},
+    "gpt2": {
+        "vocab_size": VOCAB,
+        "n_embd": 256,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "loss_type": "ForCausalLM",
+    },
+}
+MODELS = ("decoder", *CONFIGS)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting that is predicted and measured."""
+
+    model: str
+    stage: int
+    checkpointed: bool
+    precision: str = "fp32"
+    micro_batch: int = 2
+
+    def candidate(self, num_ranks: int) -> Candidate:
+        return Candidate(
+            stage=self.stage,
+            num_shards=num_ranks,
+            precision=self.precision,
+            micro_batch=self.micro_batch,
+            activation_checkpointing="full" if self.checkpointed else "none",
+            transport="point_to_point",
+        )
+
+
+def cells_of(model: str, precision: str = "fp32") -> list[Cell]:
+    """Return all cells of a model."""
+    return [
+        Cell(model, stage, checkpointed, precision)
+        for checkpointed in (False, True)
+        for stage in (0, 1, 2, 3)
+    ]
+
+
+def build_decoder(checkpointed: bool) -> nn.Module:
+    sizes = {"dim": 256, "layers": 3, "heads": 4, "kv_heads": 2, "seq": SEQ}
+    return Decoder(TrainConfig(**sizes, activation_checkpointing=checkpointed), VOCAB)
+
+
+# -- predicted
+@cache
+def planned(model: str) -> TracedModel:
+    """Return the tapes of a model, as `shardwise plan` gets them."""
+    if model == "decoder":
+        return TracedModel(module_source(model, build_decoder, SEQ))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps({"model_type": model, **CONFIGS[model]}))
+        return TracedModel(huggingface_source(path), SEQ)
+
+
+def predict(cell: Cell, num_ranks: int) -> tuple[dict[str, Any], Played]:
+    """Trace and play; return what `measure` counts, and all else."""
+    candidate = cell.candidate(num_ranks)
+    played = play(planned(cell.model).tape(candidate), candidate)
+    in_optimizer = next(m.ledger for m in played.peaks if m.phase == "optimizer")
+    counts = {
+        "param_shards": played.resting.param_shards,
+        "param_full": max(m.ledger.param_full for m in played.peaks),
+        "grad_shards": in_optimizer.grad_shards,
+        "optimizer_state": played.resting.optimizer_state,
+        "sent_bytes": {k: v for k, v in played.program.sent_bytes.items() if v},
+        "num_collectives": {k: v for k, v in played.program.num_collectives.items() if v},
+    }
+    return counts, played
+
+
+# -- measured, in the ranks
+def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """Return the plain model with weights, and what runs a new batch through it."""
+    shape = (cell.micro_batch, SEQ)
+    if cell.model == "decoder":
+        targets = torch.zeros(shape, dtype=torch.int64)
+        return build_decoder(cell.checkpointed), lambda m: m(torch.zeros_like(targets), targets)
+    with warnings.catch_warnings():  # importing model classes pulls in packages that warn
+        warnings.simplefilter("ignore")
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+        settings = {**CONFIGS[cell.model], "use_cache": False}
+        config = CONFIG_MAPPING[cell.model].from_dict(settings)
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        model = AutoModelForCausalLM.from_config(config, **options)
+    if cell.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def loss_of(model: nn.Module) -> Tensor:
+        ids = torch.zeros(shape, dtype=torch.int64)
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
+    return model.train(), loss_of
+
+
+def measure(cell: Cell) -> dict[str, Any]:
+    """Return the counts of the second step, and its peak by the allocator's own trace."""
+    plain, loss_of = build(cell)
+    with traced() as allocator:
+        model = shard(plain, stage=cell.stage, precision=cell.precision)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step() -> int:
+            loss_of(model).backward()
+            grads = stats(model).grad_shard_bytes
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return grads
+
+        step()
+        before = stats(model)
+        with allocator.window("step"):
+            grads = step()
+        after = stats(model)
+    state = [t for values in optimizer.state.values() for t in values.values()]
+    return {
+        "param_shards": after.param_shard_bytes,
+        "grad_shards": grads,
+        "optimizer_state": sum(getattr(t, "_local_tensor", t).nbytes for t in state),
+        "sent_bytes": dict(Counter(after.sent_bytes) - Counter(before.sent_bytes)),
+        "num_collectives": dict(Counter(after.num_collectives) - Counter(before.num_collectives)),
+        "param_full": after.param_full_peak_bytes,
+        "peak": allocator.peak("step"),
+    }
+
+
+def measure_all(rank: int, num_ranks: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return what this rank measures in each cell."""
+    return [measure(cell) for cell in cells]

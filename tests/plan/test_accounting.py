@@ -1,0 +1,543 @@
+"""The ZeRO formulas, held against published tables, a running engine, and each other."""
+
+import io
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from decimal import Decimal
+from fractions import Fraction
+from math import floor
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import Tensor, nn
+
+import shardwise
+from ranks import run_ranks
+from shardwise.cli.plan_accounting import accounting_json, show_accounting
+from shardwise.config import Precision
+from shardwise.errors import ConfigError
+from shardwise.plan.accounting import (
+    MAX_PARAMS,
+    Setup,
+    account,
+    account_setup,
+    largest_model,
+    parse_count,
+)
+from shardwise.plan.candidate import Offload, OffloadHome
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS
+
+GB = 10**9
+
+# -- published tables
+
+# Figure 1 of the ZeRO paper: 7.5B parameters, 64 ranks, GB per rank of stages 0 to 3.
+FIGURE_1 = ("120", "31.4", "16.6", "1.88")
+
+# Table 1: ranks, then stages 1 to 3 of 7.5B, 128B and 1T parameters, as printed.
+TABLE_1 = """
+1    120  120  120   2048 2048 2048  16000 16000 16000
+4    52.5 41.3 30    896  704  512   7000  5500  4000
+16   35.6 21.6 7.5   608  368  128   4750  2875  1000
+64   31.4 16.6 1.88  536  284  32    4187  2218  250
+256  30.4 15.4 0.47  518  263  8     4046  2054  62.5
+1024 30.1 15.1 0.12  513  257  2     4011  2013  15.6
+"""
+
+# Table 2, theory: model parallel degree, then the largest model of stages 0 to 3 as printed.
+TABLE_2 = """
+1  2B  7.6B   14.4B  128B
+2  4B  15.2B  28.8B  256B
+4  8B  30.4B  57.6B  0.5T
+8  16B 60.8B  115.2B 1T
+16 32B 121.6B 230.4B 2T
+"""
+
+
+def agrees(printed: str, value: float) -> bool:
+    """Tell whether a value, rounded or cut off to the printed digits, is what was printed."""
+    scale = 10 ** len(printed.partition(".")[2])
+    wanted = round(float(printed) * scale)
+    return wanted in (floor(value * scale), round(value * scale), floor(value * scale + 0.5))
+
+
+def test_figure_1_of_the_zero_paper_is_reproduced() -> None:
+    for stage, printed in enumerate(FIGURE_1):
+        found = account("7.5B", 64, stage, "zero_paper").device_bytes
+        assert agrees(printed, found / GB), (stage, found)
+
+
+def cells_of_table_1() -> Iterator[tuple[int, int, str, str]]:
+    for row in TABLE_1.split("\n")[1:-1]:
+        ranks, *cells = row.split()
+        for number, printed in enumerate(cells):
+            yield int(ranks), number % 3 + 1, ("7.5B", "128B", "1T")[number // 3], printed
+
+
+def test_every_cell_of_table_1_of_the_zero_paper_is_reproduced() -> None:
+    cells = list(cells_of_table_1())
+    assert len(cells) == 54
+    for ranks, stage, params, printed in cells:
+        found = account(params, ranks, stage, "zero_paper").device_bytes
+        assert agrees(printed, found / GB), (ranks, stage, params, printed, found)
+
+
+def test_every_theoretical_cell_of_table_2_of_the_zero_paper_is_reproduced() -> None:
+    for row in TABLE_2.split("\n")[1:-1]:
+        degree, *cells = row.split()
+        for stage, printed in enumerate(cells):
+            setup = Setup(ranks=64, stage=stage, precision="zero_paper")
+            number, unit = float(printed[:-1]), {"B": 1e9, "T": 1e12}[printed[-1]]
+            # Cells below the first row are the first row's as printed, times the degree.
+            found = largest_model("32e9", setup) * int(degree) / unit
+            assert found == pytest.approx(number, rel=0.025), (row, stage)
+            if degree == "1":
+                assert agrees(printed[:-1], found)
+
+
+def test_mixed_precision_takes_16_bytes_per_parameter() -> None:
+    for stage in range(4):
+        assert account(GB, 1, stage, "zero_paper").device_bytes == 16 * GB
+        assert account(GB, 1, stage, "fp32").device_bytes == 16 * GB
+        assert account(GB, 1, stage, "pure_bf16").device_bytes == 8 * GB
+    assert account(GB, 1, 3, "bf16").device_bytes == 16 * GB
+
+
+def test_seven_billion_parameters_in_fp32_on_eight_ranks() -> None:
+    found = [account("7e9", 8, stage, "fp32").device_bytes for stage in range(4)]
+    assert found == [112 * GB, 63 * GB, 38.5 * GB, 14 * GB]
+    stage_1 = account("7e9", 8, 1, "fp32")
+    assert {name: b.device for name, b in stage_1.lines.items()} == {
+        "parameters": 28 * GB,
+        "master_weights": 0,
+        "gradients": 28 * GB,
+        "optimizer_state": 7 * GB,
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "replicated", "fixed", "sharded"),
+    [
+        ("megatron_fp16", "adamw", 20, 4, 16),
+        ("megatron_bf16", "adamw", 18, 6, 12),
+        ("fp32", "adamw", 16, 8, 8),
+        ("megatron_bf16", "adamw_bf16_moments", 14, 6, 8),
+    ],
+)
+def test_the_table_of_megatrons_distributed_optimizer_is_reproduced(
+    precision: str, optimizer: str, replicated: int, fixed: int, sharded: int
+) -> None:
+    params = 840 * GB
+    for ranks in (1, 2, 7, 8, 1000):
+        whole = account(params, ranks, 0, precision, optimizer).device_bytes
+        cut = account(params, ranks, 1, precision, optimizer).device_bytes
+        assert whole == replicated * params
+        assert cut == (fixed + Fraction(sharded, ranks)) * params
+
+
+@pytest.mark.parametrize(("ranks", "batches"), [(1, 1), (2, 1), (8, 1), (8, 4), (1024, 3)])
+def test_traffic_is_that_of_the_published_formulas(ranks: int, batches: int) -> None:
+    psi = 1024 * 10**6
+    once = psi * (ranks - 1) // ranks
+    expected = {
+        (0, None): 2,
+        (1, None): 2,
+        (2, None): batches + 1,
+        (3, None): 3 * batches,
+        (2, "step"): 2,
+        (3, "step"): 2 * batches + 1,
+    }
+    for (stage, every), times in expected.items():
+        setup = Setup(ranks=ranks, stage=stage, accumulation=batches, reduce_every=every)  # type: ignore[arg-type]
+        assert account_setup(psi, setup).traffic.shard_sent_elements == times * once
+
+
+def test_between_copies_a_rank_sends_what_the_fsdp_paper_says() -> None:
+    model = 840 * 10**6
+    for world, group in ((16, 8), (64, 8), (56, 7), (8, 8)):
+        traffic = account(model, group, 3, replicas=world // group).traffic
+        assert traffic.replica_sent_elements == Fraction(2 * model * (world // group - 1), world)
+        assert traffic.replica_sent_bytes == 4 * traffic.replica_sent_elements
+
+
+# -- the engine
+
+
+class Square(nn.Module):
+    """Two units and a root without parameters of its own; 12 x 12 divides by 1, 2 and 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 12, bias=False)
+        self.second = nn.Linear(12, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(torch.tanh(self.first(x)))
+        return result
+
+
+PURE = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+ENGINE = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "pure_bf16": PURE}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def measured(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Train every way; return what was held and sent."""
+    return [one_training(stage, name) for stage in range(4) for name in ENGINE]
+
+
+def one_training(stage: int, precision: str) -> dict[str, Any]:
+    """Take two steps of two micro-batches; return what the second one held and sent."""
+    model = shardwise.shard(
+        Square(), stage=stage, layout="flat", precision=ENGINE[precision], units=[nn.Linear]
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        before = Counter(shardwise.stats(model).sent_bytes)
+        for is_last in (False, True):
+            with shardwise.accumulate(model, last=is_last):
+                model(torch.ones(4, 12)).float().square().mean().backward()
+            if not is_last:
+                window = shardwise.stats(model)
+        assert all(p.grad is not None for p in model.parameters())
+        after = shardwise.stats(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = Counter(after.sent_bytes) - before
+    moments = [s[name].to_local() for s in optimizer.state.values() for name in MOMENTS]
+    return {
+        "stage": stage,
+        "precision": precision,
+        "values": after.param_shard_bytes + after.param_full_bytes,
+        "window": window.grad_partial_bytes + window.grad_shard_bytes,
+        "grads": after.grad_shard_bytes,
+        "state": sum(moment.nbytes for moment in moments),
+        "sent": sent["shard.all_gather"] + sent["shard.reduce_scatter"],
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_lines_are_what_the_engine_holds_and_sends(num_ranks: int) -> None:
+    num_params = 2 * 12 * 12
+    for held in (row for rows in run_ranks(measured, num_ranks) for row in rows):
+        stage, precision = held["stage"], held["precision"]
+        expected = account(num_params, num_ranks, stage, precision, accumulation=2)
+        values = expected.parameters + expected.master_weights
+        assert held["values"] == values.device > 0, held
+        assert held["window"] == expected.gradients.device > 0, held
+        assert held["state"] == expected.optimizer_state.device > 0, held
+        if stage != 1:  # it reduces at the end of the window, and then holds a shard
+            assert held["grads"] == expected.gradients.device, held
+        if precision == "fp32":  # over gloo other precisions may send in the computing dtype
+            sent = expected.traffic.shard_sent_bytes
+            if stage == 3:  # of two units the last is gathered once per micro-batch
+                sent -= 2 * 4 * (num_params // 2) * (num_ranks - 1) // num_ranks
+            assert held["sent"] == sent, held
+
+
+# -- offload
+
+
+def test_zero_offload_leaves_two_bytes_on_the_device_and_puts_fourteen_on_the_host() -> None:
+    found = account("13B", 1, 2, "zero_paper", offload=Offload(optimizer="host"))
+    assert (found.device_bytes, found.host_bytes) == (26 * GB, 14 * 13 * GB)
+
+
+@pytest.mark.parametrize(
+    ("precision", "offload", "to_host", "to_device", "read", "written"),
+    [
+        ("zero_paper", Offload(optimizer="host"), 2, 2, 0, 0),
+        ("bf16", Offload(optimizer="host"), 4, 2, 0, 0),
+        ("zero_paper", Offload(params="host", optimizer="host"), 2, 4, 0, 0),
+        ("zero_paper", Offload(optimizer="nvme"), 2, 2, 12, 12),
+        ("zero_paper", Offload(params="nvme", optimizer="nvme"), 2, 4, 12 + 4, 12 + 2),
+        ("fp32", Offload(params="nvme", optimizer="nvme"), 4, 8, 12 + 8, 12),
+        ("fp32", Offload(params="nvme", optimizer="host"), 4, 8, 8, 4),
+        ("bf16", Offload(params="host"), 2, 4, 0, 0),
+    ],
+)
+def test_traffic_of_offload_is_so_many_bytes_per_parameter(
+    precision: str, offload: Offload, to_host: int, to_device: int, read: int, written: int
+) -> None:
+    traffic = account(8 * GB, 8, 3, precision, offload=offload).traffic
+    found = (
+        traffic.to_host_bytes,
+        traffic.to_device_bytes,
+        traffic.nvme_read_bytes,
+        traffic.nvme_written_bytes,
+    )
+    assert found == (to_host * GB, to_device * GB, read * GB, written * GB)
+
+
+def test_everything_on_nvme_leaves_the_device_empty_and_gradients_on_the_host() -> None:
+    found = account("1T", 512, offload=Offload(params="nvme", optimizer="nvme"))
+    assert found.device_bytes == 0
+    assert found.host_bytes == found.gradients.host == 4 * 10**12 // 512
+    assert found.nvme_bytes == (2 + 4 + 8) * 10**12 // 512
+
+
+def test_host_memory_of_a_node_does_not_grow_with_the_number_of_nodes() -> None:
+    offload = Offload(optimizer="host")
+    nodes = [account("8.03B", 8 * n, 2, offload=offload).host_bytes_per_node for n in range(1, 9)]
+    assert nodes == sorted(nodes, reverse=True) and nodes[0] > 7 * nodes[-1]
+    assert account(GB, 2, 2, offload=offload).host_bytes_per_node == 16 * GB
+
+
+# -- properties
+
+homes = st.sampled_from(["device", "host", "nvme"])
+names = st.sampled_from(sorted(PRECISIONS))
+optimizers = st.sampled_from(sorted(OPTIMIZERS))
+counts = st.integers(1, 10**15)
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    stage = draw(st.integers(0, 3))
+    params: OffloadHome = draw(homes) if stage == 3 else "device"
+    fraction = draw(st.floats(0, 1))
+    every: Literal["step", "micro_batch"] | None = draw(
+        st.sampled_from([None, "step", "micro_batch"])
+    )
+    return Setup(
+        ranks=draw(st.integers(1, 3000)),
+        stage=stage,
+        replicas=draw(st.integers(1, 3000)),
+        precision=draw(names),
+        optimizer=draw(optimizers),
+        offload=Offload(params, draw(homes), fraction),
+        accumulation=draw(st.integers(1, 100)),
+        reduce_every=every,
+    )
+
+
+@given(counts, setups())
+def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> None:
+    found = account_setup(params, setup)
+    for home in ("device", "host", "nvme"):
+        assert getattr(found.total, home) == sum(getattr(b, home) for b in found.lines.values())
+    assert found.total == found.between_steps + found.gradients
+    assert all(v >= 0 for b in found.lines.values() for v in asdict(b).values())
+    assert all(v >= 0 for v in asdict(found.traffic).values())
+
+
+@given(counts, names.filter(lambda n: not PRECISIONS[n].has_master), optimizers)
+def test_on_one_rank_all_stages_hold_the_same_without_master_weights(
+    params: int, precision: str, optimizer: str
+) -> None:
+    held = {account(params, 1, stage, precision, optimizer).total for stage in range(4)}
+    assert len(held) == 1
+
+
+@given(counts, setups(), st.integers(1, 3000))
+def test_more_ranks_never_hold_more(params: int, setup: Setup, more: int) -> None:
+    few = account_setup(params, setup).total
+    many = account_setup(params, replace(setup, ranks=setup.ranks + more, replicas=1)).total
+    assert all(getattr(many, home) <= getattr(few, home) for home in asdict(few))
+
+
+@given(counts, setups(), st.integers(1, 10**15))
+def test_more_parameters_never_take_less(params: int, setup: Setup, more: int) -> None:
+    few, many = (account_setup(n, setup).total for n in (params, params + more))
+    assert all(getattr(many, home) >= getattr(few, home) for home in asdict(few))
+
+
+@given(counts, setups().filter(lambda s: s.reduce_every is None))
+def test_a_higher_stage_never_holds_more(params: int, setup: Setup) -> None:
+    setup = replace(setup, offload=Offload())
+    held = [account_setup(params, replace(setup, stage=s)).device_bytes for s in range(4)]
+    assert held == sorted(held, reverse=True)
+
+
+@given(counts, setups())
+def test_offload_never_puts_more_on_the_device(params: int, setup: Setup) -> None:
+    plain = account_setup(params, replace(setup, offload=Offload())).device_bytes
+    # Less than a whole block of quantized state is left on either side of the cut.
+    assert account_setup(params, setup).device_bytes <= plain + 2 * 5
+
+
+@given(counts, setups())
+def test_all_ranks_together_hold_all_of_the_state(params: int, setup: Setup) -> None:
+    setup = replace(setup, stage=3, offload=Offload(), reduce_every=None)
+    whole = account_setup(params, replace(setup, ranks=1)).device_bytes
+    together = account_setup(params, setup).device_bytes * setup.ranks
+    assert whole <= together
+
+
+@given(st.integers(1, 10**15), setups().filter(lambda s: s.offload.params == "device"))
+def test_the_largest_model_fits_and_one_more_parameter_does_not(memory: int, setup: Setup) -> None:
+    found = largest_model(memory, setup)
+    assert found == 0 or account_setup(found, setup).device_bytes <= memory
+    if found < MAX_PARAMS:
+        assert account_setup(found + 1, setup).device_bytes > memory
+
+
+def test_host_memory_bounds_the_largest_model_too() -> None:
+    setup = Setup(ranks=1, stage=2, precision="zero_paper", offload=Offload(optimizer="host"))
+    assert largest_model("32e9", setup) == 16 * GB
+    assert largest_model("32e9", setup, host_bytes=14 * GB) == GB
+
+
+# -- counts and refusals
+
+
+@given(st.integers(1, 10**18))
+def test_a_count_is_read_exactly_in_every_notation(number: int) -> None:
+    short = Decimal(number).normalize()
+    assert parse_count(number) == parse_count(str(number)) == parse_count(f"{number:_}") == number
+    assert parse_count(f"{short:e}") == parse_count(f" {short:E} ") == number
+    for suffix, exponent in (("k", 3), ("M", 6), ("b", 9), ("G", 9), ("T", 12)):
+        scaled = f"{Decimal(number).scaleb(-exponent):f}"
+        assert parse_count(f"{scaled}{suffix}") == parse_count(f"{scaled} {suffix}") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("7e9", 7 * GB),
+        ("7B", 7 * GB),
+        ("70b", 70 * GB),
+        ("1.3T", 13 * 10**11),
+        (7e9, 7 * GB),
+        ("350M", 350 * 10**6),
+        (".5k", 500),
+    ],
+)
+def test_counts_are_read_as_people_write_them(text: str | float, number: int) -> None:
+    assert parse_count(text) == number
+
+
+NO_COUNTS = ["", "B", "seven", "7.5", "1e-3", "1e999999999", "nan", "inf", "7Q", "1.-3k", "1._5k"]
+
+
+@pytest.mark.parametrize("text", [*NO_COUNTS, "9" * 5000, "7,5B", float("inf"), 7.5, True, None])
+def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tokens=.*expected a whole number, such as 7e9"):
+        parse_count(text, "tokens")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"params": 0}, "params=0: expected 1 to 1,000,000,000,000,000,000"),
+        ({"params": -5}, "params=-5: "),
+        ({"params": "2e18"}, "params=2000000000000000000: "),
+        ({"params": 10**5000}, "params=a number beyond 1e30: "),
+        ({"params": float("nan")}, "params=nan: "),
+        ({"ranks": 0}, "ranks=0: expected 1 to 10,000,000"),
+        ({"ranks": 10**7 + 1}, "ranks=10000001: "),
+        ({"ranks": 10**4, "replicas": 10**4}, "ranks x replicas=100000000: "),
+        ({"ranks": 8.0}, "ranks=8.0: expected a whole number"),
+        ({"replicas": -1}, "replicas=-1: "),
+        ({"accumulation": 0}, "accumulation=0: "),
+        ({"ranks_per_node": 0}, "ranks_per_node=0: "),
+        ({"stage": 4}, "stage=4: expected 0, 1, 2 or 3"),
+        ({"stage": True}, "stage=True: "),
+        ({"stage": 2.0}, "stage=2.0: "),
+        ({"precision": "bf61"}, "precision='bf61': .*did you mean 'bf16'"),
+        ({"optimizer": "adam_w"}, "optimizer='adam_w': .*did you mean 'adamw'"),
+        ({"reduce_every": "never"}, "reduce_every='never': "),
+        ({"offload": Offload(optimizer="cpu")}, "offload.optimizer='cpu': .*host, nvme"),
+        ({"offload": Offload(params="hots")}, "offload.params='hots': .*did you mean 'host'"),
+        ({"offload": Offload(params="host"), "stage": 2}, "offload.params='host' with stage=2"),
+        ({"offload": Offload("device", "host", 1.5)}, "offload.optimizer_fraction=1.5: "),
+        ({"offload": Offload("device", "host", float("nan"))}, "optimizer_fraction=nan: "),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_was_expected(
+    changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        account(**{"params": GB, "ranks": 8, **changed})
+
+
+# -- what is left out, and how it is shown
+
+
+def test_what_is_left_out_is_said() -> None:
+    said = " ".join(account(GB, 8, 3).left_out)
+    assert "Activations" in said and "gathered" in said and "step counter" in said
+    assert "engine does not run it" not in said and "offload" not in said.lower()
+    said = " ".join(account(GB, 8, 1, "zero_paper", "muon", Offload(optimizer="host")).left_out)
+    assert "Muon updates matrices" in said and "engine does not run it" in said
+    assert "Pinned" in said and "counted in full" in said
+    assert "counted in full" not in " ".join(account(GB, 8, 1, accumulation=2).left_out)
+
+
+def rendered(width: int, **options: Any) -> str:
+    file = io.StringIO()
+    show_accounting(Console(file=file, width=width, highlight=False), account(**options))
+    return file.getvalue()
+
+
+def test_the_table_marks_the_chosen_stage_and_fits_a_terminal() -> None:
+    text = rendered(80, params="7e9", ranks=8, stage=2, precision="fp32")
+    marked = [line.split() for line in text.splitlines() if ">" in line]
+    assert [row[:2] for row in marked] == [[">", "2"]]
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    assert "35.9 GiB" in " ".join(marked[0])  # 38.5 GB
+    assert "7,000,000,000 parameters, 8 ranks, fp32, adamw" in text and "left out" in text
+
+
+def test_offloaded_parameters_are_shown_beside_the_stages_that_cannot() -> None:
+    text = rendered(120, params="1T", ranks=512, offload=Offload("nvme", "host"), replicas=2)
+    assert "2 x 512 ranks" in text and "host memory of a node (8 ranks)" in text
+    assert len([line for line in text.splitlines() if "TiB" in line or "GiB" in line]) == 5
+
+
+def units_of(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from units_of(value, name)
+    elif isinstance(data, list):
+        for value in data:
+            yield from units_of(value, key)
+    else:
+        yield key, data
+
+
+def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
+    chosen = account("7e9", 8, 3, "fp32", offload=Offload(optimizer="host"))
+    data = json.loads(json.dumps(accounting_json(chosen)))
+    fractional = [k for k, v in units_of(data) if isinstance(v, float)]
+    assert fractional == ["optimizer_fraction"]
+    inputs = {f.name for f in fields(Setup)} | {"params", "world_size"}
+    for key, value in units_of(data):
+        if isinstance(value, int) and key not in inputs:
+            assert key.endswith(("_bytes", "_elements", "_bytes_per_node")) or key[:4] == "num_"
+    assert [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
+    for row in data["stages"]:
+        expected = account_setup(data["params"], replace(chosen.setup, stage=row["stage"]))
+        assert row["total_device_bytes"] == expected.device_bytes
+        assert row["gradients_host_bytes"] == expected.gradients.host
+    assert data["left_out"] == list(chosen.left_out)
+
+
+def test_accounting_needs_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from shardwise.plan.accounting import account; account('7B', 8);"
+        "import shardwise.cli.plan_accounting;"
+        "print([m for m in ('torch', 'numpy', 'pydantic', 'rich', 'difflib') if m in sys.modules])"
+    )
+    root = Path(shardwise.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_bytes_of_a_shard_are_rounded_up() -> None:
+    found = account(10, 3, 3, "fp32")
+    assert found.parameters.device == 4 * DTYPE_BYTES["float32"]

@@ -1,0 +1,309 @@
+"""Calibration files: what is written is read back, bad files are told, curves and prices behave."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
+from shardwise.plan.machine.calibration import (
+    VERSION,
+    Calibration,
+    Curve,
+    Host,
+    read_calibration,
+    write_calibration,
+)
+from shardwise.plan.model.tape import Cost, LiveBytes, ParamFacts, Tape, UnitFacts, Visit, Work
+from shardwise.plan.step.play import play
+from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer
+from shardwise.plan.timing.simulate import simulate
+
+SOURCES = Path(__file__).parents[2] / "src"
+RATE = 1e9
+NAMES = (
+    *("matmul.forward.float32", "matmul.backward.float32", "attention.forward.float32"),
+    *("attention.backward.float32", "memory.forward.float32", "memory.backward.float32"),
+    *("optimizer.adamw", "clip", "copy", "cast.bfloat16", "sum", "disk_write", "disk_read"),
+    *("all_gather.2", "reduce_scatter.2"),
+)
+
+
+def straight(unit: Any, seconds: float = 1e-6) -> Curve:
+    """One operation takes ``seconds`` at least, and from there on its size over RATE."""
+    return Curve(unit, (seconds * RATE, 1e9 * seconds * RATE), (seconds, 1e9 * seconds))
+
+
+def a_calibration(**changes: Any) -> Calibration:
+    curves = {
+        name: straight("flops" if name.startswith(("matmul", "attention")) else "bytes")
+        for name in NAMES
+    }
+    found = Calibration(
+        host=Host("processor", 2, 8 << 30, "cpu", 8 << 30, "2.13.0", "0.1.0"),
+        measured_at="2026-01-01T00:00:00+00:00",
+        backend="gloo",
+        num_ranks=2,
+        threads_per_rank=1,
+        overlap=0.25,
+        message_s=1e-4,
+        process_bytes=250 << 20,
+        context_bytes=0,
+        curves=curves,
+    )
+    return replace(found, **changes)
+
+
+A_CANDIDATE = Candidate(stage=3, num_shards=2, precision="fp32", transport="point_to_point")
+
+
+def prices(calibration: Calibration | None = None, **changes: Any) -> CalibratedPrices:
+    return CalibratedPrices(calibration or a_calibration(), replace(A_CANDIDATE, **changes))
+
+
+def memory_op(num_bytes: int, num_ops: int, phase: OpPhase = "forward") -> Op:
+    cost = Cost("memory", "float32", 0, num_bytes, num_ops)
+    return Op("compute", Compute((cost,)), 0, phase, 0)
+
+
+# -- curves
+sizes = st.floats(1.0, 1e12)
+measured = st.lists(
+    st.tuples(st.floats(1.0, 1e12), st.floats(1e-9, 1e3)),
+    min_size=1,
+    max_size=8,
+    unique_by=lambda p: p[0],
+)
+
+
+@given(measured, sizes, sizes)
+def test_a_larger_operation_never_takes_less(
+    points: list[tuple[float, float]], one: float, other: float
+) -> None:
+    curve = Curve.through("bytes", points)
+    smaller, larger = sorted((one, other))
+    assert curve.at(smaller) <= curve.at(larger) * (1 + 1e-12)
+
+
+@given(measured)
+def test_a_curve_passes_through_what_was_measured_but_for_noise_that_made_it_fall(
+    points: list[tuple[float, float]],
+) -> None:
+    curve = Curve.through("bytes", points)
+    for size, _ in points:
+        later = min(seconds for s, seconds in points if s >= size)
+        assert curve.at(size) == pytest.approx(later)
+
+
+@given(measured, st.floats(1.0, 1e3))
+def test_beyond_its_ends_a_curve_is_constant_and_then_of_constant_rate(
+    points: list[tuple[float, float]], factor: float
+) -> None:
+    curve = Curve.through("bytes", points)
+    assert curve.at(curve.sizes[0] / factor) == curve.seconds[0]
+    assert curve.at(curve.sizes[-1] * factor) == pytest.approx(curve.seconds[-1] * factor)
+
+
+def test_between_two_sizes_a_curve_is_straight_in_logarithms() -> None:
+    curve = Curve("bytes", (1e3, 1e5), (1.0, 16.0))
+    assert curve.at(1e4) == pytest.approx(4.0)
+
+
+# -- files
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write_calibration(a_calibration(), path)
+    found = read_calibration(path)
+    assert found == a_calibration()
+    assert found.where == str(path)
+
+
+def test_every_number_in_a_file_has_its_unit_in_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    write_calibration(a_calibration(), path)
+    values = json.loads(path.read_text())
+    for key, value in {**values, **values["host"]}.items():
+        if isinstance(value, int | float) and key not in ("version", "overlap"):
+            assert key.startswith(("num_", "threads_")) or key.endswith(("_s", "_bytes")), key
+    for curve in values["curves"].values():
+        assert set(curve) in ({"size_bytes", "seconds"}, {"size_flops", "seconds"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        (("format",), "other", "expected a calibration"),
+        (("version",), VERSION + 1, "later shardwise"),
+        (("version",), "1", "version: expected a whole number above 0, got '1'"),
+        (("num_ranks",), 0, "num_ranks: expected a whole number above 0, got 0"),
+        (("num_ranks",), 1.5, "num_ranks: expected a whole number"),
+        (("num_ranks",), True, "num_ranks: expected a whole number"),
+        (("overlap",), 1.1, "overlap: expected a share from 0 to 1"),
+        (("overlap",), math.nan, "overlap: expected a number 0 or more"),
+        (("message_s",), None, "message_s: expected a number 0 or more, got nothing"),
+        (("backend",), 3, "backend: expected text, got 3"),
+        (("host",), [], "host: expected an object"),
+        (("host", "num_cores"), -1, "host.num_cores: expected a whole number 0 or more"),
+        (("curves",), None, "curves: expected an object, got nothing"),
+        (("curves", "sum"), {}, "curves.sum: expected size_bytes or size_flops"),
+        (("curves", "sum", "seconds"), [1.0], "curves.sum.seconds: expected 2 numbers"),
+        (("curves", "sum", "seconds"), [2.0, 1.0], "seconds that do not fall"),
+        (("curves", "sum", "seconds"), [0, 1.0], "curves.sum.seconds: expected a number above 0"),
+        (("curves", "sum", "size_bytes"), [2.0, 1.0], "sizes that grow"),
+        (("curves", "sum", "size_bytes"), [], "expected a list of numbers above 0"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name_and_key(
+    tmp_path: Path, key: tuple[str, ...], value: Any, part: str
+) -> None:
+    path = tmp_path / "calibration.json"
+    write_calibration(a_calibration(), path)
+    values = json.loads(path.read_text())
+    inside = values
+    for name in key[:-1]:
+        inside = inside[name]
+    inside[key[-1]] = value
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as caught:
+        read_calibration(path)
+    assert str(path) in str(caught.value)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"calibration\.json"):
+        read_calibration(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_calibration(tmp_path / "missing.json")
+
+
+# -- prices
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 20))
+def test_a_class_takes_its_operations_times_the_curve_at_their_mean_size(
+    num_bytes: int, num_ops: int
+) -> None:
+    expected = num_ops * straight("bytes").at(num_bytes / num_ops)
+    assert prices().seconds(memory_op(num_bytes, num_ops)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("phase", "name"),
+    [
+        ("forward", "memory.forward.float32"),
+        ("loss", "memory.forward.float32"),
+        ("recompute", "memory.forward.float32"),
+        ("backward", "memory.backward.float32"),
+        ("optimizer", "optimizer.adamw"),
+        ("clip", "clip"),
+        ("unshard", "copy"),
+        ("reduce", "sum"),
+    ],
+)
+def test_each_phase_is_priced_by_its_own_curve(phase: OpPhase, name: str) -> None:
+    slow = {**a_calibration().curves, name: straight("bytes", 1.0)}
+    op = memory_op(1 << 20, 1, phase)
+    assert prices(a_calibration(curves=slow)).seconds(op) == 1.0
+    assert prices().seconds(op) < 0.1
+
+
+def test_a_dtype_that_was_not_measured_is_priced_as_float32() -> None:
+    cost = Cost("memory", "int8", 0, 1 << 20, 1)
+    op = Op("compute", Compute((cost,)), 0, "forward", 0)
+    assert prices().seconds(op) == prices().seconds(memory_op(1 << 20, 1))
+
+
+def test_each_message_beyond_one_per_peer_costs_its_share() -> None:
+    one, five = (
+        Op("shard", Collective("all_gather", "shard", 1 << 20, 1 << 19, n), 0, "unshard", 0)
+        for n in (1, 5)
+    )
+    assert prices().seconds(five) - prices().seconds(one) == pytest.approx(4 * 1e-4)
+
+
+def test_an_all_reduce_takes_both_of_its_halves() -> None:
+    def op(kind: Any, num_messages: int) -> Op:
+        return Op("shard", Collective(kind, "shard", 1 << 20, 1 << 19, num_messages), 0, "clip", 0)
+
+    halves = prices().seconds(op("all_gather", 1)) + prices().seconds(op("reduce_scatter", 1))
+    assert prices().seconds(op("all_reduce", 2)) == pytest.approx(halves)
+
+
+def test_what_was_not_measured_is_told_with_the_nearest_name() -> None:
+    op = Op("disk", Transfer("to_host", 1), 0, "offload", 0)
+    with pytest.raises(ConfigError, match=r"'to_host' was not measured.*bench --calibrate"):
+        prices().seconds(op)
+    with pytest.raises(ConfigError, match=r"measured with 2 ranks.*has 3.*--ranks 3"):
+        prices(num_shards=3)
+
+
+def test_the_measured_machine_is_a_cluster_whose_ranks_share_its_memory() -> None:
+    cluster = cluster_of(a_calibration())
+    assert cluster.num_ranks == 2
+    assert cluster.node.accelerator.memory_bytes == (4 << 30) - (250 << 20)
+    assert cluster.node.accelerator.flops_per_s("fp32") == pytest.approx(RATE)
+
+
+# -- the whole way
+def a_tape() -> Tape:
+    costs = tuple(Cost(kind, "float32", 1 << 20, 1 << 20, 1) for kind in ("matmul", "memory"))  # type: ignore[arg-type]
+    nothing = LiveBytes()
+
+    def work(phase: Any) -> Work:
+        return Work(0, phase, costs, nothing, nothing)
+
+    return Tape(
+        model="tiny",
+        units=(UnitFacts("", "Tiny", (ParamFacts("weight", (64, 64), "float32"),)),),
+        events=(
+            Visit("before_forward", 0),
+            work("forward"),
+            Visit("after_forward", 0),
+            work("loss"),
+            Visit("before_backward", 0),
+            work("backward"),
+            Visit("after_backward", 0),
+        ),
+        micro_batch=1,
+        seq=8,
+        compute_dtype="float32",
+        activation_checkpointing="none",
+    )
+
+
+def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    search = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    arguments = ["bench", "--calibrate", "--quick", "--ranks", "2", "--output", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONPATH": search, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all_gather.2" in done.stdout
+    found = read_calibration(path)
+    assert (found.num_ranks, found.backend, found.host.device) == (2, "gloo", "cpu")
+    assert set(NAMES) <= set(found.curves)
+    assert found.process_bytes > 50 << 20
+    for stage in range(4):
+        candidate = replace(A_CANDIDATE, stage=stage)
+        pricer = CalibratedPrices(found, candidate)
+        played = play(a_tape(), candidate)
+        simulated = simulate(played.program, pricer.seconds, overlap=pricer.overlap)
+        assert 0 < simulated.step_s < math.inf
+    assert cluster_of(found).num_ranks == 2

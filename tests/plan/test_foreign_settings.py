@@ -1,0 +1,188 @@
+"""DeepSpeed and accelerate files read for planning: planned, ignored with a reason, or refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Offload
+from shardwise.plan.foreign_settings import read_accelerate, read_deepspeed
+
+ZERO3_OFFLOAD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "train_batch_size": 256,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2000,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5}},
+    "scheduler": {"type": "WarmupLR", "params": {}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 5e8,
+        "stage3_prefetch_bucket_size": 5e7,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.3},
+        "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+    },
+}
+
+
+def write_json(folder: Path, content: Any) -> Path:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def write_yaml(folder: Path, text: str) -> Path:
+    path = folder / "accelerate.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path: Path) -> None:
+    found = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
+    assert found.values == {
+        "stage": 3,
+        "precision": "bf16",
+        "micro_batch": 4,
+        "accumulation": 8,
+        "global_batch": 256,
+        "optimizer": "adamw",
+        "prefetch_bytes": 100_000_000,
+        "offload": Offload("nvme", "host", 0.3),
+    }
+
+
+def test_every_key_is_planned_or_listed_with_a_reason(tmp_path: Path) -> None:
+    found = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
+    assert set(found.ignored) == {
+        "gradient_clipping",
+        "steps_per_print",
+        "scheduler",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.reduce_bucket_size",
+    }
+    assert all(found.ignored.values())
+
+
+def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
+    content = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+    found = read_deepspeed(write_json(tmp_path, content))
+    assert "micro_batch" not in found.values
+    assert "train_micro_batch_size_per_gpu" in found.ignored
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'"),
+        ({"zero_optimization": {"stge": 2}}, "did you mean 'stage'"),
+        ({"zero_optimization": {"stage": 4}}, "expected 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, "expected 0, 1, 2 or 3"),
+        ({"train_micro_batch_size_per_gpu": 0}, "expected a whole number above 0"),
+        ({"train_micro_batch_size_per_gpu": -4}, "expected a whole number above 0"),
+        ({"train_micro_batch_size_per_gpu": 1.5}, "expected a whole number above 0"),
+        ({"gradient_accumulation_steps": "many"}, "gradient_accumulation_steps"),
+        ({"optimizer": "AdamW"}, "optimizer"),
+        ({"bf16": True}, "bf16"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "gpu"}}},
+            "expected none, cpu or nvme",
+        ),
+        ({"train_micro_batch_size_per_gpu": 1e30}, "expected a whole number above 0"),
+        ({"zero_optimization": {"stage3_prefetch_bucket_size": -5}}, "expected 0 or more"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 7}}},
+            "ratio: expected 0 to 1",
+        ),
+        ([1], "expected an object"),
+    ],
+)
+def test_what_cannot_be_read_names_file_key_and_the_nearest(
+    tmp_path: Path, content: Any, named: str
+) -> None:
+    path = write_json(tmp_path, content)
+    with pytest.raises(ConfigError, match=named) as raised:
+        read_deepspeed(path)
+    assert str(path) in str(raised.value)
+
+
+def test_text_that_is_not_json_and_a_missing_file_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_deepspeed(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="expected JSON"):
+        read_deepspeed(path)
+
+
+def test_accelerate_fsdp_gives_stage_units_and_ranks(tmp_path: Path) -> None:
+    text = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+num_machines: 1
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_activation_checkpointing: true
+  fsdp_offload_params: true
+"""
+    found = read_accelerate(write_yaml(tmp_path, text))
+    assert found.values == {
+        "stage": 2,
+        "precision": "bf16",
+        "ranks": 8,
+        "units": ("LlamaDecoderLayer",),
+        "activation_checkpointing": "full",
+        "offload": Offload("host", "host"),
+    }
+
+
+def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path: Path) -> None:
+    write_json(tmp_path, ZERO3_OFFLOAD)
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    found = read_accelerate(write_yaml(tmp_path, text))
+    assert found.values["stage"] == 3
+    assert found.values["offload"] == Offload("nvme", "host", 0.3)
+
+
+def test_accelerate_without_a_strategy_is_replicated(tmp_path: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 4\n"
+    for quoted in (text, text.replace("'", "")):
+        found = read_accelerate(write_yaml(tmp_path, quoted))
+        assert found.values == {"stage": 0, "precision": "fp32", "ranks": 4}
+
+
+def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
+    text = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
+    found = read_accelerate(write_yaml(tmp_path, text))
+    assert found.values["stage"] == 3
+    assert "--replicas" in found.ignored["fsdp_config.HYBRID_SHARD"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("distributed_typ: FSDP\n", "did you mean 'distributed_type'"),
+        ("distributed_type: TPUS\n", "expected one of"),
+        ("mixed_precision: bf17\n", "mixed_precision"),
+        ("num_processes: 0\n", "expected a whole number above 0"),
+        ("fsdp_config:\n  fsdp_offload_param: true\n", "did you mean 'fsdp_offload_params'"),
+        ("- a\n", "expected `key: value` lines"),
+        ("1: 2\n", "unknown key '1'"),
+        ("deepspeed_config:\n  zero_stage: 7\n", "expected 0, 1, 2 or 3"),
+        ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHRD\n", "did you mean FULL_SHARD"),
+        ("a: [\n", "expected YAML"),
+    ],
+)
+def test_a_bad_accelerate_file_names_the_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_accelerate(write_yaml(tmp_path, text))

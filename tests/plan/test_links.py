@@ -1,0 +1,173 @@
+"""Collectives: the published curves are met, and more of anything moves times the right way."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.plan.machine.catalogue import STANDARD_NODES, find_link, find_node, make_cluster
+from shardwise.plan.machine.hardware import Node
+from shardwise.plan.machine.links import (
+    Group,
+    bus_bandwidth,
+    collective_seconds,
+    place,
+    send_seconds,
+)
+
+MIB = 1 << 20
+NODES = {name: find_node(name) for name in STANDARD_NODES}
+NODES["a100-pcie"] = make_cluster("A100 PCIe", 8, network="NDR", num_nics=8).node
+
+kinds = st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"])
+nodes = st.sampled_from([*NODES.values()])
+payloads = st.integers(1, 1 << 36)
+multi = st.integers(1, 1000)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Any group whose nodes hold as many of its ranks each."""
+    per_node, count = draw(st.integers(1, 16)), draw(st.integers(1, 2048))
+    return Group(per_node * count, per_node, count)
+
+
+@pytest.mark.parametrize(
+    ("node", "published"),
+    [
+        ("dgx-a100", {1: 19.8, 16: 126, 64: 203, 256: 217, 1024: 229}),
+        ("dgx-2", {1: 23.0, 16: 107, 64: 129, 256: 133, 1024: 135}),
+    ],
+)
+def test_the_published_curves_of_eight_gpus_are_met(node: str, published: dict[int, float]) -> None:
+    for mib, gigabytes in published.items():
+        found = bus_bandwidth("all_reduce", mib * MIB, place(8, 1, 16), NODES[node]) / 1e9
+        assert found == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_a_bucket_of_16_mib_gets_55_per_cent_of_the_asymptote_on_a100() -> None:
+    group, node = place(8, 1, 8), NODES["dgx-a100"]
+    share = bus_bandwidth("all_reduce", 16 * MIB, group, node) / bus_bandwidth(
+        "all_reduce", 1 << 40, group, node
+    )
+    assert share == pytest.approx(0.55, abs=0.01)
+
+
+def test_four_nodes_of_b200_reach_what_was_measured() -> None:
+    """EFA's own curve: the model takes latency off and puts it back."""
+    for mib, gigabytes in {1: 5.37, 16: 64.43, 128: 197.94, 1024: 361.99}.items():
+        found = bus_bandwidth("all_reduce", mib * MIB, place(32, 1, 8), NODES["p6-b200"]) / 1e9
+        assert found == pytest.approx(gigabytes, rel=0.01)
+
+
+def test_four_nodes_of_h200_reach_what_was_measured() -> None:
+    """364.87 GB/s for 4 GiB on 32 ranks; only the NIC's efficiency is from this measurement."""
+    node = make_cluster("H200", 8, network="efa-v3", num_nics=16).node
+    found = bus_bandwidth("all_reduce", 4096 * MIB, place(32, 1, 8), node) / 1e9
+    assert found == pytest.approx(364.87, rel=0.03)
+
+
+def test_a_curve_scaled_from_nvlink_3_to_5_predicts_the_b200() -> None:
+    """Held out: NVLink 4 has no curve and takes NVLink 3's, so the rule is tried where one is."""
+    measured = NODES["p6-b200"]
+    scaled = replace(measured, intra=find_link("nvlink3").scaled(740.64 / 229.25))
+    for mib, size in ((4, 0.15), (16, 0.15), (64, 0.15), (256, 0.05), (1024, 0.05)):
+        times = [
+            collective_seconds("all_reduce", mib * MIB, place(8, 1, 8), node)
+            for node in (measured, scaled)
+        ]
+        assert times[1] == pytest.approx(times[0], rel=size)
+
+
+def test_ring_steps_and_bytes_are_thakurs_where_there_is_no_curve() -> None:
+    """One rank per node over InfiniBand: base + (n - 1) latencies + (n - 1) / n bytes."""
+    node = NODES["dgx-h100"]
+    link, group, payload = node.inter, place(64, 8, 8), 1 << 40
+    assert group == Group(64, 1, 64)
+    wire = 63 / 64 * payload / (50e9 * 0.92)
+    expected = 6.6e-6 + 63 * link.bulk_latency_s + wire
+    assert collective_seconds("all_gather", payload, group, node) == pytest.approx(expected)
+    tiny = 6.6e-6 + 63 * link.latency_s
+    assert collective_seconds("all_gather", 1, group, node) == pytest.approx(tiny, rel=0.01)
+
+
+def test_all_nics_of_a_node_work_for_a_group_that_fills_it() -> None:
+    node, payload = NODES["dgx-h100"], 1 << 34
+    filling = collective_seconds("all_gather", payload, place(64, 1, 8), node)
+    strided = collective_seconds("all_gather", payload, place(8, 8, 8), node)
+    assert strided > 5 * filling  # one of eight NICs; NVLink sets the pace of the other
+
+
+def test_groups_are_placed_where_their_ranks_are() -> None:
+    assert place(8, 1, 8) == Group(8, 8, 1)
+    assert place(16, 1, 8) == Group(16, 8, 2)
+    assert place(4, 8, 8) == Group(4, 1, 4)
+    assert place(8, 2, 8) == Group(8, 4, 2)
+    assert place(12, 1, 8) == Group(12, 4, 2)
+    assert place(1, 64, 8) == Group(1, 1, 1)
+    with pytest.raises(ConfigError, match="num_ranks=0"):
+        place(0, 1, 8)
+
+
+@given(kinds, payloads, nodes)
+def test_a_group_of_one_costs_nothing(kind: str, payload: int, node: Node) -> None:
+    assert collective_seconds(kind, payload, place(1, 1, 8), node) == 0  # type: ignore[arg-type]
+
+
+@given(kinds, payloads, payloads, groups(), nodes)
+def test_more_bytes_are_never_faster(
+    kind: str, one: int, other: int, group: Group, node: Node
+) -> None:
+    less, more = sorted((one, other))
+    took = [collective_seconds(kind, size, group, node) for size in (less, more)]  # type: ignore[arg-type]
+    assert 0 <= took[0] <= took[1] * (1 + 1e-12)
+    for crosses in (False, True):
+        assert send_seconds(less, crosses, node) <= send_seconds(more, crosses, node) * (1 + 1e-12)
+
+
+@given(kinds, payloads, groups(), nodes, st.floats(1, 100))
+def test_more_bandwidth_is_never_slower(
+    kind: str, payload: int, group: Group, node: Node, factor: float
+) -> None:
+    took = collective_seconds(kind, payload, group, node)  # type: ignore[arg-type]
+    faster = replace(node, intra=node.intra.scaled(factor), inter=node.inter.scaled(factor))
+    for better in (faster, replace(node, num_nics=min(1024, 2 * node.num_nics))):
+        assert collective_seconds(kind, payload, group, better) <= took * (1 + 1e-9)  # type: ignore[arg-type]
+
+
+@given(kinds, payloads, groups(), nodes, st.integers(1, 64))
+def test_more_nodes_are_never_faster(
+    kind: str, payload: int, group: Group, node: Node, times: int
+) -> None:
+    larger = Group(group.num_ranks * times, group.ranks_per_node, group.num_nodes * times)
+    took = collective_seconds(kind, payload, group, node)  # type: ignore[arg-type]
+    assert took <= collective_seconds(kind, payload, larger, node) * (1 + 1e-9)  # type: ignore[arg-type]
+
+
+@given(kinds, payloads, st.integers(1, 15), nodes)
+def test_more_ranks_of_a_node_are_never_faster(
+    kind: str, payload: int, ranks: int, node: Node
+) -> None:
+    took = [collective_seconds(kind, payload, place(n, 1, 16), node) for n in (ranks, ranks + 1)]  # type: ignore[arg-type]
+    assert took[0] <= took[1] * (1 + 1e-9)
+
+
+@given(kinds, payloads, st.integers(1, 8), st.integers(1, 16), nodes)
+def test_leaving_the_node_is_never_faster(
+    kind: str, payload: int, per_node: int, count: int, node: Node
+) -> None:
+    ranks = per_node * count
+    inside = collective_seconds(kind, payload, Group(ranks, ranks, 1), node)  # type: ignore[arg-type]
+    across = collective_seconds(kind, payload, Group(ranks, per_node, count), node)  # type: ignore[arg-type]
+    assert inside <= across * (1 + 1e-9)
+    assert send_seconds(payload, False, node) <= send_seconds(payload, True, node) * (1 + 1e-9)
+
+
+@given(payloads, groups(), nodes)
+def test_an_all_reduce_costs_at_most_its_two_halves(payload: int, group: Group, node: Node) -> None:
+    halves = sum(
+        collective_seconds(k, payload, group, node) for k in ("all_gather", "reduce_scatter")
+    )  # type: ignore[arg-type]
+    assert collective_seconds("all_reduce", payload, group, node) <= halves * (1 + 1e-9)

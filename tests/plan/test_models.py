@@ -1,0 +1,219 @@
+"""Where modules come from: presets against published sizes, configs, the user's own file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.models import ModelSource, find_model
+from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.model.traced import TracedModel
+
+# numel of the checkpoints on the Hugging Face hub, as their model cards and indexes give it
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "tinyllama-1.1b": 1_100_048_384,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_241_732_096,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "smollm-135m": 134_515_008,
+    "smollm-1.7b": 1_711_376_384,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "mpt-7b": 6_649_286_656,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_as_many_parameters_as_the_published_model(name: str) -> None:
+    assert find_preset(name).shape.num_params == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", "smollm-135m", "gpt2", "gemma-2b", "qwen3-0.6b", "mpt-7b"]
+)
+def test_the_module_of_a_preset_has_the_parameters_of_its_shape(name: str) -> None:
+    source = find_model(name)
+    model = source.build(False)
+    assert all(p.is_meta for p in model.parameters())
+    assert sum(p.numel() for p in model.parameters()) == find_preset(name).shape.num_params
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="'lama-3-8b'; did you mean 'llama-3-8b'"):
+        find_model("lama-3-8b")
+    with pytest.raises(ConfigError, match="Nothing is downloaded"):
+        find_model("meta-llama/Llama-3-8B")
+    assert find_preset("GPT2").name == "gpt2"
+    assert len(set(preset_names())) == len(preset_names())
+
+
+def write_config(folder: Path, **keys: Any) -> Path:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        **keys,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_config_becomes_the_class_of_transformers(tmp_path: Path) -> None:
+    source = find_model(str(write_config(tmp_path)))
+    assert (source.name, source.seq, source.max_seq) == (tmp_path.name, 128, 128)
+    model = source.build(False)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert source.shape is not None
+    assert sum(p.numel() for p in model.parameters()) == source.shape.num_params
+    tape = TracedModel(source, 16).tape(Candidate(activation_checkpointing="full"))
+    assert [u.name for u in tape.units] == ["", *(f"model.layers.{i}" for i in range(3))]
+
+
+def test_without_transformers_a_llama_is_planned_by_its_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    source = find_model(str(write_config(tmp_path) / "config.json"))
+    assert type(source.build(False)).__name__ == "PlainDecoder"
+    assert "pip install transformers" in source.notes[0]
+    with pytest.raises(ConfigError, match="with it"):
+        find_model(str(write_config(tmp_path, model_type="falcon_mamba")))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "lama"}, "'lama' is unknown .* did you mean '?llama"),
+        ({"model_type": "resnet"}, "config.json: "),
+        ({"num_attention_heads": "four"}, "config.json: "),
+    ],
+)
+def test_a_config_that_is_no_language_model_is_refused(
+    tmp_path: Path, keys: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        find_model(str(write_config(tmp_path, **keys))).build(False)
+
+
+def test_what_is_no_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        find_model(str(tmp_path))
+    for text, words in (("{", "expected JSON"), ("[]", "key model_type")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            find_model(str(tmp_path))
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(3)
+        )
+        self.layers[2][0].weight = self.layers[0][0].weight
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+def build():
+    return Net()
+
+def fails():
+    raise OSError("no such disk")
+
+def number():
+    return 3
+
+number_of_layers = 3
+"""
+BATCH = """
+def example_batch(micro_batch, seq):
+    return torch.ones(micro_batch, seq, 8)
+
+def loss(model, batch):
+    return model(batch).sum()
+"""
+
+
+def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(FILE + BATCH)
+    source = find_model(f"{file}:build", seq=5)
+    assert source.notes == (
+        "layers.0.0.weight and layers.2.0.weight are one parameter, counted once",
+    )
+    model = TracedModel(source)
+    assert model.num_params == 2 * 64
+    tape = model.tape(Candidate(micro_batch=3, precision="fp32"))
+    assert (tape.input_bytes, tape.seq) == (3 * 5 * 8 * 4, 5)
+    assert tape.flops == 3 * 2 * 15 * 64 * 3 - 2 * 15 * 64  # no gradient of the input
+    recomputed = model.tape(
+        Candidate(micro_batch=3, precision="fp32", activation_checkpointing="full")
+    )
+    assert recomputed.flops == tape.flops + 3 * 2 * 15 * 64
+
+
+def test_a_factory_without_a_batch_gets_token_ids(tmp_path: Path) -> None:
+    file = tmp_path / "lm.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build():\n    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))\n"
+    )
+    tape = TracedModel(find_model(f"{file}:build"), 7).tape(Candidate(micro_batch=2))
+    assert tape.input_bytes == 2 * 7 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("net.py:bild", "no function 'bild'; did you mean 'build'"),
+        ("net.py:number_of_layers", "has no function 'number_of_layers'"),
+        ("net.py:fails", r"fails\(\) under torch.device\('meta'\): OSError: no such disk"),
+        ("net.py:number", "returned a int, expected a Module"),
+        ("nothing.py:build", "no such file"),
+        ("broken.py:build", "importing .*broken.py: ModuleNotFoundError"),
+        ("net.py", "net.py:factory"),
+    ],
+)
+def test_what_fails_in_the_users_file_is_named(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "net.py").write_text(FILE)
+    (tmp_path / "broken.py").write_text("import no_such_module_anywhere")
+    with pytest.raises(ConfigError, match=words):
+        find_model(str(tmp_path / name))
+
+
+def test_parameters_that_a_factory_allocates_are_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "real.py"
+    file.write_text(
+        "from torch import nn\ndef build():\n    return nn.Linear(3, 3, device='cpu')\n"
+    )
+    source: ModelSource = find_model(f"{file}:build")
+    assert source.notes[0].startswith("2 parameters (weight, ...) were allocated")

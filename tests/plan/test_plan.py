@@ -1,0 +1,187 @@
+"""A plan as a whole: what it adds to playing, pricing and simulating, and which way it moves."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise.plan.planning
+from decoders import (
+    SEQ,
+    SHAPE,
+    cluster_of_ranks,
+    faster,
+    make_model,
+    make_plan,
+    settings_of_engine,
+    shapes,
+)
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.margins import MemoryInterval
+from shardwise.plan.model.shapes import DecoderShape
+from shardwise.plan.planning import Plan, plan
+
+FEW = settings(max_examples=25)
+STAGES = st.integers(0, 3)
+STATE = ("param_shards", "param_full", "grad_shards", "optimizer_state")
+
+
+def state_of(made: Plan) -> int:
+    return sum(made.played.resting.lines()[name] for name in STATE)
+
+
+# -- which way figures move
+@FEW
+@given(shapes(), settings_of_engine(), st.sampled_from([1, 2, 3, 8]))
+def test_a_higher_stage_never_holds_more_between_steps(
+    shape: DecoderShape, others: dict[str, Any], num_shards: int
+) -> None:
+    held = [
+        make_plan(shape, stage=stage, num_shards=num_shards, **others).played.resting.total
+        for stage in range(4)
+    ]
+    assert held == sorted(held, reverse=True)
+
+
+@FEW
+@given(shapes(), settings_of_engine(), st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6]))
+def test_twice_the_ranks_never_hold_larger_shards_each(
+    shape: DecoderShape, others: dict[str, Any], stage: int, num_shards: int
+) -> None:
+    """Full copies may be larger: they are padded to a multiple of the ranks."""
+    few = make_plan(shape, stage=stage, num_shards=num_shards, **others).played.resting
+    many = make_plan(shape, stage=stage, num_shards=2 * num_shards, **others).played.resting
+    assert many.optimizer_state <= few.optimizer_state
+    assert many.grad_shards <= few.grad_shards
+    if stage == 3:
+        assert many.param_shards + many.param_full <= few.param_shards + few.param_full
+
+
+@FEW
+@given(shapes(), settings_of_engine(), STAGES, st.sampled_from([1, 2, 3]), st.integers(1, 3))
+def test_twice_the_batch_never_needs_less_memory_nor_more_time_per_token(
+    shape: DecoderShape, others: dict[str, Any], stage: int, num_shards: int, accumulation: int
+) -> None:
+    sizes: dict[str, Any] = {"num_shards": num_shards, "accumulation": accumulation}
+    small = make_plan(shape, stage=stage, micro_batch=2, **sizes, **others)
+    large = make_plan(shape, stage=stage, micro_batch=4, **sizes, **others)
+    assert large.played.peak.ledger.total >= small.played.peak.ledger.total
+    assert large.memory.high_bytes >= small.memory.high_bytes
+    assert large.step_s >= small.step_s
+    assert large.tokens_per_s >= small.tokens_per_s * (1 - 1e-9)
+
+
+@FEW
+@given(shapes(), settings_of_engine(), STAGES, st.sampled_from([2, 3, 16]))
+def test_twice_the_bandwidth_or_speed_is_never_slower_and_needs_the_same_memory(
+    shape: DecoderShape, others: dict[str, Any], stage: int, num_shards: int
+) -> None:
+    cluster = cluster_of_ranks(num_shards * others["num_replicas"])
+    plans = [
+        make_plan(shape, each, stage=stage, num_shards=num_shards, accumulation=2, **others)
+        for each in (cluster, faster(cluster, links=2), faster(cluster, device=2))
+    ]
+    assert all(p.step_s <= plans[0].step_s * (1 + 1e-9) for p in plans)
+    assert len({p.played.peak.ledger.total for p in plans}) == 1
+
+
+# -- windows
+@FEW
+@given(
+    shapes(),
+    settings_of_engine(),
+    STAGES,
+    st.sampled_from([1, 3]),
+    st.integers(5, 9),
+    st.sampled_from([Offload(), Offload(optimizer="host"), Offload("host", "nvme")]),
+)
+def test_a_long_window_is_the_same_as_one_played_in_full(
+    shape: DecoderShape,
+    others: dict[str, Any],
+    stage: int,
+    num_shards: int,
+    accumulation: int,
+    offload: Offload,
+) -> None:
+    if stage < 3:
+        offload = replace(offload, params="device")
+    sizes = {"num_shards": num_shards, "accumulation": accumulation, "offload": offload}
+    short = make_plan(shape, stage=stage, **sizes, **others)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shardwise.plan.planning, "_LONGEST_PLAYED", 100)
+        full = make_plan(shape, stage=stage, **sizes, **others)
+    assert short.played.peak.ledger == full.played.peak.ledger
+    assert short.played.resting == full.played.resting
+    assert short.memory == full.memory
+    assert short.played.program.sent_bytes == full.played.program.sent_bytes
+    assert short.played.program.num_collectives == full.played.program.num_collectives
+    assert short.step_s == pytest.approx(full.step_s, rel=1e-6)
+
+
+# -- figures of a plan
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_model_flops_are_those_of_the_shape_whatever_is_recomputed(checkpointing: str) -> None:
+    made = make_plan(
+        num_shards=2, accumulation=3, micro_batch=2, activation_checkpointing=checkpointing
+    )
+    tokens = 2 * 3 * 2 * SEQ
+    assert made.tokens_per_step == tokens
+    assert made.flops_per_step in (
+        tokens * SHAPE.flops_per_token(SEQ),
+        tokens * SHAPE.flops_per_token(SEQ, causal=True),
+    )
+
+
+def test_utilisation_is_flops_over_the_peak_of_the_compute_dtype() -> None:
+    for precision in ("bf16", "pure_bf16"):
+        made = make_plan(num_shards=4, precision=precision)
+        peak = made.cluster.node.accelerator.peak["bfloat16"]
+        assert made.mfu == pytest.approx(made.flops_per_step / made.step_s / 4 / peak)
+
+
+def test_the_verdict_compares_the_interval_with_the_device() -> None:
+    made = replace(make_plan(), capacity_bytes=100)
+    for low, high, verdict in ((50, 100, "fits"), (100, 101, "tight"), (101, 150, "will not fit")):
+        memory = replace(made.memory, low_bytes=low, high_bytes=high)
+        assert isinstance(memory, MemoryInterval)
+        assert replace(made, memory=memory).verdict == verdict
+
+
+def test_a_pipeline_has_fewer_parameters_per_rank_and_idles_less_with_more_micro_batches() -> None:
+    shape = replace(SHAPE, layers=4)
+    whole = make_plan(shape, num_shards=1, accumulation=8)
+    halves = [make_plan(shape, num_shards=1, pipeline_parallel=2, accumulation=m) for m in (2, 8)]
+    assert all(state_of(p) < state_of(whole) for p in halves)
+    assert halves[1].tokens_per_s > halves[0].tokens_per_s
+
+
+def test_a_plan_has_a_name_for_every_unit_and_an_assumption_with_its_source() -> None:
+    made = make_plan(num_shards=2)
+    assert made.unit_name(0) == "(root)"
+    assert len({made.unit_name(u) for u in range(len(made.unit_names))}) == len(made.unit_names)
+    assert all("(" in line and ": " in line for line in made.assumptions)
+    assert made.notes
+
+
+# -- refusals
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "bf17"}, ["precision='bf17'", "'bf16'"]),
+        ({"optimizer": "adamv"}, ["optimizer='adamv'", "'adam"]),
+    ],
+)
+def test_an_unknown_name_is_told_with_the_nearest_one(
+    settings: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_plan(**settings)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_ranks_that_are_not_the_clusters_are_refused_with_both_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"3 ranks \(3 shards x 1 replicas.*the cluster 2"):
+        plan(make_model(), cluster_of_ranks(2), Candidate(num_shards=3))

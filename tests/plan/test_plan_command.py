@@ -1,0 +1,380 @@
+"""`shardwise plan` and `shardwise simulate`: what they print, write, refuse and return."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import yaml
+
+from shardwise.cli.main import main
+from shardwise.cli.plan import run_plan, run_simulate
+from shardwise.plan.machine.calibration import write_calibration
+from shardwise.train.config import load_config
+from shardwise.train.decoder import Decoder
+from test_calibration import a_calibration
+
+SOURCES = Path(__file__).parents[2] / "src"
+TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nmicro_batch: 2\nranks: 2\nvocab: 300\n"
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> Path:
+    path = tmp_path / "calibration.json"
+    write_calibration(a_calibration(), path)
+    return path
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Return what runs a command that must fail with code 2 and print nothing but its reason."""
+
+    def run(command: Callable[[list[str]], int], *arguments: object) -> str:
+        assert command([str(a) for a in arguments]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(("shardwise plan: ", "shardwise simulate: "))
+        return err
+
+    return run
+
+
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert err == ""
+    return " ".join(out.split())
+
+
+def process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+# -- a plan
+def test_a_plan_says_what_fits_how_fast_and_why(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan([str(tiny), "--stage", "2", "--gpu", "a100"]) == 0
+    text = words(capsys)
+    for part in ("tiny.yaml", "2 x A100-80GB", "stage 2, micro-batch 2", "fits", "tokens/s"):
+        assert part in text
+    assert "memory at the peak" in text
+    assert "waiting for it" in text
+
+
+def test_a_plan_that_does_not_fit_has_code_1(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan([str(tiny), "--micro-batch", "100000000"]) == 1
+    assert "will not fit" in words(capsys)
+
+
+def test_json_has_the_plan_and_nothing_else(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan([str(tiny), "--json", "--precision", "pure_bf16"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kind"] == "plan"
+    assert facts["candidate"]["num_shards"] == 2
+    assert facts["candidate"]["precision"] == "pure_bf16"
+
+
+def test_a_page_is_written(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    assert run_plan([str(tiny), "--html", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan(["--list"]) == 0
+    text = words(capsys)
+    for name in ("llama-3-8b", "H100-80GB", "nvlink4", "dgx-h100", "adamw", "bf16"):
+        assert name in text
+
+
+@pytest.mark.parametrize("command", [run_plan, run_simulate])
+def test_help_shows_every_flag_and_is_no_error(
+    command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--tokens-per-step" in text
+    assert "--calibration" in text
+
+
+# -- accounting
+def test_the_accounting_answers_without_torch_numpy_or_transformers() -> None:
+    code = (
+        "import sys; from shardwise.cli.main import app; "
+        "app(['plan', '--params', '7e9', '--ranks', '8', '--json'], standalone_mode=False); "
+        "print({'torch', 'numpy', 'transformers'} & set(sys.modules), file=sys.stderr)"
+    )
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert run.stderr.strip() == "set()"
+    stages = json.loads(run.stdout)["stages"]
+    assert [row["stage"] for row in stages] == [0, 1, 2, 3]
+
+
+def test_an_accounting_of_a_model_or_with_a_search_is_refused(refused: Refused) -> None:
+    assert "demo" in refused(run_plan, "demo", "--params", "7e9")
+    assert "--search" in refused(run_plan, "--params", "7e9", "--search")
+    assert "'bf17'" in refused(run_plan, "--params", "7e9", "--precision", "bf17")
+
+
+# -- a search
+def test_a_search_shows_the_winner_the_front_and_each_reason_once(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--search", "--layout", "rows", "--bucket-bytes", "1048576"]
+    flags += ["--tokens-per-step", "256", "--micro-batch", "2"]
+    page = tmp_path / "search.html"
+    assert run_plan([str(tiny), *flags, "--html", str(page)]) == 0
+    text = words(capsys)
+    assert "candidates" in text
+    assert "nothing is both faster and smaller" in text
+    assert "why others lost" in text
+    assert "lost" in page.read_text()
+    assert run_plan([str(tiny), *flags, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["winner"]["candidate"]["accumulation"] == 4
+    assert facts["num_candidates"] == len(facts["pareto"]) + len(facts["rejected"])
+
+
+def test_a_search_in_which_nothing_fits_has_code_1_and_says_why(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan([str(tiny), "--search", "--max-memory", "10KiB"]) == 1
+    text = words(capsys)
+    assert "no candidate keeps the limits" in text
+    assert "alone are" in text
+    assert "more)" in text
+
+
+# -- a file for `shardwise train`
+def test_a_preset_is_written_as_a_decoder_with_as_many_parameters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.yaml"
+    assert run_plan(["demo", "--ranks", "2", "--write", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    config = load_config(path, {})
+    assert config.vocab is not None
+    with torch.device("meta"):
+        decoder = Decoder(config, config.vocab)
+    assert sum(p.numel() for p in decoder.parameters()) == facts["num_params"]
+    assert config.precision == "bf16"
+    assert config.predicted_step_s == facts["time"]["step_s"]
+    assert config.predicted_peak_bytes == facts["memory"]["peak"]["total_bytes"]
+
+
+def test_the_winner_of_a_search_is_written_and_never_offloads(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.yaml"
+    flags = ["--search", "--layout", "rows", "--micro-batch", "2", "--bucket-bytes", "0"]
+    assert run_plan([str(tiny), *flags, "--write", str(path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    met = [each["candidate"] for each in facts["pareto"] + facts["rejected"]]
+    assert {c["offload"]["optimizer"] for c in met} == {"device"}
+    assert load_config(path, {}).stage == facts["winner"]["candidate"]["stage"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["gpt2"], "gpt2"),
+        (["demo", "--offload-optimizer", "host"], "offload"),
+        (["demo", "--tensor-parallel", "2"], "tensor"),
+        (["demo", "--activation-checkpointing", "selective"], "selective"),
+        (["demo", "--optimizer", "sgd"], "'sgd'"),
+        (["demo", "--precision", "pure_bf16"], "'bf16'"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_not_written(
+    flags: list[str], reason: str, tmp_path: Path, refused: Refused
+) -> None:
+    path = tmp_path / "train.yaml"
+    told = refused(run_plan, *flags, "--write", path)
+    assert "write: " in told
+    assert reason in told
+    assert not path.exists()
+
+
+# -- files that cannot be written
+@pytest.mark.parametrize(
+    ("command", "flag", "more"),
+    [
+        (run_plan, "--html", []),
+        (run_plan, "--write", []),
+        (run_simulate, "--trace", []),
+        (run_simulate, "--svg", ["--sweep", "2"]),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
+    command: Callable[[list[str]], int],
+    flag: str,
+    more: list[str],
+    tmp_path: Path,
+    refused: Refused,
+) -> None:
+    told = refused(command, "no-model", flag, tmp_path / "none" / "x", *more)
+    assert flag in told
+    assert "none" in told
+    assert "folder" in refused(command, "no-model", flag, tmp_path, *more)
+
+
+# -- flags that do not exist
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["plan", "demo", "--stagee", "3"], "--stage"),
+        (["simulate", "demo", "--stragler", "1:2"], "--straggler"),
+        (["plan", "demo", "--stage", "x"], "--stage"),
+    ],
+)
+def test_an_unknown_flag_has_code_2_and_the_nearest_one(
+    arguments: list[str],
+    hint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+# -- calibrations
+def test_a_calibration_prices_a_plan_and_stands_for_the_machine(
+    tiny: Path, calibration: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plan([str(tiny), "--calibration", str(calibration), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cluster"]["accelerator"] == "processor"
+    assert facts["candidate"]["transport"] == "point_to_point"
+    assert any("measured" in line for line in facts["assumptions"])
+
+
+def test_a_search_on_a_calibrated_cpu_does_not_offload_to_itself(
+    tiny: Path, calibration: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--search", "--micro-batch", "2", "--layout", "rows", "--bucket-bytes", "0"]
+    assert run_plan([str(tiny), "--calibration", str(calibration), *flags, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert {r["candidate"]["offload"]["optimizer"] for r in facts["rejected"]} == {"device"}
+
+
+def test_a_calibration_of_other_ranks_or_beside_a_device_is_refused(
+    tiny: Path, calibration: Path, refused: Refused
+) -> None:
+    told = refused(run_plan, tiny, "--calibration", calibration, "--ranks", 3)
+    assert "measured with 2 ranks" in told
+    assert "--ranks 3" in told
+    told = refused(run_plan, tiny, "--calibration", calibration, "--gpu", "h100")
+    assert "gpu" in told
+    told = refused(run_simulate, tiny, "--calibration", calibration, "--sweep", "2,4")
+    assert "sweep" in told
+
+
+# -- simulate
+def test_a_simulation_shows_ranks_scaling_and_goodput_and_writes_its_files(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg, trace = tmp_path / "scaling.svg", tmp_path / "trace.json"
+    flags = "--ranks 8 --straggler 3:1.5 --jitter 0.05 --steps 3 --sweep 4,8 --mtbf-hours 5000"
+    arguments = [str(tiny), *flags.split(), "--svg", str(svg), "--trace", str(trace)]
+    assert run_simulate(arguments) == 0
+    text = words(capsys)
+    for part in ("ranks, the slowest first", "8 ranks:", "3 steps:", "what decides the step"):
+        assert part in text
+    for part in ("scaling", "efficiency", "goodput", "best time between checkpoints"):
+        assert part in text
+    assert ElementTree.fromstring(svg.read_text()).tag.endswith("svg")
+    assert json.loads(trace.read_text())
+    assert run_simulate([*arguments, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [row["num_ranks"] for row in facts["scaling"]] == [4, 8]
+    assert 0 < facts["goodput"]["kept_fraction"] < 1
+    assert facts["kind"] == "simulation"
+
+
+def test_a_straggler_slows_the_step(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = []
+    for flags in ([], ["--straggler", "1:3"]):
+        assert run_simulate([str(tiny), "--json", *flags]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["time"]["step_s"])
+    assert steps[1] > steps[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--straggler", "x"], "straggler: expected rank:slowdown"),
+        (["--straggler", "1:2:3"], "straggler"),
+        (["--straggler", "9:2"], "0 to 1"),
+        (["--straggler", "1:nan"], "slowdown=nan"),
+        (["--slow-link", "a:b"], "slow_link: expected rank:factor"),
+        (["--slow-link", "shrd:0:2"], "'shard'"),
+        (["--sweep", "8,x"], "sweep: expected numbers"),
+        (["--sweep", "0"], "sweep"),
+        (["--sweep", "3", "--replicas", "2"], "sweep: 3 ranks"),
+        (["--svg", "x.svg"], "--sweep"),
+        (["--jitter", "nan"], "--jitter"),
+        (["--mtbf-hours", "0"], "--mtbf-hours"),
+        (["--mtbf-hours", "inf"], "--mtbf-hours"),
+        (["--steps", "1e30"], "--steps"),
+    ],
+)
+def test_a_scenario_that_makes_no_sense_is_told_by_its_flag(
+    flags: list[str], reason: str, tiny: Path, refused: Refused
+) -> None:
+    assert reason in refused(run_simulate, tiny, *flags)
+
+
+# -- plan, then train
+@pytest.mark.slow
+def test_a_written_plan_trains_and_its_state_is_predicted_to_the_byte(tmp_path: Path) -> None:
+    start, planned = tmp_path / "start.yaml", tmp_path / "planned.yaml"
+    start.write_text(
+        TINY + f"stage: 2\nsteps: 3\nsample_tokens: 2\neval_windows: 1\nthreads: 1\n"
+        f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n"
+    )
+    made = process("plan", start, "--write", planned, "--accumulation", 2)
+    assert made.returncode == 0, made.stderr
+    predicted = yaml.safe_load(planned.read_text())["predicted_state_bytes"]
+    run = process("train", planned)
+    assert run.returncode == 0, run.stderr
+    lines = [line for line in run.stdout.splitlines() if ", measured " in line]
+    assert [word in " ".join(lines) for word in ("step time", "state", "peak")] == [True] * 3
+    state = next(line for line in lines if "state" in line)
+    assert "(+0.0%)" in state
+    steps = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    measured = [row["state_bytes"] for row in map(json.loads, steps) if "state_bytes" in row]
+    assert measured
+    assert set(measured) == {predicted}

@@ -1,0 +1,367 @@
+"""A played step of tapes made by hand: traffic, memory and order, against formulas written here."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.plan.accounting import account
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.model.tape import (
+    Cost,
+    LiveBytes,
+    ParamFacts,
+    Tape,
+    UnitFacts,
+    Visit,
+    Work,
+    full_bytes,
+)
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
+from shardwise.plan.step.program import Collective, Compute, Transfer
+
+Shapes = list[tuple[int, ...]]
+BLOCK: Shapes = [(5, 6), (5,), (6, 5)]
+MODEL: list[Shapes] = [[(), (6,)], [(7, 6)], BLOCK, BLOCK, BLOCK, [(9, 6)]]
+EVEN: list[Shapes] = [[(24,)], [(48, 24)], [(24, 24), (24,)], [(24, 24), (24,)], [(48, 24)]]
+SMALL = Candidate(precision="fp32", optimizer="sgd_momentum", num_shards=3)
+
+
+def make_unit(name: str, shapes: Shapes, reads: bool = True) -> UnitFacts:
+    params = tuple(ParamFacts(f"{name}.{i}", s, "float32") for i, s in enumerate(shapes))
+    return UnitFacts(name, "Unit", params, reads)
+
+
+def make_work(unit: int, phase: str, activations: int = 0, grads: int = 0) -> Work:
+    net = LiveBytes(activations=activations, grads=grads)
+    peak = LiveBytes(activations=max(activations, 0), temporary=100, grads=grads)
+    cost = Cost("matmul", "float32", 1000, 100, 1)
+    return Work(unit, phase, (cost,), peak, net)  # type: ignore[arg-type]
+
+
+def make_tape(model: list[Shapes], dtype: str = "float32", recomputes: bool = False) -> Tape:
+    """Unit 0 is the root, unit 1 an embedding; the others follow one another."""
+    units = tuple(make_unit(f"u{i}" if i else "", s, reads=i != 1) for i, s in enumerate(model))
+    grads = [full_bytes(u, dtype) for u in units]  # type: ignore[arg-type]
+    last = len(units)
+    events: list[Work | Visit] = [Visit("before_forward", 0), make_work(0, "forward")]
+    for i in range(1, last):
+        events += [Visit("before_forward", i), make_work(i, "forward", 1000)]
+        events += [Visit("after_forward", i), make_work(0, "forward")]
+    events += [Visit("after_forward", 0), make_work(0, "loss", 500)]
+    events += [Visit("before_backward", 0), make_work(0, "backward", -500, grads[0])]
+    for i in reversed(range(1, last)):
+        events.append(Visit("before_backward", i))
+        if recomputes and i > 1:
+            events += [Visit("before_forward", i, True), make_work(i, "recompute", 50)]
+            events += [Visit("after_forward", i, True), make_work(i, "backward", -50)]
+        events += [make_work(i, "backward", -1000, grads[i])]
+        events += [Visit("after_backward", i), make_work(0, "backward")]
+    events += [Visit("after_backward", 0), make_work(0, "backward")]
+    return Tape("made", units, tuple(events), 1, 8, dtype, "none", 64, 32)  # type: ignore[arg-type]
+
+
+def owned(shapes: Shapes, layout: str, num_ranks: int) -> int:
+    """Return how many elements of a unit rank 0 owns, padding left out."""
+    if layout == "flat":
+        total = sum(map(prod, shapes))
+        return min(-(-total // num_ranks), total)
+    return sum(-(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for s in shapes)
+
+
+def sent_by_ranks(units: list[Shapes], layout: str, num_ranks: int) -> tuple[int, int]:
+    """Return what rank 0 sends to gather and to reduce the units, without padding, in fp32."""
+    gathers = sum(owned(u, layout, num_ranks) for u in units) * (num_ranks - 1) * 4
+    total = sum(prod(s) for u in units for s in u)
+    return gathers, (total - sum(owned(u, layout, num_ranks) for u in units)) * 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_a_step_sends_two_models_or_at_stage_3_three_less_what_is_kept(
+    stage: int, layout: str, num_ranks: int
+) -> None:
+    candidate = replace(
+        SMALL, stage=stage, layout=layout, num_shards=num_ranks, transport="point_to_point"
+    )
+    played = play(make_tape(MODEL), candidate, clips=False)
+    gathered = list(MODEL)
+    if stage == 3:
+        gathered += MODEL[2:-1]  # the embedding's backward needs none; root and last unit stay
+    gathers, _ = sent_by_ranks(gathered, layout, num_ranks)
+    _, reduces = sent_by_ranks(MODEL, layout, num_ranks)
+    num_params = sum(len(u) for u in MODEL)
+    expected = {
+        "shard.all_gather": gathers,
+        "shard.reduce_scatter": reduces,
+        "shard.flags": num_params * (num_ranks - 1),
+    }
+    found = {k: v for k, v in played.program.sent_bytes.items() if v}
+    assert found == {k: v for k, v in expected.items() if v}
+    if num_ranks > 1:
+        num = {"shard.all_gather": len(gathered), "shard.reduce_scatter": 1, "shard.flags": 1}
+        assert played.program.num_collectives == num
+
+
+def test_padded_slots_are_sent_where_collectives_are_even() -> None:
+    played = play(make_tape(MODEL), replace(SMALL, stage=1), clips=False)
+    slots = sum(owned(u, "rows", 3) for u in MODEL)
+    assert played.program.sent_bytes["shard.all_gather"] == slots * 2 * 4
+    assert played.program.sent_bytes["shard.reduce_scatter"] == slots * 2 * 4
+
+
+@pytest.mark.parametrize("transport", ["coalesced", "point_to_point"])
+def test_replicas_send_the_slices_both_ways(transport: str) -> None:
+    candidate = replace(SMALL, num_shards=2, num_replicas=2, transport=transport)
+    played = play(make_tape(EVEN), candidate)
+    slices = sum(prod(s) for u in EVEN for s in u) // 2 * 4
+    assert played.program.sent_bytes["replicate.all_reduce"] == slices
+    assert played.program.num_collectives["replicate.all_reduce"] == 2 * len(EVEN)
+
+
+@pytest.mark.parametrize("every", ["step", "micro_batch"])
+def test_a_window_gathers_per_micro_batch_and_reduces_as_asked(every: str) -> None:
+    tape = make_tape(EVEN)
+    one, four = (
+        play(tape, replace(SMALL, accumulation=a, reduce_every=every)).program.sent_bytes
+        for a in (1, 4)
+    )
+    assert four["shard.all_gather"] == 4 * one["shard.all_gather"]
+    times = 4 if every == "micro_batch" else 1
+    assert four["shard.reduce_scatter"] == times * one["shard.reduce_scatter"]
+
+
+def test_a_kept_copy_is_gathered_once_per_step() -> None:
+    tape = make_tape(EVEN)
+    for stage in (1, 2):
+        one, four = (
+            play(tape, replace(SMALL, stage=stage, accumulation=a)).program.sent_bytes
+            for a in (1, 4)
+        )
+        assert four["shard.all_gather"] == one["shard.all_gather"]
+
+
+def test_what_is_recomputed_is_not_gathered_again() -> None:
+    plain, recomputed = (play(make_tape(MODEL, recomputes=r), SMALL) for r in (False, True))
+    assert plain.program.sent_bytes == recomputed.program.sent_bytes
+
+
+def test_only_clipping_sends_a_norm() -> None:
+    with_clip, without = (play(make_tape(EVEN), SMALL, clips=c) for c in (True, False))
+    assert with_clip.program.sent_bytes["shard.scalars"] == 8 * 2
+    assert "shard.scalars" not in without.program.sent_bytes
+
+
+# Memory.
+
+
+HOMES = [
+    Offload(),
+    Offload(optimizer="host"),
+    Offload(optimizer="host", optimizer_fraction=0.5),
+    Offload(params="host", optimizer="host"),
+    Offload(params="nvme", optimizer="host"),
+    Offload(params="host", optimizer="nvme"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(s, o) for s in (0, 1, 2, 3) for o in HOMES if o.params == "device" or s == 3],
+)
+def test_what_rests_is_what_the_accounting_says(
+    stage: int, precision: str, offload: Offload
+) -> None:
+    candidate = replace(SMALL, stage=stage, precision=precision, offload=offload)
+    played = play(make_tape(EVEN), candidate)
+    count = sum(prod(s) for u in EVEN for s in u)
+    sums = account(count, 3, stage, precision, "sgd_momentum", offload)
+    resting = played.resting
+    assert resting.total - resting.buffers == sums.between_steps.device
+    moved = [
+        sum(
+            op.work.num_bytes
+            for op in played.program.ops
+            if isinstance(op.work, Transfer) and op.work.link == link
+        )
+        for link in ("to_host", "to_device")
+    ]
+    assert moved[0] == sums.traffic.to_host_bytes
+    if offload.params == "device":
+        assert moved[1] == sums.traffic.to_device_bytes
+    if "nvme" not in (offload.params, offload.optimizer):
+        assert (played.host_bytes, played.nvme_bytes) == (sums.host_bytes, 0)
+
+
+shapes = st.lists(
+    st.lists(st.integers(1, 40), min_size=0, max_size=2).map(tuple), min_size=1, max_size=4
+)
+models = st.lists(shapes, min_size=2, max_size=5)
+candidates = st.builds(
+    Candidate,
+    num_shards=st.integers(1, 5),
+    num_replicas=st.integers(1, 2),
+    precision=st.sampled_from(["fp32", "bf16"]),
+    layout=st.sampled_from(["rows", "flat"]),
+    accumulation=st.integers(1, 3),
+    bucket_bytes=st.sampled_from([0, 500, 1 << 20]),
+    reduces_in_flight=st.integers(0, 3),
+    transport=st.sampled_from(["coalesced", "point_to_point"]),
+)
+
+
+def play_model(model: list[Shapes], candidate: Candidate) -> Played:
+    dtype = "float32" if candidate.precision == "fp32" else "bfloat16"
+    return play(make_tape(model, dtype), candidate)
+
+
+@given(models, candidates)
+@settings(max_examples=40)
+def test_a_higher_stage_rests_on_no_more(model: list[Shapes], candidate: Candidate) -> None:
+    slices = [
+        play_model(model, replace(candidate, stage=s, transport="coalesced")).resting.total
+        for s in (0, 1, 2, 3)
+    ]
+    assert slices == sorted(slices, reverse=True)
+
+
+@given(models, candidates, st.sampled_from([0, 1, 2, 3]))
+@settings(max_examples=60)
+def test_a_step_ends_as_the_next_begins_and_no_line_is_negative(
+    model: list[Shapes], candidate: Candidate, stage: int
+) -> None:
+    played = play_model(model, replace(candidate, stage=stage))
+    resting = played.resting
+    transient = ("grad_full", "gather_staging", "reduce_staging", "activations", "temporary")
+    assert all(getattr(resting, line) == 0 for line in (*transient, "logits", "inputs"))
+    for moment in played.peaks:
+        assert min(vars(moment.ledger).values()) >= 0
+        assert resting.total <= moment.ledger.total <= played.peak.ledger.total
+
+
+@given(models, candidates, st.lists(st.integers(0, 5000), min_size=2, max_size=4).map(sorted))
+@settings(max_examples=40)
+def test_more_prefetching_holds_no_less_and_never_more_than_its_budget(
+    model: list[Shapes], candidate: Candidate, budgets: list[int]
+) -> None:
+    held, sent = [], []
+    for budget in budgets:
+        played = play_model(model, replace(candidate, prefetch_bytes=budget))
+        full = max(m.ledger.param_full for m in played.peaks)
+        held.append(full)
+        sent.append(played.program.sent_bytes)
+        none = play_model(model, replace(candidate, prefetch_bytes=0))
+        assert full <= max(m.ledger.param_full for m in none.peaks) + budget
+    assert held == sorted(held)
+    assert all(s == sent[0] for s in sent)
+
+
+def test_the_largest_unit_is_gathered_ahead_unless_asked() -> None:
+    sizes = [full_bytes(u, "float32") for u in make_tape(EVEN).units]
+    asked, default = (
+        play(make_tape(EVEN), replace(SMALL, prefetch_bytes=b)).program.ops
+        for b in (max(sizes[1:]), None)
+    )
+    assert asked == default
+
+
+def test_only_gradients_of_full_micro_batches_pile_up_where_the_step_reduces() -> None:
+    model = sum(prod(s) for u in EVEN for s in u)
+    for precision, size in (("fp32", 4), ("bf16", 4)):
+        played = play_model(
+            EVEN, replace(SMALL, precision=precision, accumulation=3, reduce_every="step")
+        )
+        grads = max(m.ledger.grad_full for m in played.peaks)
+        assert model * size <= grads <= model * (size + 2)
+
+
+def test_temporaries_of_the_optimizer_are_none_two_tensors_or_all_of_a_moment() -> None:
+    adam = replace(SMALL, optimizer="adamw")
+    fused, loop, foreach = (
+        max(
+            m.ledger.optimizer_temporary
+            for m in play(make_tape(EVEN), replace(adam, optimizer_kernel=k)).peaks
+        )
+        for k in ("fused", "loop", "foreach")
+    )
+    numel = sum(prod(s) for u in EVEN for s in u) // 3
+    assert (fused, loop, foreach) == (0, 2 * 16 * 24 * 4, numel * 4)
+
+
+# Order.
+
+
+@given(models, candidates, st.sampled_from([0, 1, 2, 3]))
+@settings(max_examples=40)
+def test_operations_wait_for_earlier_ones_and_the_optimizer_comes_last(
+    model: list[Shapes], candidate: Candidate, stage: int
+) -> None:
+    ops = play_model(model, replace(candidate, stage=stage)).program.ops
+    assert all(earlier < number for number, op in enumerate(ops) for earlier in op.after)
+    phases = [op.phase for op in ops]
+    assert phases[-1] == "optimizer"
+    assert phases.count("optimizer") == 1
+    reached = set()
+    work = [len(ops) - 1]
+    last: dict[str, int] = {}
+    before = []
+    for number, op in enumerate(ops):  # an operation also follows the last one of its stream
+        before.append({*op.after, *([last[op.stream]] if op.stream in last else [])})
+        last[op.stream] = number
+    while work:
+        number = work.pop()
+        if number not in reached:
+            reached.add(number)
+            work += before[number]
+    assert reached == set(range(len(ops)))
+
+
+def test_a_unit_computes_after_its_gather_which_follows_what_was_issued_before() -> None:
+    ops = play(make_tape(EVEN), replace(SMALL, prefetch_bytes=0)).program.ops
+    gathers = [
+        i
+        for i, op in enumerate(ops)
+        if isinstance(op.work, Collective) and op.work.kind == "all_gather"
+    ]
+    for number in gathers:
+        computed = [i for i in range(number) if ops[i].stream == "compute"]
+        assert not computed or computed[-1] in ops[number].after
+        following = next(op for op in ops[number:] if op.stream == "compute")
+        assert following.unit == ops[number].unit
+        assert number in following.after
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_compute_waits_for_the_oldest_reduction_when_too_many_are_in_flight(in_flight: int) -> None:
+    candidate = replace(SMALL, bucket_bytes=0, reduces_in_flight=in_flight)
+    ops = play(make_tape(EVEN), candidate).program.ops
+    flying: list[int] = []
+    most = 0
+    for number, op in enumerate(ops):
+        flying = [i for i in flying if i not in op.after]
+        if isinstance(op.work, Collective) and op.work.kind == "reduce_scatter":
+            flying.append(number)
+        if isinstance(op.work, Compute) and op.phase == "backward":
+            most = max(most, len(flying))
+    assert most == in_flight
+
+
+def test_names_that_are_in_no_table_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'bf16'"):
+        play(make_tape(EVEN), replace(SMALL, precision="bf61"))
+    with pytest.raises(ConfigError, match="did you mean 'adamw'"):
+        play(make_tape(EVEN), replace(SMALL, optimizer="adamww"))
+
+
+def test_playing_needs_no_torch() -> None:
+    code = "import sys, shardwise.plan.step.play; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,173 @@
+"""Prices: against the arithmetic by hand, and moving the right way."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.catalogue import find_node, make_cluster
+from shardwise.plan.machine.efficiencies import EFFICIENCIES, Efficiency
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.links import Group, collective_seconds, place
+from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.model.tape import Cost
+from shardwise.plan.step.program import Collective, Compute, Op, Transfer
+
+H100 = make_cluster("H100", 8)
+EIGHT = Candidate(num_shards=8)
+
+
+def op(work: Compute | Collective | Transfer, stream: str = "compute") -> Op:
+    return Op(stream, work, unit=0, phase="forward", micro_batch=0)  # type: ignore[arg-type]
+
+
+def compute(kind: str, flops: int, moved: int, num_ops: int = 1, dtype: str = "bfloat16") -> Op:
+    return op(Compute((Cost(kind, dtype, flops, moved, num_ops),)))  # type: ignore[arg-type]
+
+
+def test_a_large_matmul_runs_at_the_achievable_rate() -> None:
+    prices = Prices(H100, EIGHT)
+    rate = 794.5e12 * 0.72
+    assert prices.matmul_flops_per_s("bf16") == pytest.approx(rate)
+    assert prices.seconds(compute("matmul", 10**15, 10**9)) == pytest.approx(1e15 / rate, rel=1e-5)
+
+
+def test_a_matmul_of_1024_cubed_on_a_b200_takes_what_was_measured() -> None:
+    """5.08, 15.2 and 97.4 us, of which the first two set the ramp and the last the rate."""
+    prices = Prices(make_cluster("B200", 1), Candidate())
+    for side, measured in ((1024, 5.08e-6), (2048, 15.2e-6), (4096, 97.4e-6)):
+        one = compute("matmul", 2 * side**3, 3 * 2 * side**2)
+        assert prices.seconds(one) == pytest.approx(measured, rel=0.12)
+
+
+def test_a_thin_matmul_is_bound_by_memory() -> None:
+    prices = Prices(H100, EIGHT)
+    moved = 10**10
+    assert prices.seconds(compute("matmul", 10**9, moved)) == pytest.approx(
+        moved / (3.35e12 * 0.84) + 3e-6
+    )
+
+
+def test_elementwise_operations_take_their_bytes() -> None:
+    seconds = Prices(H100, EIGHT).seconds(compute("memory", 0, 10**10, dtype="float32"))
+    assert seconds == pytest.approx(1e10 / (3.35e12 * 0.84) + 3e-6)
+
+
+def test_many_small_operations_take_the_hosts_time() -> None:
+    prices = Prices(H100, EIGHT)
+    assert prices.seconds(compute("memory", 0, 1000, num_ops=1000)) == pytest.approx(5e-3)
+    cpu = Prices(make_cluster("cpu", 2), Candidate(num_shards=2, precision="fp32"))
+    one = compute("memory", 0, 10**9, num_ops=100, dtype="float32")
+    assert cpu.seconds(one) == pytest.approx(1e9 / (10e9 * 0.84) + 100 * (3e-6 + 5e-6))
+
+
+def test_nothing_takes_no_time() -> None:
+    assert Prices(H100, EIGHT).seconds(op(Compute(()))) == 0
+    assert Prices(H100, EIGHT).seconds(op(Compute(()), "cpu")) == 0
+
+
+def test_ranks_are_numbered_from_tensor_to_pipeline() -> None:
+    cluster = make_cluster("H100", 256)
+    candidate = Candidate(
+        num_shards=8, num_replicas=2, tensor_parallel=4, context_parallel=2, pipeline_parallel=2
+    )
+    groups = Prices(cluster, candidate).groups
+    assert groups["tensor"] == Group(4, 4, 1)
+    assert groups["context"] == Group(2, 2, 1)
+    assert groups["shard"] == Group(8, 1, 8)
+    assert groups["replicate"] == Group(2, 1, 2)
+    assert Prices(make_cluster("H100", 16), Candidate(num_shards=16)).groups["shard"] == Group(
+        16, 8, 2
+    )
+
+
+def test_a_collective_is_priced_over_its_own_axis() -> None:
+    cluster = make_cluster("H100", 64)
+    prices = Prices(cluster, Candidate(num_shards=8, num_replicas=8))
+    size = 1 << 30
+    for axis, stride in (("shard", 1), ("replicate", 8)):
+        work = Collective("all_reduce", axis, size, 2 * size)  # type: ignore[arg-type]
+        expected = collective_seconds("all_reduce", size, place(8, stride, 8), cluster.node)
+        assert prices.seconds(op(work, axis)) == expected
+        more = prices.seconds(op(replace(work, num_messages=10), axis))
+        assert expected < more < expected + 1e-4
+
+
+def test_an_axis_of_one_rank_costs_nothing() -> None:
+    prices = Prices(make_cluster("H100", 1), Candidate())
+    assert prices.seconds(op(Collective("all_gather", "shard", 1 << 30, 0, 5), "shard")) == 0
+    for kind in ("tensor_parallel", "context_parallel"):  # but for the host's call
+        assert prices.seconds(compute(kind, 0, 1 << 20)) == EFFICIENCIES["host_launch_s"].value
+
+
+def test_tensor_parallelism_costs_more_across_nodes_than_inside() -> None:
+    sent = 1 << 30
+    took = []
+    for per_node in (8, 4):
+        cluster = make_cluster("H100", 8, gpus_per_node=per_node)
+        prices = Prices(cluster, Candidate(tensor_parallel=8))
+        took.append(prices.seconds(compute("tensor_parallel", 0, sent, num_ops=4)))
+    inside = 4 * collective_seconds(
+        "all_reduce", sent / 4 * 8 / 14, Group(8, 8, 1), make_cluster("H100", 8).node
+    )
+    assert took[0] == pytest.approx(inside)
+    assert took[1] > took[0]
+
+
+def test_the_host_link_is_a_ranks_own_and_the_disks_are_shared() -> None:
+    prices = Prices(Cluster(find_node("dgx-a100")), EIGHT)
+    size = 10**10
+    down = prices.seconds(op(Transfer("to_host", size), "to_host"))
+    assert down == pytest.approx(size / (31e9 * 0.88), rel=1e-3)
+    assert prices.seconds(op(Transfer("disk_read", size), "disk")) == pytest.approx(8 * size / 10e9)
+    assert prices.seconds(op(Transfer("disk_write", size), "disk")) == pytest.approx(8 * size / 5e9)
+
+
+def test_adam_on_the_host_takes_its_bytes_over_the_ranks_share_of_dram() -> None:
+    """30 bytes for each of 1.54e9 parameters take 113 ms at 2 x 204.8 GB/s."""
+    two = make_cluster("A100", 2, host="dgx-a100")
+    prices = Prices(two, Candidate(num_shards=2), overrides={"host_memory": Efficiency(1, "", "")})
+    work = Compute((Cost("memory", "float32", 0, int(30 * 1.54e9 / 2), 1),))
+    assert prices.seconds(op(work, "cpu")) == pytest.approx(0.113, abs=0.001)
+
+
+def test_the_table_can_be_overridden_by_name_only() -> None:
+    half = Efficiency(0.5, "half", "this test")
+    prices = Prices(H100, EIGHT, overrides={"memory": half})
+    assert prices.seconds(compute("memory", 0, 10**12)) == pytest.approx(1e12 / 1.675e12, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"'memroy'.*memory"):
+        Prices(H100, EIGHT, overrides={"memroy": half})
+    with pytest.raises(ConfigError, match=r"memory=1\.5"):
+        Prices(H100, EIGHT, overrides={"memory": replace(half, value=1.5)})
+
+
+def test_ranks_that_are_not_the_clusters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4 ranks, the cluster 8"):
+        Prices(H100, Candidate(num_shards=4))
+
+
+def test_every_assumption_is_told_with_its_source() -> None:
+    told = Prices(H100, EIGHT).assumptions()
+    assert {each.name for each in told} >= {*EFFICIENCIES, "peak", "memory", "link", "disk read"}
+    assert all(each.source and each.meaning and each.value > 0 for each in told)
+
+
+@given(
+    st.sampled_from(["matmul", "attention", "memory"]),
+    st.integers(1, 10**15),
+    st.integers(1, 10**12),
+    st.integers(1, 10**4),
+    st.sampled_from(["H100", "A100", "V100", "RTX4090", "cpu"]),
+)
+def test_more_work_is_never_faster(
+    kind: str, flops: int, moved: int, num_ops: int, gpu: str
+) -> None:
+    prices = Prices(make_cluster(gpu, 1), Candidate())
+    took = prices.seconds(compute(kind, flops, moved, num_ops))
+    assert took > 0
+    assert prices.seconds(compute(kind, 2 * flops, moved, num_ops)) >= took
+    assert prices.seconds(compute(kind, flops, 2 * moved, num_ops)) >= took
+    assert prices.seconds(compute(kind, flops, moved, 2 * num_ops)) >= took

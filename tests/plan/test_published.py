@@ -1,0 +1,106 @@
+"""The program that holds the planner against published runs: how good it is, and that it runs."""
+
+import csv
+import math
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[object]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import published
+
+    yield published
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def memory(published) -> dict:
+    rows = published.read_rows()
+    return published.summary(published.evaluate(rows, with_time=False))
+
+
+def test_memory_is_predicted_within_the_aim(memory) -> None:
+    everything = memory["memory"]["all"]
+    assert everything["rows"] >= 100
+    assert everything["median_error"] < 0.05
+    assert everything["p95_error"] < 0.18
+    assert memory["memory"]["Megatron-DeepSpeed (BigScience), device"]["median_error"] < 0.04
+
+
+def test_verdicts_agree_with_what_ran(memory) -> None:
+    verdicts = memory["verdicts"]
+    assert verdicts["rows that ran"] > 400
+    assert verdicts["rows that ran: share wrong"] < 0.05
+    assert verdicts["rows that ran out of memory: share wrong"] < 0.25
+
+
+def test_every_row_that_is_left_out_has_a_reason(memory) -> None:
+    reasons = memory["not_modelled"]["memory and verdicts"]
+    assert not [reason for reason in reasons if reason.startswith("row not understood")]
+
+
+def test_step_times_are_predicted_within_the_aim(published) -> None:
+    rows = published.read_rows()
+    some = [row for i, row in enumerate(rows) if i % 8 == 3]
+    figures = published.summary(published.evaluate(some))["time_by_gpu"]
+    for gpu in ("A100", "H100"):
+        assert figures[gpu]["mape_calibrated"] < 0.13, gpu
+        assert figures[gpu]["mape_calibrated"] < figures[gpu]["mape_uncalibrated"]
+
+
+def test_pairs_that_differ_in_one_knob_differ_as_published(published) -> None:
+    from _published_pairs import pair_gib
+
+    rows = published.read_rows()
+    for first, second, slack in (
+        ("R002", "R006", 1.0),
+        ("R435", "R436", 1.0),
+        ("R303", "R304", 0.3),
+        ("R051", "R052", 0.5),
+        ("R329", "R326", 0.3),
+        ("R292", "R293", 0.3),
+    ):
+        told, found = pair_gib(rows, first, second)
+        assert found == pytest.approx(told, abs=slack), (first, second)
+
+
+def test_a_mangled_table_is_read_without_failing(published, tmp_path) -> None:
+    """Cells are emptied, swapped and filled with noise: rows are left out, nothing fails."""
+    rng = random.Random(7)
+    with published.TABLE.open(newline="") as lines:
+        table = list(csv.DictReader(lines))
+    noise = ["", "?", "-1", "0", "nan", "1e400", "12 GB", "Ω", "L h a", "L9 h0 a0", "999999999999"]
+    for row in table:
+        for name in rng.sample(sorted(row), 5):
+            row[name] = rng.choice([*noise, rng.choice(table)[name]])
+    mangled = tmp_path / "mangled.csv"
+    with mangled.open("w", newline="") as out:
+        writer = csv.DictWriter(out, table[0].keys())
+        writer.writeheader()
+        writer.writerows(table[::5])
+    figures = published.summary(published.evaluate(published.read_rows(mangled)))
+    assert math.isfinite(figures["memory"]["all"]["median_error"])
+
+
+def test_the_program_runs_and_writes_json(published, tmp_path, capsys) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--system", "torchtitan", "--verbose", "--json", str(out)]
+    assert published.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "R001   memory" in text
+    assert "Fitted constants" in text
+    assert '"median_error"' in out.read_text()
+
+
+def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text("id,system\nR9,torchtitan\n,\n")
+    assert published.main(["--rows", str(empty)]) == 0

@@ -1,0 +1,254 @@
+"""What a request says: keys, sizes, files, and how they decide batch, cluster and search."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.cli.plan_setup import Setup, limits_of, set_up, space_of
+from shardwise.cli.plan_write import train_config_of
+from shardwise.errors import ConfigError
+from shardwise.keys import check_keys
+from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.model.shapes import llama_shape
+from shardwise.plan.request import PlanRequest, SimulateRequest, parse_size
+from shardwise.train.decoder import Decoder
+
+TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nvocab: 64\n"
+
+
+def ask(**flags: Any) -> PlanRequest:
+    return check_keys(PlanRequest, {}, flags, None, "plan")
+
+
+def tiny(tmp_path: Path, more: str = "") -> str:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY + more)
+    return str(path)
+
+
+def set_up_tiny(tmp_path: Path, more: str = "", **flags: Any) -> Setup:
+    return set_up(tiny(tmp_path, more), ask(**flags))
+
+
+# -- sizes and keys
+@given(st.integers(0, 10**6), st.sampled_from(["", "K", "M", "G", "T"]), st.booleans())
+def test_a_size_is_its_number_times_its_unit(number: int, unit: str, binary: bool) -> None:
+    power = " KMGT".index(unit or " ")
+    factor = (1024 if binary and unit else 1000) ** power
+    text = f"{number}{unit}{'i' if binary and unit else ''}B"
+    assert parse_size(text) == parse_size(text.lower()) == number * factor
+
+
+@pytest.mark.parametrize("text", ["", "x", "GiB", "nan", "inf", "1e999", "4 4GB", "1..2G"])
+def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--max-memory.*such as 40GiB"):
+        ask(max_memory=text, search=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"stage": 4}, ["--stage", "0, 1, 2 or 3", "got 4"]),
+        ({"layout": "row"}, ["--layout", "did you mean 'rows'"]),
+        ({"offload_params": "hots"}, ["--offload-params", "did you mean 'host'"]),
+        ({"activation_checkpointing": "ful"}, ["did you mean 'full'"]),
+        ({"ranks": 0}, ["--ranks", "greater than 0"]),
+        ({"ranks": "1e30"}, ["--ranks", "integer", "1e30"]),
+        ({"ranks": 1 << 21}, ["--ranks", "less than or equal to"]),
+        ({"micro_batch": -1}, ["--micro-batch"]),
+        ({"micro_batch": 10**30}, ["--micro-batch", "less than or equal to"]),
+        ({"seq": "nan"}, ["--seq", "integer", "nan"]),
+        ({"accumulation": 10**30}, ["--accumulation"]),
+        ({"params": "1e30"}, ["--params", "1e18"]),
+        ({"params": "nan"}, ["--params", "7e9"]),
+        ({"params": 0}, ["--params", "1 to"]),
+        ({"tokens_per_step": "1e30"}, ["--tokens-per-step"]),
+        ({"tokens_per_step": "0"}, ["--tokens-per-step", "1 to"]),
+        ({"bucket_bytes": -1}, ["--bucket-bytes"]),
+        ({"offload_fraction": "nan"}, ["--offload-fraction"]),
+        ({"offload_fraction": 1.5}, ["--offload-fraction"]),
+        ({"max_memory": "0", "search": True}, ["--max-memory", "more than 0"]),
+        ({"target_tokens_per_s": "inf", "search": True}, ["--target-tokens-per-s", "finite"]),
+        ({"max_memory": "1GB"}, ["max_memory", "--search"]),
+        ({"target_tokens_per_s": 3}, ["target_tokens_per_s", "--search"]),
+        ({"params": "7e9", "search": True, "gpu": "h100"}, ["--gpu, --search"]),
+        ({"accumulation": 2, "tokens_per_step": 8}, ["accumulation", "tokens_per_step"]),
+        ({"deepspeed": "a", "accelerate": "b"}, ["not both"]),
+        ({"stagee": 3}, ["'stagee'", "did you mean 'stage'"]),
+    ],
+)
+def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(
+    flags: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        ask(**flags)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_a_simulation_has_no_keys_of_a_search() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'search'"):
+        check_keys(SimulateRequest, {}, {"search": True}, None, "simulate")
+
+
+# -- the batch
+def test_the_batch_of_a_train_file_decides_accumulation(tmp_path: Path) -> None:
+    more = "ranks: 2\nmicro_batch: 4\nglobal_batch: 24\n"
+    setup = set_up_tiny(tmp_path, more)
+    assert (setup.candidate.micro_batch, setup.candidate.accumulation) == (4, 3)
+    assert setup.tokens_per_step == 24 * 16
+    assert setup.candidate.precision == "fp32"
+    assert set_up_tiny(tmp_path, more, accumulation=5).candidate.accumulation == 5
+    assert set_up_tiny(tmp_path, more, micro_batch=2).candidate.accumulation == 6
+    assert set_up_tiny(tmp_path, more, tokens_per_step="4k").candidate.accumulation == 31
+    longer = set_up_tiny(tmp_path, more, seq=32)
+    assert longer.candidate.accumulation == 3
+    assert longer.tokens_per_step == 24 * 32
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"global_batch: expected a multiple of 8 .*got 10"):
+        set_up_tiny(tmp_path, "ranks: 2\nmicro_batch: 4\nglobal_batch: 10\n")
+    with pytest.raises(ConfigError, match=r"tokens_per_step: expected a multiple of 128.*got 7"):
+        set_up_tiny(tmp_path, ranks=8, tokens_per_step=7, micro_batch=1)
+
+
+def test_a_file_whose_batch_does_not_agree_is_refused(tmp_path: Path) -> None:
+    more = "ranks: 2\nmicro_batch: 4\naccumulation: 2\nglobal_batch: 24\n"
+    with pytest.raises(ConfigError, match=r"global_batch: 24 are not .*4 x accumulation 2 x 2"):
+        set_up_tiny(tmp_path, more)
+    assert set_up_tiny(tmp_path, more, accumulation=3).candidate.accumulation == 3
+
+
+def test_tokens_per_step_decide_accumulation_over_a_files_own(tmp_path: Path) -> None:
+    setup = set_up_tiny(tmp_path, "accumulation: 7\nranks: 2\nmicro_batch: 1\n", tokens_per_step=64)
+    assert setup.candidate.accumulation == 2
+
+
+def test_a_search_with_the_batch_of_a_file_keeps_it(tmp_path: Path) -> None:
+    settings = tmp_path / "ds.json"
+    settings.write_text(json.dumps({"train_batch_size": 32, "zero_optimization": {"stage": 2}}))
+    request = ask(deepspeed=settings, search=True, ranks=8)
+    setup = set_up(tiny(tmp_path), request)
+    assert limits_of(setup, request).tokens_per_step == 32 * 16
+    space = space_of(setup)
+    assert tuple(space.stages) == (2,)
+    assert tuple(space.micro_batches) == ()
+
+
+def test_a_search_varies_what_a_train_file_leaves_out(tmp_path: Path) -> None:
+    space = space_of(set_up_tiny(tmp_path, "stage: 2\nranks: 4\n"))
+    assert tuple(space.stages) == (2,)
+    assert set(space.layouts) == {"rows", "flat"}
+    assert tuple(space.micro_batches) == ()
+    fixed = space_of(set_up_tiny(tmp_path, layout="flat", micro_batch=2, prefetch_bytes=0))
+    assert tuple(fixed.layouts) == ("flat",)
+    assert tuple(fixed.micro_batches) == (2,)
+    assert tuple(fixed.prefetch_units) == (None,)
+    assert {o.optimizer for o in space.offloads} == {"device", "host"}
+    assert len(space_of(set_up_tiny(tmp_path), to_train=True).offloads) == 1
+
+
+# -- files and names
+def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Path) -> None:
+    settings = tmp_path / "ds.json"
+    content = {
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 4,
+    }
+    settings.write_text(json.dumps(content))
+    setup = set_up("demo", ask(deepspeed=settings, stage=1))
+    assert (setup.candidate.stage, setup.candidate.precision) == (1, "bf16")
+    assert setup.candidate.micro_batch == 4
+    assert any("overlap_comm" in note for note in setup.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "words"),
+    [
+        ("lama-3-8b", {}, ["'llama-3-8b'"]),
+        ("demo", {"gpu": "h10"}, ["'h10'", "H100"]),
+        ("demo", {"link": "nvlnk4"}, ["'nvlnk4'", "nvlink4"]),
+        ("demo", {"network": "infinibnd-ndr"}, ["infiniband-ndr"]),
+        ("demo", {"precision": "bf17"}, ["'bf17'", "'bf16'"]),
+        ("demo", {"optimizer": "adamv"}, ["'adamv'", "'adam"]),
+        ("demo", {"ranks": 8, "gpus_per_node": 3}, ["gpus_per_node"]),
+        ("demo", {"stage": 2, "offload_params": "host"}, ["offload_params", "stage 3"]),
+        ("demo", {"replicas": 3, "ranks": 8}, ["ranks: 8", "3 replicas"]),
+        ("demo", {"tensor_parallel": 3, "ranks": 8}, ["ranks: 8", "tensor 3"]),
+        ("none.yaml", {}, ["none.yaml", "No such file"]),
+        ("none.json", {}, ["none.json", "No such file"]),
+        ("none.py:make", {}, ["none.py", "no such file"]),
+        ("none.py", {}, ["none.py:factory"]),
+        ("some/model", {}, ["some/model", "Nothing is downloaded"]),
+        ("demo", {"deepspeed": "none.json"}, ["none.json"]),
+        ("demo", {"accelerate": "none.yaml"}, ["none.yaml"]),
+        ("demo", {"calibration": "none.json"}, ["none.json"]),
+        (None, {}, ["MODEL", "--params"]),
+    ],
+)
+def test_a_name_that_is_not_there_is_told_with_what_is_near(
+    name: str | None, flags: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        setup = set_up(name, ask(**flags))
+        setup.prices_of(setup.candidate)
+        from shardwise.plan.planning import plan
+
+        plan(setup.model, setup.cluster, setup.candidate)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "near"),
+    [
+        ("deepspeed", '{"zero_optimizations": {}}', "'zero_optimization'"),
+        ("deepspeed", '{"zero_optimization": {"stag": 3}}', "'stage'"),
+        ("accelerate", "num_processess: 3\n", "'num_processes'"),
+        ("accelerate", "fsdp_config:\n  fsdp_offload_param: true\n", "'fsdp_offload_params'"),
+    ],
+)
+def test_an_unknown_key_in_a_file_is_told_with_the_nearest(
+    flag: str, content: str, near: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "settings"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        set_up("demo", ask(**{flag: path}))
+    assert near in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_an_unknown_key_in_a_train_file_is_told_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tiny.yaml: unknown key 'dimm'; did you mean 'dim'"):
+        set_up_tiny(tmp_path, "dimm: 3\n")
+
+
+# -- presets that `shardwise train` can train
+def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters() -> None:
+    import torch
+
+    found = []
+    for name in preset_names():
+        preset = find_preset(name)
+        config = train_config_of(preset.shape, preset.seq)
+        if config is not None:
+            found.append(name)
+            assert config.vocab is not None
+            with torch.device("meta"):
+                decoder = Decoder(config.model_copy(update={"layers": 1}), config.vocab)
+            shape = preset.shape
+            expected = shape.num_params - (shape.layers - 1) * shape.layer_params()
+            assert sum(p.numel() for p in decoder.parameters()) == expected
+    assert {"demo", "llama-3-8b", "mistral-7b", "smollm-135m"} <= set(found)
+    assert not {"gpt2", "qwen2.5-7b", "qwen3-8b", "gemma-7b", "mpt-7b"} & set(found)
+
+
+def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:
+    assert train_config_of(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
+    assert train_config_of(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
+    assert train_config_of(llama_shape(2, 60, 4, 2, 160, 100), 16) is None

@@ -1,0 +1,321 @@
+"""A decoder's numbers against published ones: parameters, FLOPs, activations, logits, tapes."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.margins import memory_interval
+from shardwise.plan.model.execution import (
+    Execution,
+    kept_layer_bytes,
+    layer_bytes,
+    logit_bytes,
+)
+from shardwise.plan.model.shape_tape import activation_peaks, shape_tape
+from shardwise.plan.model.shapes import (
+    DecoderShape,
+    gpt_shape,
+    llama_shape,
+    mpt_shape,
+    parse_arch,
+    shape_from_config,
+)
+from shardwise.plan.model.tape import LiveBytes, Visit, Work
+from shardwise.plan.step.ledger import Ledger
+from shardwise.plan.step.play import play
+
+LLAMA_8B = llama_shape(32, 4096, 32, 8, 14336, 128256)
+GPT3 = gpt_shape(96, 12288, 96, 51200, positions=2048)
+LLAMA_3B = llama_shape(28, 3072, 24, 8, 8192, 128256, tied=True)
+GIB = 2**30
+
+
+# -- parameters
+@pytest.mark.parametrize(
+    ("shape", "published"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (llama_shape(80, 8192, 64, 8, 28672, 128256), 70_553_706_496),
+        (llama_shape(126, 16384, 128, 8, 53248, 128256), 405_853_388_800),
+        (llama_shape(32, 4096, 32, 32, 11008, 32000), 6_738_415_616),
+        (llama_shape(16, 2048, 32, 8, 8192, 128256, tied=True), 1_235_814_400),
+        (gpt_shape(12, 768, 12, 50257, positions=1024), 124_439_808),
+        (gpt_shape(48, 1600, 25, 50257, positions=1024), 1_557_611_200),
+        (replace(llama_shape(24, 896, 14, 2, 4864, 151936, tied=True), qkv_bias=True), 494_032_768),
+    ],
+)
+def test_parameters_are_those_of_the_published_model(shape: DecoderShape, published: int) -> None:
+    assert shape.num_params == published
+
+
+@pytest.mark.parametrize(
+    ("layers", "dim", "heads", "billions"),
+    [
+        (32, 4096, 32, 6.6589),
+        (24, 2048, 16, 1.3160),
+        (48, 7168, 56, 29.9752),
+        (80, 8192, 64, 64.8624),
+    ],
+)
+def test_mpt_models_have_the_printed_size(
+    layers: int, dim: int, heads: int, billions: float
+) -> None:
+    shape = mpt_shape(layers, dim, heads, 4 * dim, 50368, 2048)
+    assert shape.num_params / 1e9 == pytest.approx(billions, abs=6e-5)
+
+
+def test_the_units_of_a_tape_add_up_to_the_model_with_and_without_tied_head() -> None:
+    for shape in (LLAMA_8B, LLAMA_3B):
+        assert shape_tape(shape, Execution(1, 128)).num_params == shape.num_params
+
+
+def test_a_mixture_has_more_parameters_than_a_token_meets() -> None:
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    shape = shape_from_config(config)
+    assert shape.num_params == 46_702_792_704  # Mixtral-8x7B
+    assert shape.num_active_params == pytest.approx(12.88e9, rel=1e-3)
+
+
+# -- FLOPs
+def test_flops_per_token_are_the_papers_formula() -> None:
+    """Korthikanti et al., equation 6: 72 B L s h^2 (1 + s / 6h + V / 12 h L)."""
+    shape, seq = GPT3, 2048
+    layers, dim, vocab = shape.layers, shape.dim, shape.vocab
+    wanted = 72 * layers * dim**2 * (1 + seq / (6 * dim) + vocab / (12 * dim * layers))
+    assert shape.flops_per_token(seq) == pytest.approx(wanted, rel=2e-4)  # biases
+    recomputed = 96 * layers * dim**2 * (1 + seq / (6 * dim) + vocab / (16 * dim * layers))
+    assert shape.flops_per_token(seq, recomputed=True) == pytest.approx(recomputed, rel=2e-4)
+
+
+def test_a_causal_kernel_does_half_of_the_attention() -> None:
+    full, half = (LLAMA_8B.layer_flops_per_token(8192, causal=c) for c in (False, True))
+    assert full[0] == half[0]
+    assert full[1] == 2 * half[1] == 4 * 8192 * 4096
+
+
+@given(
+    st.sampled_from(["none", "full", "selective", "per_op"]),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 4),
+)
+def test_a_tapes_flops_are_the_shapes(mode: str, tp: int, batch: int) -> None:
+    run = Execution(batch, 256, mode, tp=tp, causal=False)  # type: ignore[arg-type]
+    tape = shape_tape(LLAMA_8B, run)
+    forward = [e for e in tape.events if isinstance(e, Work) and e.phase != "recompute"]
+    flops = sum(c.flops for e in forward for c in e.costs)
+    assert flops == pytest.approx(LLAMA_8B.flops_per_token(256) * run.tokens / tp, rel=1e-6)
+
+
+# -- activations: every cell of the paper's table 2, in units of s b h
+def cell(**settings: object) -> float:
+    run = Execution(2, 2048, loss="vocab_parallel", flash=False, dropout=True, **settings)  # type: ignore[arg-type]
+    return kept_layer_bytes(GPT3, run) / (run.tokens * GPT3.dim)
+
+
+def test_every_cell_of_the_activation_table() -> None:
+    scores = 5 * 96 * 2048 / 12288
+    assert scores == 80
+    assert cell() == 34 + scores
+    assert cell(tp=8) == 10 + 24 / 8 + scores / 8
+    assert cell(tp=8, sequence_parallel=True) == (34 + scores) / 8
+    assert cell(tp=8, activation_checkpointing="selective") == 10 + 24 / 8
+    both = cell(tp=8, sequence_parallel=True, activation_checkpointing="selective")
+    assert both == 34 / 8
+    assert cell(activation_checkpointing="full") == 2
+
+
+def test_a_layers_lines_split_into_the_papers_parts() -> None:
+    """Attention 11 s b h + 5 a s^2 b, feed-forward 19 s b h, norms 4 s b h."""
+    run = Execution(1, 2048, flash=False, dropout=True)
+    lines = layer_bytes(GPT3, run)
+    unit = run.tokens * GPT3.dim
+    assert lines["norm input"] == 4 * unit
+    ffn = ("ffn input", "activation input", "last input", "ffn mask")
+    assert sum(lines[name] for name in ffn) == 19 * unit
+    assert sum(lines.values()) == (34 + 80) * unit
+
+
+def test_a_modern_fused_block_keeps_what_its_formula_says() -> None:
+    """12 h + 4 h kv / a + 6 f bytes per token, and a log-sum-exp per head."""
+    run = Execution(2, 8192)
+    assert sum(layer_bytes(LLAMA_8B, run).values()) == run.tokens * (139_264 + 4 * 32)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "stage", "in_flight"), [(1, 0, 8), (1, 7, 1), (4, 0, 8 + 7 / 4), (2, 7, 4.5)]
+)
+def test_micro_batches_in_flight(chunks: int, stage: int, in_flight: float) -> None:
+    run = Execution(1, 8, pipeline=8, stage=stage, chunks=chunks, micro_batches=64)
+    assert run.in_flight == in_flight
+
+
+def test_the_first_stage_keeps_all_layers_worth_of_activations() -> None:
+    whole = 96 * kept_layer_bytes(GPT3, Execution(1, 2048, "full"))
+    run = Execution(1, 2048, "full", pipeline=8, micro_batches=64)
+    tape = shape_tape(GPT3, run)
+    assert activation_peaks(tape)["forward"].activations == whole
+
+
+# -- published differences, in GiB
+def ladder(implementation: str, loss: str, checkpointing: str = "none") -> float:
+    run = Execution(2, 4096, checkpointing, implementation, loss)  # type: ignore[arg-type]
+    peaks = activation_peaks(shape_tape(LLAMA_3B, run)).values()
+    return max(p.activations + p.logits for p in peaks) / GIB
+
+
+def test_torchtunes_ladder() -> None:
+    """Eager 60.0, compiled 51.0, chunked loss 42.9 GiB (figures of its README)."""
+    eager, compiled = ladder("eager", "eager"), ladder("compiled", "eager")
+    assert eager - compiled == pytest.approx(60.0 - 51.0, abs=0.5)
+    assert compiled - ladder("compiled", "chunked") == pytest.approx(51.0 - 42.9, abs=0.5)
+
+
+def test_logits_of_llama_3() -> None:
+    """7.64 GiB per float32 copy at 16,000 tokens (ALST, arXiv:2506.13996)."""
+    copies = logit_bytes(LLAMA_8B, Execution(1, 16_000), "backward") - logit_bytes(
+        LLAMA_8B, Execution(1, 16_000, loss="compiled"), "kept"
+    )
+    assert copies / 3 / GIB == pytest.approx(7.64, abs=0.01)
+
+
+# -- the tape as a whole
+@given(
+    st.sampled_from(["none", "full", "selective", "per_op"]),
+    st.sampled_from(["eager", "chunked", "compiled", "vocab_parallel", "fused", "transformers"]),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_what_a_tape_allocates_it_frees(
+    mode: str, loss: str, stages: int, stage: int, tied: bool
+) -> None:
+    shape = replace(LLAMA_8B, layers=4, tied=tied)
+    run = Execution(
+        1, 64, mode, "eager", loss, pipeline=stages, stage=stage % stages, micro_batches=8
+    )  # type: ignore[arg-type]
+    tape = shape_tape(shape, run)
+    works = [e for e in tape.events if isinstance(e, Work)]
+    live = LiveBytes()
+    for work in works:
+        assert work.net.temporary == 0
+        assert work.peak.total >= 0
+        live = LiveBytes(live.activations + work.net.activations, 0, live.logits + work.net.logits)
+        assert live.activations >= 0
+        assert live.logits >= 0
+    assert live.total == 0
+
+
+def test_visits_are_nested_as_the_engine_calls_them() -> None:
+    tape = shape_tape(replace(LLAMA_8B, layers=2), Execution(1, 64, "full"))
+    visits = [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit) and not e.recomputes]
+    assert visits == [
+        ("before_forward", 0),
+        ("before_forward", 1),
+        ("after_forward", 1),
+        ("before_forward", 2),
+        ("after_forward", 2),
+        ("after_forward", 0),
+        ("before_backward", 0),
+        ("before_backward", 2),
+        ("after_backward", 2),
+        ("before_backward", 1),
+        ("after_backward", 1),
+        ("after_backward", 0),
+    ]
+
+
+def test_a_shapes_tape_can_be_played() -> None:
+    tape = shape_tape(replace(LLAMA_8B, layers=4), Execution(1, 1024, "full"))
+    eight, two = (play(tape, Candidate(num_shards=n)).resting for n in (8, 2))
+    assert eight.param_shards == pytest.approx(tape.num_params * 4 / 8, rel=1e-3)
+    assert two.optimizer_state == pytest.approx(tape.num_params * 8 / 2, rel=1e-3)
+
+
+# -- reading
+def test_an_arch_is_read_by_letter() -> None:
+    assert parse_arch("L32 h4096 f14336 a32 kv8 V128256") == {
+        "L": 32,
+        "h": 4096,
+        "f": 14336,
+        "a": 32,
+        "kv": 8,
+        "V": 128256,
+    }
+    assert parse_arch("L? h14400 a? V250k") == {"h": 14400, "V": 250_000}
+    assert parse_arch("L32 h4096 mlp_ratio 8/3 (swiglu) a32 V103168")["f"] == 11008
+    assert parse_arch("") == {}
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_an_arch(text: str) -> None:
+    assert all(isinstance(value, int) for value in parse_arch(text).values())
+
+
+def test_a_config_json_makes_the_shape() -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    }
+    assert shape_from_config(config) == LLAMA_8B
+    with pytest.raises(ConfigError, match="hidden_size must be a positive integer, got 0"):
+        shape_from_config({**config, "hidden_size": 0})
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        shape_from_config({**config, "model_type": "lama"})
+
+
+def test_impossible_degrees_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tp must be at least 1"):
+        Execution(1, 8, tp=0)
+    with pytest.raises(ConfigError, match=r"stage must be in 0 \.\. 1, got 2"):
+        Execution(1, 8, pipeline=2, stage=2)
+
+
+# -- margins
+@given(st.integers(0, 1 << 45), st.integers(0, 5), st.sampled_from(["caching", "expandable"]))
+def test_margins_widen_a_ledger(size: int, groups: int, allocator: str) -> None:
+    found = memory_interval(Ledger(activations=size), num_groups=groups, allocator=allocator)  # type: ignore[arg-type]
+    assert size < found.low_bytes < found.expected_bytes < found.high_bytes
+    beside = found.context_bytes + found.communicator_bytes + found.fragmentation_bytes
+    assert found.expected_bytes == pytest.approx(size + beside, abs=2)
+
+
+def test_a_cpus_allocator_has_no_margins() -> None:
+    found = memory_interval(Ledger(activations=5), num_groups=2, allocator="malloc")
+    assert (found.low_bytes, found.high_bytes) == (5, 5)
+    with pytest.raises(ConfigError, match="allocator must be one of"):
+        memory_interval(Ledger(), allocator="mallok")  # type: ignore[arg-type]
+
+
+def test_formulas_need_no_torch() -> None:
+    root = Path(shardwise.__file__).parent.parent
+    code = "import sys; import shardwise.plan.model.shape_tape; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"

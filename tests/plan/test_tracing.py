@@ -1,0 +1,335 @@
+"""Tapes of plain modules against the allocator's own trace and torch's FLOP counter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.errors import ConfigError
+from shardwise.plan.model.models import (
+    ModelSource,
+    huggingface_source,
+    module_source,
+    preset_source,
+)
+from shardwise.plan.model.presets import find_preset
+from shardwise.plan.model.tape import Tape, Visit, Work
+from shardwise.plan.model.tracing import trace
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+
+MIB = 1 << 20
+SIZES: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT2: dict[str, Any] = {
+    "vocab_size": 2048,
+    "n_embd": 128,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "loss_type": "ForCausalLM",
+}
+FAMILIES = ["llama", "qwen3", "gemma", "gpt2", "mistral"]
+
+
+def decoder_source(**keys: Any) -> ModelSource:
+    def build(checkpointed: bool) -> nn.Module:
+        sizes = {"dim": 128, "layers": 3, "heads": 4, "kv_heads": 2}
+        return Decoder(TrainConfig(**sizes, activation_checkpointing=checkpointed, **keys), 2048)
+
+    return module_source("decoder", build, 256)
+
+
+def family_source(family: str, folder: Path) -> ModelSource:
+    import json
+
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": family, **(GPT2 if family == "gpt2" else SIZES)}))
+    return huggingface_source(path)
+
+
+def tape_of(
+    source: ModelSource, checkpointed: bool, micro_batch: int = 4, seq: int = 256, **options: Any
+) -> Tape:
+    return trace(
+        source.build(checkpointed),
+        lambda: source.make_batch(micro_batch, seq),
+        source.loss,
+        name=source.name,
+        micro_batch=micro_batch,
+        seq=seq,
+        **options,
+    )
+
+
+def peak_alone(tape: Tape) -> int:
+    """Replay the tape of the plain module: all gradients stay."""
+    return peak_of([e for e in tape.events if isinstance(e, Work)])
+
+
+def peak_of(works: list[Work]) -> int:
+    total = peak = 0
+    for work in works:
+        peak = max(peak, total + work.peak.total)
+        total += work.net.total
+    return peak
+
+
+def real_twin(source: ModelSource, checkpointed: bool) -> nn.Module:
+    """Return the module with zeros on the CPU; `to_empty` unties what is tied."""
+    model = source.build(checkpointed)
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    model = model.to_empty(device="cpu").train()
+    for first, *others in names.values():
+        for other in others:
+            module, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().zero_()
+    return model
+
+
+def allocator_peak(source: ModelSource, model: nn.Module, micro_batch: int, seq: int) -> int:
+    """Return the largest sum of the CPU allocator's own trace over one forward and backward."""
+    batch = source.make_batch(micro_batch, seq)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        loss = source.loss(model, batch)
+        loss.backward()
+        del loss
+    events = traced.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    total = peak = 0
+    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
+        total += num_bytes
+        peak = max(peak, total)
+    return peak
+
+
+def assert_within_a_percent(source: ModelSource, checkpointed: bool) -> None:
+    tape = tape_of(source, checkpointed)
+    real = allocator_peak(source, real_twin(source, checkpointed), 4, 256)
+    assert real > 20 * MIB
+    assert abs(peak_alone(tape) / real - 1) < 0.01
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("keys", [{}, {"tied_head": True}, {"dropout": 0.1}], ids=str)
+def test_the_decoders_peak_is_that_of_the_allocators_trace(
+    keys: dict[str, Any], checkpointed: bool
+) -> None:
+    assert_within_a_percent(decoder_source(**keys), checkpointed)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_peak_of_a_transformers_model_is_that_of_the_allocators_trace(
+    family: str, checkpointed: bool, tmp_path: Path
+) -> None:
+    assert_within_a_percent(family_source(family, tmp_path), checkpointed)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_that_join_a_sum_are_alive_one_by_one(checkpointed: bool) -> None:
+    source = decoder_source(tied_head=True)
+    model = real_twin(source, checkpointed)
+    source.loss(model, source.make_batch(1, 64)).backward()
+    real = allocator_peak(source, model, 1, 64)
+    works = [e for e in tape_of(source, checkpointed, 1, 64).events if isinstance(e, Work)]
+    summed = [replace(w, peak=w.summed_peak, net=w.summed_net) for w in works]
+    assert abs(peak_of(summed) / real - 1) < 0.01 < peak_of(works) / real - 1
+    assert sum(w.net.total for w in summed) == 0
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_tape_ends_with_the_gradients_and_nothing_else(checkpointed: bool) -> None:
+    tape = tape_of(decoder_source(tied_head=True), checkpointed, compute_dtype="bfloat16")
+    works = [e for e in tape.events if isinstance(e, Work)]
+    assert sum(w.net.grads for w in works) == 2 * tape.num_params
+    assert sum(w.net.activations for w in works) == sum(w.net.logits for w in works) == 0
+    assert all(w.net.temporary == 0 for w in works)
+    assert all(w.peak.total >= max(0, w.net.total) for w in works)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_every_visit_is_followed_by_one_work(checkpointed: bool) -> None:
+    events = tape_of(decoder_source(), checkpointed).events
+    assert [isinstance(e, Visit) for e in events] == [i % 2 == 0 for i in range(len(events))]
+    works = {e.phase for e in events if isinstance(e, Work)}
+    assert works == {"forward", "loss", "backward"} | ({"recompute"} if checkpointed else set())
+
+
+def test_what_a_checkpoint_inside_a_unit_recomputes_is_told_apart(tmp_path: Path) -> None:
+    source = family_source("llama", tmp_path)
+    plain, checkpointed = tape_of(source, False, 2, 32), tape_of(source, True, 2, 32)
+    works = [e for e in checkpointed.events if isinstance(e, Work)]
+    recomputed = sum(c.flops for w in works if w.phase == "recompute" for c in w.costs)
+    assert recomputed == checkpointed.flops - plain.flops > 0
+    assert not any(e.recomputes for e in checkpointed.events if isinstance(e, Visit))
+
+
+def test_the_logits_are_those_of_the_head_and_the_loss() -> None:
+    tape = tape_of(decoder_source(), False, compute_dtype="bfloat16")
+    logits = 4 * 256 * 2048
+    head = next(u for u, unit in enumerate(tape.units) if unit.name == "head")
+    made = [w for w in tape.events if isinstance(w, Work) and w.net.logits > 0]
+    assert (made[0].unit, made[0].net.logits) == (head, 2 * logits)
+    assert (made[1].unit, made[1].phase) == (0, "loss")
+    scalars = 64  # the loss, and the sum of its weights
+    assert 0 <= made[1].net.logits - 2 * logits < scalars  # log-softmax for the bfloat16 logits
+    assert 0 <= made[1].peak.logits - 8 * logits < scalars  # and the float32 copy between them
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_flops_are_those_that_torch_counts(checkpointed: bool) -> None:
+    source = decoder_source()
+    tape = tape_of(source, checkpointed)
+    model, counter = real_twin(source, checkpointed), FlopCounterMode(display=False)
+    with counter:
+        source.loss(model, source.make_batch(4, 256)).backward()
+    products = sum(
+        c.flops for e in tape.events if isinstance(e, Work) for c in e.costs if c.kind == "matmul"
+    )
+    attention = tape.flops - products
+    counted = counter.get_total_flops()
+    forward = 4 * 4 * 4 * 256 * 256 * 32 * 3 / 2  # two causal products per head, B, H and layer
+    assert attention == pytest.approx(forward * (4.5 if checkpointed else 3.5))
+    assert counted in (products, products + 2 * attention)  # torch counts the square, or nothing
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed: bool) -> None:
+    shape = find_preset("demo").shape
+
+    def build(checkpointed: bool) -> nn.Module:
+        config = TrainConfig(kv_heads=8, activation_checkpointing=checkpointed)
+        return Decoder(config, shape.vocab)
+
+    built_in = tape_of(module_source("demo", build, 64), checkpointed, seq=64)
+    assert tape_of(preset_source("demo"), checkpointed, seq=64).events == built_in.events
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if x.sum().item() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "words"),
+    [
+        (Reads(), lambda m, b: m(b).sum(), "reads values"),
+        (nn.Linear(4, 4), lambda m, b: m(b), "expected a scalar tensor, got a tensor of shape"),
+        (nn.Linear(3, 4), lambda m, b: m(b).sum(), "RuntimeError"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused_and_the_model_left_as_it_was(
+    model: nn.Module, loss: Callable[..., Tensor], words: str
+) -> None:
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError, match=words):
+        trace(model, lambda: torch.ones(2, 4), loss, name="it", micro_batch=2, seq=1)
+    assert all(p is before[n] for n, p in model.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Interleaved(nn.Module):
+    """A layer used twice, a frozen one, and a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.unused = nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x).relu()
+        return x
+
+
+def test_units_open_and_close_in_backward_as_often_as_they_should() -> None:
+    tape = trace(
+        Interleaved(),
+        lambda: torch.ones(2, 8),
+        lambda m, b: m(b).sum(),
+        name="x",
+        micro_batch=2,
+        seq=1,
+    )
+    visits = [e for e in tape.events if isinstance(e, Visit)]
+    names = [(v.kind, tape.units[v.unit].name) for v in visits]
+    backward = [n for n in names if n[0].endswith("backward")]
+    assert backward == [
+        ("before_backward", ""),
+        ("before_backward", "layers.0"),
+        ("before_backward", "layers.2"),
+        ("after_backward", "layers.2"),
+        ("before_backward", "layers.1"),
+        ("after_backward", "layers.1"),
+        ("before_backward", "layers.0"),
+        ("after_backward", "layers.0"),
+        ("after_backward", ""),
+    ]
+    grads = sum(e.net.grads for e in tape.events if isinstance(e, Work))
+    assert grads == 4 * 2 * 72
+    assert all(isinstance(b, Work) for a, b in pairwise(tape.events) if isinstance(a, Visit))
+
+
+def test_the_visits_are_the_calls_of_the_engine(tmp_path: Path) -> None:
+    """The same model, sharded over one rank: which unit the engine is called for, in order."""
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise.engine.api import engine_of
+
+    source = decoder_source(tied_head=True)
+    tape = tape_of(source, True, 2, 16)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = shardwise.shard(real_twin(source, True), stage=3)
+        engine, calls = engine_of(model), []
+        seen = {
+            "before_forward": "before_forward",
+            "after_forward": "after_forward",
+            "_after_backward": "after_backward",
+        }
+        for method, kind in seen.items():
+            plain = getattr(engine, method)
+
+            def call(unit: Any, *args: Any, plain: Any = plain, kind: str = kind) -> Any:
+                calls.append((kind, unit.index))
+                return plain(unit, *args)
+
+            setattr(engine, method, call)
+        source.loss(model, source.make_batch(2, 16)).backward()
+    finally:
+        dist.destroy_process_group()
+    visits = [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit)]
+    assert [v for v in visits if v[0] != "before_backward"] == calls
