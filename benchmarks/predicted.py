@@ -59,6 +59,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="timed steps per round")
     parser.add_argument("--peaks", action="store_true", help="measure peak memory too; slow")
     parser.add_argument("--calibration", help="read this file; {ranks} stands for their number")
+    parser.add_argument(
+        "--measured", help="keep what was measured in this file, and use it if it is there; {ranks}"
+    )
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument("--json", metavar="FILE", help="append the results, one line per setting")
     args = parser.parse_args()
@@ -232,10 +235,22 @@ def predict(
 
 
 # -- the table
+def measure(args: argparse.Namespace, num_ranks: int) -> list[dict[str, Any]]:
+    """Run the ranks, or read what an earlier call with the same settings measured."""
+    kept = Path(args.measured.replace("{ranks}", str(num_ranks))) if args.measured else None
+    if kept is not None and kept.exists():
+        found: list[dict[str, Any]] = json.loads(kept.read_text())
+        return found
+    found = common.run_processes(Path(__file__), vars(args), num_ranks, timeout_s=args.timeout)
+    if kept is not None:
+        kept.write_text(json.dumps(found))
+    return found
+
+
 def rows_of(args: argparse.Namespace, num_ranks: int) -> list[dict[str, Any]]:
     from shardwise.plan.machine.calibration import read_calibration
 
-    ranks = common.run_processes(Path(__file__), vars(args), num_ranks, timeout_s=args.timeout)
+    ranks = measure(args, num_ranks)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "calibration.json")
         if args.calibration:

@@ -29,13 +29,15 @@ import _common as common
 
 common.find_shardwise()
 
-from _published_fits import FITS, fit_of, for_system, is_fitted_on  # noqa: E402
+from _published_fits import fit_of, for_system, is_fitted_on, unfitted  # noqa: E402
 from _published_memory import GIB, predict_memory, published_bytes, system_text  # noqa: E402
 from _published_pairs import pair_lines  # noqa: E402
 from _published_rows import TABLE, Row, Unmodelled, read_rows  # noqa: E402
 from _published_systems import SYSTEMS, system_of  # noqa: E402
 from _published_time import play_row, seconds_of, timed  # noqa: E402
 from _published_verdicts import Verdicts, check_verdicts  # noqa: E402
+
+from shardwise.plan.machine.efficiencies import FITTED  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def _time(row: Row, report: Report) -> None:
             system=system.name,
             gpu=ready.gpu,
             published=ready.published_s,
-            uncalibrated=seconds_of(played, {}),
+            uncalibrated=seconds_of(played, unfitted(ready.gpu)),
             calibrated=seconds_of(played, fit) * system.slowdown,
             fitted_on=is_fitted_on(row.id, ready.gpu, system.name),
         )
@@ -254,7 +256,7 @@ def _print_constants() -> None:
                 f"{over.meaning}; rows: {over.fitted_on}"
             )
     print("\nFitted constants: time")
-    for gpu, fit in FITS.items():
+    for gpu, fit in FITTED.items():
         for name, each in fit.items():
             print(f"  {gpu} {name} = {each.value:.3g}: {each.meaning}; {each.source}")
     for system in SYSTEMS:

@@ -57,6 +57,9 @@ def a_calibration(**changes: Any) -> Calibration:
         threads_per_rank=1,
         overlap=0.25,
         message_s=1e-4,
+        unit_forward_s=1e-3,
+        unit_backward_s=2e-3,
+        checkpoint_s=4e-3,
         process_bytes=250 << 20,
         context_bytes=0,
         curves=curves,
@@ -71,9 +74,9 @@ def prices(calibration: Calibration | None = None, **changes: Any) -> Calibrated
     return CalibratedPrices(calibration or a_calibration(), replace(A_CANDIDATE, **changes))
 
 
-def memory_op(num_bytes: int, num_ops: int, phase: OpPhase = "forward") -> Op:
+def memory_op(num_bytes: int, num_ops: int, phase: OpPhase = "forward", unit: int = 0) -> Op:
     cost = Cost("memory", "float32", 0, num_bytes, num_ops)
-    return Op("compute", Compute((cost,)), 0, phase, 0)
+    return Op("compute", Compute((cost,)), unit, phase, 0)
 
 
 # -- curves
@@ -217,6 +220,15 @@ def test_each_phase_is_priced_by_its_own_curve(phase: OpPhase, name: str) -> Non
     op = memory_op(1 << 20, 1, phase)
     assert prices(a_calibration(curves=slow)).seconds(op) == 1.0
     assert prices().seconds(op) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds"),
+    [("forward", 1e-3), ("backward", 2e-3), ("recompute", 5e-3), ("loss", 0.0), ("reduce", 0.0)],
+)
+def test_a_pass_of_a_unit_adds_what_the_host_spends_on_it(phase: OpPhase, seconds: float) -> None:
+    of_root, of_unit = (prices().seconds(memory_op(1 << 20, 1, phase, unit)) for unit in (0, 1))
+    assert of_unit - of_root == pytest.approx(seconds)
 
 
 def test_a_dtype_that_was_not_measured_is_priced_as_float32() -> None:

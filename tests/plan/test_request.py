@@ -1,6 +1,7 @@
 """What a request says: keys, sizes, files, and how they decide batch, cluster and search."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardwise.cli.plan_write import train_config_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.request import PlanRequest, SimulateRequest, parse_size
 from shardwise.train.decoder import Decoder
@@ -252,3 +254,23 @@ def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:
     assert train_config_of(llama_shape(2, 64, 4, 2, 160, 100), 16) is not None
     assert train_config_of(llama_shape(2, 64, 4, 2, 170, 100), 16) is None
     assert train_config_of(llama_shape(2, 60, 4, 2, 160, 100), 16) is None
+
+
+def test_degrees_to_compare_are_searched_by_the_formulas_of_the_shape() -> None:
+    request = ask(search=True, degrees="1x1x1, 2x2x1", ranks=8)
+    assert request.degrees == ((1, 1, 1), (2, 2, 1))
+    setup = set_up("llama-3.2-1b", request)
+    assert isinstance(setup.model, ShapedModel)
+    assert space_of(setup).degrees == request.degrees
+    for wrong in ("8x1", "8x0x1", "axbxc", ""):
+        with pytest.raises(ConfigError, match="expected tensor x pipeline x context"):
+            ask(search=True, degrees=wrong)
+
+
+def test_a_search_for_our_own_decoder_tries_finer_units(tmp_path: Path) -> None:
+    setup = set_up_tiny(tmp_path, "ranks: 2\n", search=True)
+    choices = space_of(setup).units
+    candidates = [replace(setup.candidate, units=units) for units in choices]
+    names = [[u.class_name for u in setup.model.tape(c).units] for c in candidates]
+    assert "Block" in names[0]
+    assert names[1].count("Attention") == names[1].count("FeedForward") == 2

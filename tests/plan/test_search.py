@@ -233,3 +233,15 @@ def test_full_bytes_of_the_largest_unit_decide_what_is_prefetched() -> None:
     tape = MODEL.tape(found.winner.candidate)
     largest = max(full_bytes(unit, "bfloat16") for unit in tape.units[1:])
     assert found.winner.candidate.prefetch_bytes == 2 * largest
+
+
+def test_the_winner_is_one_that_the_engine_can_run_where_there_is_one() -> None:
+    offloads = (Offload(optimizer="host", optimizer_fraction=0.5), Offload())
+    space = replace(SPACE, stages=(3,), offloads=offloads, prefetch_units=(1,))
+    result = search(MODEL, CLUSTER, space)
+    assert result.winner is not None and result.winner.candidate.engine_runs_it
+    runnable = [p for p in result.pareto if p.candidate.engine_runs_it]
+    assert result.winner is runnable[0]
+    offloaded = search(MODEL, CLUSTER, replace(space, offloads=offloads[:1]))
+    assert offloaded.winner is offloaded.pareto[0]
+    assert not offloaded.winner.candidate.engine_runs_it

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import __version__
-from shardwise.bench import compute, links, network, state
+from shardwise.bench import compute, engine, links, network, state
 from shardwise.bench.together import FULL, QUICK, Stopwatch
 from shardwise.device import memory_in_use_bytes
 from shardwise.plan.machine.calibration import Calibration, Curve, Host
@@ -53,8 +53,9 @@ def calibrate(
     for number, job in enumerate(jobs):
         progress(job.label, number / len(jobs))
         curves |= job.curves()
-    progress("overlap", 1.0)
+    progress("engine and overlap", 1.0)
     several = num_ranks > 1
+    host = engine.host_seconds(watch)
     return Calibration(
         host=_host(device),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,6 +64,9 @@ def calibrate(
         threads_per_rank=torch.get_num_threads(),
         overlap=network.measure_overlap(watch) if several else 1.0,
         message_s=network.message_seconds(watch) if several else 0.0,
+        unit_forward_s=host.forward,
+        unit_backward_s=host.backward,
+        checkpoint_s=host.checkpoint,
         process_bytes=resident,
         context_bytes=links.context_bytes(device),
         curves=curves,

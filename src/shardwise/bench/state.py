@@ -14,10 +14,11 @@ from shardwise.bench.together import Stopwatch
 from shardwise.engine.api import shard
 from shardwise.plan.machine.calibration import Curve
 
-_NUM_TENSORS = 8
+_NUM_TENSORS = 64  # about as many as a decoder of seven layers has
 _ADAMW_TENSORS = 7  # reads parameter, gradient and two moments; writes all but the gradient
 _CLIP_TENSORS = 3  # reads each gradient for its norm; reads and writes it to scale it
 _NUMELS = [1 << i for i in range(8, 25, 2)]
+_STATE_NUMELS = [1 << i for i in range(8, 21, 2)]
 _COPIES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 _BLOCK_NUMEL = 1 << 16  # as in comm.point_to_point
 
@@ -48,7 +49,7 @@ def optimizer_curves(watch: Stopwatch) -> dict[str, Curve]:
 
         return watch.parts(work, in_step=True)
 
-    found = watch.sweep(_NUMELS, measure)
+    found = watch.sweep(_STATE_NUMELS, measure)
     curves = {}
     kinds = (("optimizer.adamw", _ADAMW_TENSORS), ("clip", _CLIP_TENSORS))
     for part, (name, num_passes) in enumerate(kinds):

@@ -176,7 +176,9 @@ def _show(found: Calibration) -> None:
     console.print(table)
     console.print(
         f"overlap {found.overlap:.0%}: that much of a collective is hidden behind a computation\n"
-        f"each further message {found.message_s * 1e6:.1f} us; a process holds "
+        f"each further message {found.message_s * 1e6:.1f} us; the engine's host code per unit "
+        f"{found.unit_forward_s * 1e6:.0f} us forward, {found.unit_backward_s * 1e6:.0f} us "
+        f"backward; a checkpointed block {found.checkpoint_s * 1e6:.0f} us\na process holds "
         f"{format_bytes(found.process_bytes)}, its device context "
         f"{format_bytes(found.context_bytes)}"
     )

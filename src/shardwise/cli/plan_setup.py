@@ -53,6 +53,7 @@ class Setup:
     prices_of: Callable[[Candidate], Pricer]
     given: frozenset[str]
     tokens_per_step: int | None
+    degrees: tuple[tuple[int, int, int], ...]
     notes: tuple[str, ...]
     config: TrainConfig | None
 
@@ -86,13 +87,17 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     candidate = _candidate(values, cluster, calibration)
     if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
-    model = _model(name, source, config, request.seq, candidate)
+    degrees = request.degrees if isinstance(request, PlanRequest) else None
+    model = _model(name, source, config, request.seq, candidate, bool(degrees))
     tokens = _tokens_per_step(values, flags, model)
     tries_batches = isinstance(request, PlanRequest) and request.search
     if tokens is not None and not (tries_batches and "micro_batch" not in given):
         candidate = _fill_batch(candidate, tokens, model.seq, values)
     prices_of, notes = _prices(cluster, calibration), _notes(foreign)
-    return Setup(model, cluster, candidate, prices_of, frozenset(given), tokens, notes, config)
+    given_names = frozenset(given)
+    return Setup(
+        *(model, cluster, candidate, prices_of, given_names, tokens, degrees or (), notes, config)
+    )
 
 
 def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
@@ -125,7 +130,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         base,
         stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
         layouts=(base.layout,) if "layout" in given else ("rows", "flat"),
-        units=(base.units,),
+        units=(base.units,) if "units" in given else _unit_choices(setup),
         num_shards=(base.num_shards,) if "replicas" in given else (),
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
         bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
@@ -137,8 +142,16 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         ),
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if to_train else _offloads(setup),
-        degrees=((base.tensor_parallel, base.pipeline_parallel, base.context_parallel),),
+        degrees=setup.degrees
+        or ((base.tensor_parallel, base.pipeline_parallel, base.context_parallel),),
     )
+
+
+def _unit_choices(setup: Setup) -> tuple[tuple[str, ...] | None, ...]:
+    """Return units as found, and finer ones: the parts of a block, where the decoder is ours."""
+    if setup.config is None or not isinstance(setup.model, TracedModel):
+        return (None,)
+    return (None, ("Attention", "FeedForward", "TokenEmbedding"))
 
 
 def limits_of(setup: Setup, request: PlanRequest) -> Limits:
@@ -156,7 +169,12 @@ def _offloads(setup: Setup) -> tuple[Offload, ...]:
     is_given = setup.given & {"offload", "offload_params", "offload_optimizer"}
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (setup.candidate.offload,)
-    return (Offload(), Offload(optimizer="host"), Offload(params="host", optimizer="host"))
+    return (
+        Offload(),
+        Offload(optimizer="host", optimizer_fraction=0.5),
+        Offload(optimizer="host"),
+        Offload(params="host", optimizer="host"),
+    )
 
 
 def _foreign(request: ModelRequest) -> ForeignSettings | None:
@@ -255,9 +273,10 @@ def _model(
     config: TrainConfig | None,
     seq: int | None,
     candidate: Candidate,
+    splits: bool,
 ) -> Model:
     """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
-    is_split = candidate.world_size != candidate.data_parallel
+    is_split = splits or candidate.world_size != candidate.data_parallel
     if is_split or candidate.activation_checkpointing == "selective":
         shape = source.shape if source is not None else None
         if source is None or shape is None:

@@ -202,8 +202,10 @@ def _memory_table(plan: Plan) -> RenderableType:
 
 def _time_table(plan: Plan) -> RenderableType:
     simulated = plan.simulated
+    shown, whole = plan.num_simulated, plan.candidate.accumulation
     table = Table(
-        title="time of the slowest rank",
+        title="time of the slowest rank"
+        + (f", of {shown} of the {whole} micro-batches" if shown < whole else ""),
         title_justify="left",
         box=None,
         pad_edge=False,

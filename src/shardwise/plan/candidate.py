@@ -62,6 +62,12 @@ class Candidate:
         )
 
     @property
+    def engine_runs_it(self) -> bool:
+        """Tell whether the engine can run it: what is a number of the plan only, it cannot."""
+        at_home = self.offload.params == self.offload.optimizer == "device"
+        return at_home and self.world_size == self.data_parallel
+
+    @property
     def label(self) -> str:
         """Write what tells this candidate from others in one line; defaults are left out."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]

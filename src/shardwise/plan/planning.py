@@ -100,6 +100,11 @@ class Plan:
         return windows * self.seq
 
     @property
+    def num_simulated(self) -> int:
+        """Micro-batches in what was simulated; see Note [Long windows]."""
+        return 1 + max((op.micro_batch for op in self.simulated.program.ops), default=0)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens of all ranks per second."""
         return self.tokens_per_step / self.step_s

@@ -148,8 +148,23 @@ class PlanRequest(ModelRequest):
         None, "Search", "tokens per second that a plan has to reach", gt=0
     )
 
+    degrees: tuple[tuple[int, int, int], ...] | None = key(
+        None, "Search", "tensor x pipeline x context degrees to compare, e.g. 1x1x1,8x1x1,8x4x1"
+    )
+
     html: Path | None = key(None, "Output", "write a report to this HTML file")
     write: Path | None = key(None, "Output", "write the plan as a file for `shardwise train`")
+
+    @field_validator("degrees", mode="before")
+    @classmethod
+    def _split_degrees(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        found = [part.strip().split("x") for part in value.split(",")]
+        for parts in found:
+            if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+                raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
+        return tuple(tuple(map(int, parts)) for parts in found)
 
     @field_validator("params", mode="before")
     @classmethod
@@ -166,7 +181,7 @@ class PlanRequest(ModelRequest):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        for name in ("max_memory", "target_tokens_per_s"):
+        for name in ("max_memory", "target_tokens_per_s", "degrees"):
             if getattr(self, name) is not None and not self.search:
                 raise ValueError(f"{name}: it limits a search; add --search")
         if self.params is not None:

@@ -77,7 +77,8 @@ class SearchResult:
     """The fastest plan that keeps the limits, the Pareto set, and what lost.
 
     The Pareto set holds the plans that no other one beats in both tokens/s and memory, fastest
-    first; ``winner`` is its first. ``num_played`` counts the candidates that were simulated.
+    first; ``winner`` is the first of them that the engine can run as it is, or else the first.
+    ``num_played`` counts the candidates that were simulated.
     """
 
     winner: Plan | None
@@ -145,7 +146,8 @@ def search(
         if progress is not None:
             progress(number + 1, len(families))
     pareto, beaten = front.result()
-    winner = pareto[0] if pareto else None
+    runnable = [made for made in pareto if made.candidate.engine_runs_it]
+    winner = next(iter((*runnable, *pareto)), None)
     return SearchResult(winner, tuple(pareto), (*rejected, *beaten), num_played)
 
 
@@ -322,7 +324,12 @@ class _Beaten:
 
     def why(self, best: Sequence[Plan]) -> str:
         """Name the fastest plan that needs no more, and where the time goes."""
-        by = next(p for p in best if p.memory.high_bytes <= self.high_bytes)
+        runs = self.candidate.engine_runs_it
+        by = next(
+            p
+            for p in best
+            if p.memory.high_bytes <= self.high_bytes and (p.candidate.engine_runs_it or not runs)
+        )
         slower = 1 - self.tokens_per_s / by.tokens_per_s
         memory = format_bytes(self.high_bytes - by.memory.high_bytes)
         if slower < 0.005:
@@ -358,6 +365,9 @@ class _Front:
 
 
 def _beats(one: Plan, other: Plan) -> bool:
+    """What the engine cannot run beats nothing that it can."""
+    if other.candidate.engine_runs_it and not one.candidate.engine_runs_it:
+        return False
     return (
         one.tokens_per_s >= other.tokens_per_s and one.memory.high_bytes <= other.memory.high_bytes
     )

@@ -6,6 +6,8 @@ times the curve at their mean size. Forward and backward have curves of their ow
 not measured has float32's. What the engine does beside the model has a size as a whole: the
 optimizer's step, clipping, copies into full parameters, sums of gradients. A collective takes its
 curve's seconds, and ``message_s`` for each message beyond the one per peer that the curve contains.
+Each pass of a unit other than the root, which is one operation of a program, adds the engine's own
+time on the host, and each recomputation that of checkpointing.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class CalibratedPrices:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
         work = op.work
         if isinstance(work, Compute):
-            return sum(self._cost_seconds(cost, op) for cost in work.costs)
+            return self._host_seconds(op) + sum(self._cost_seconds(cost, op) for cost in work.costs)
         if isinstance(work, Collective):
             return self._collective_seconds(work)
         return self.calibration.curve(work.link).at(work.num_bytes)
@@ -70,6 +72,18 @@ class CalibratedPrices:
             unit = "FLOP/s" if curve.unit == "flops" else "B/s"
             figures.append(Assumption(name, curve.peak_rate, unit, "best measured rate", source))
         return tuple(figures)
+
+    def _host_seconds(self, op: Op) -> float:
+        """Return what the host spends on a unit's pass beside its operations; see the Note."""
+        found = self.calibration
+        if op.unit < 1:
+            return 0.0
+        seconds = {
+            "forward": found.unit_forward_s,
+            "backward": found.unit_backward_s,
+            "recompute": found.unit_forward_s + found.checkpoint_s,
+        }
+        return seconds.get(op.phase, 0.0)
 
     def _cost_seconds(self, cost: Cost, op: Op) -> float:
         if not cost.num_ops:

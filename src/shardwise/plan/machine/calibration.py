@@ -86,7 +86,9 @@ class Calibration:
     ``curves`` are by name: ``matmul.forward.float32``, ``all_gather.2`` and so on. ``overlap`` is
     the share of the shorter of a collective and a computation that is hidden when both run: 1 where
     a collective costs the computation nothing, 0 where the two take as long as one after the other.
-    ``message_s`` is what each further message of a collective adds. ``process_bytes`` is resident
+    ``message_s`` is what each further message of a collective adds, ``unit_forward_s`` and
+    ``unit_backward_s`` what the engine's host code adds to a unit's pass, ``checkpoint_s`` what
+    activation checkpointing adds to a block beside running it again. ``process_bytes`` is resident
     in a rank before it has a tensor; ``context_bytes`` is taken on the device by the driver and the
     communicators, outside of torch's allocator.
     """
@@ -98,6 +100,9 @@ class Calibration:
     threads_per_rank: int
     overlap: float
     message_s: float
+    unit_forward_s: float
+    unit_backward_s: float
+    checkpoint_s: float
     process_bytes: int
     context_bytes: int
     curves: Mapping[str, Curve]
@@ -180,6 +185,9 @@ class _Reader:
             threads_per_rank=int(self.number(values, "threads_per_rank", whole=True)),
             overlap=overlap,
             message_s=self.number(values, "message_s", zero=True),
+            unit_forward_s=self.number(values, "unit_forward_s", zero=True),
+            unit_backward_s=self.number(values, "unit_backward_s", zero=True),
+            checkpoint_s=self.number(values, "checkpoint_s", zero=True),
             process_bytes=int(self.number(values, "process_bytes", whole=True, zero=True)),
             context_bytes=int(self.number(values, "context_bytes", whole=True, zero=True)),
             curves=found,

@@ -1,0 +1,89 @@
+"""What the host spends on units beside their operations: the engine's own Python, and checkpoints'.
+
+It is measured on blocks whose tensors are so small that little else takes time: the same model
+plain, sharded, and with each block under activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.bench.together import Stopwatch
+from shardwise.engine.api import shard
+
+_NUM_BLOCKS = 16
+_LAYERS_PER_BLOCK = 8  # parameters of a unit, as a decoder's block has
+_WIDTH = 8
+
+
+@dataclass(frozen=True)
+class HostSeconds:
+    """Seconds of one unit's forward and backward, and of one checkpointed block in both."""
+
+    forward: float
+    backward: float
+    checkpoint: float
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                *(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS_PER_BLOCK))
+            )
+            for _ in range(_NUM_BLOCKS)
+        )
+        self.checkpointed = False
+
+    def forward(self, stream: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.checkpointed:
+                stream = checkpoint(block, stream, use_reentrant=False)
+            else:
+                stream = block(stream)
+        return stream
+
+
+def host_seconds(watch: Stopwatch) -> HostSeconds:
+    """Measure what a sharded and a checkpointed block take beyond a plain one.
+
+    Each rank shards over itself alone: what is sent is measured with the collectives.
+    """
+    plain, checkpointed, sharded = (_Blocks().to(watch.device) for _ in range(3))
+    checkpointed.checkpointed = True
+    mesh = init_device_mesh(
+        watch.device.type, (watch.num_ranks, 1), mesh_dim_names=("replicate", "shard")
+    )
+    shard(sharded, stage=3, mesh=mesh["shard"], bucket_bytes=1)
+    (forward, backward), both, of_engine = (
+        watch.parts(_passes(watch, model)) for model in (plain, checkpointed, sharded)
+    )
+    again = sum(both) - forward - backward - forward  # beyond running the forward once more
+    return HostSeconds(
+        max(0.0, of_engine[0] - forward) / _NUM_BLOCKS,
+        max(0.0, of_engine[1] - backward) / _NUM_BLOCKS,
+        max(0.0, again) / _NUM_BLOCKS,
+    )
+
+
+def _passes(watch: Stopwatch, model: nn.Module) -> Callable[[], tuple[float, float]]:
+    start = torch.ones(1, _WIDTH, device=watch.device, requires_grad=True)
+
+    def work() -> tuple[float, float]:
+        begin = watch.now()
+        output = model(start).sum()
+        middle = watch.now()
+        output.backward()
+        end = watch.now()
+        for param in model.parameters():
+            param.grad = None
+        return middle - begin, end - middle
+
+    return work
