@@ -39,7 +39,7 @@ demo: $(RUN_STAMP)
 	$(BIN)/shardwise train examples/demo.yaml
 
 test: $(DEV_STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -35,6 +35,21 @@ class Overhead:
     meaning: str = ""
     fitted_on: str = ""
 
+    def is_fitted_on(self, row_id: str) -> bool:
+        """Tell whether a row is named in ``fitted_on``: alone, or in a range (of even ones)."""
+        number = _number(row_id)
+        if number is None:
+            return False
+        if " .. " in self.fitted_on:
+            low, high = (_number(part) or 0 for part in self.fitted_on.split(" .. "))
+            return low <= number <= high and not ("even" in self.fitted_on and number % 2)
+        return row_id in self.fitted_on.split()
+
+
+def _number(text: str) -> int | None:
+    found = re.search(r"R(\d+)", text)
+    return int(found[1]) if found else None
+
 
 @dataclass(frozen=True)
 class System:

@@ -49,6 +49,7 @@ class MemoryFound:
     kind: str
     predicted: float
     published: float
+    fitted_on: bool
 
     @property
     def error(self) -> float:
@@ -109,7 +110,16 @@ def _memory(row: Row, report: Report) -> None:
     predicted = predict_memory(row).total
     if not math.isfinite(predicted) or published <= 0:
         raise Unmodelled("memory column not understood")
-    report.memory.append(MemoryFound(row.id, system.name, system.memory, predicted, published))
+    report.memory.append(
+        MemoryFound(
+            row.id,
+            system.name,
+            system.memory,
+            predicted,
+            published,
+            system.overhead.is_fitted_on(row.id),
+        )
+    )
 
 
 def _time(row: Row, report: Report) -> None:
@@ -157,13 +167,18 @@ def summary(report: Report) -> dict[str, object]:
     for each in report.memory:
         memory[f"{each.system}, {each.kind}"].append(abs(each.error))
     everything = [abs(e.error) for e in report.memory]
+    held_out = [abs(e.error) for e in report.memory if not e.fitted_on]
     by_gpu: dict[str, list[TimeFound]] = defaultdict(list)
     by_system: dict[str, list[TimeFound]] = defaultdict(list)
     for t in report.time:
         by_gpu[t.gpu].append(t)
         by_system[f"{t.gpu}: {t.system}"].append(t)
     return {
-        "memory": {"all": _spread(everything), **{k: _spread(v) for k, v in memory.items()}},
+        "memory": {
+            "all": _spread(everything),
+            "all, rows that no constant was fitted on": _spread(held_out),
+            **{k: _spread(v) for k, v in memory.items()},
+        },
         "time_by_gpu": {
             "all": _mapes(report.time),
             **{k: _mapes(v) for k, v in by_gpu.items()},

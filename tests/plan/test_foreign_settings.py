@@ -161,6 +161,42 @@ def test_accelerate_without_a_strategy_is_replicated(tmp_path: Path) -> None:
         assert found.values == {"stage": 0, "precision": "fp32", "ranks": 4}
 
 
+@pytest.mark.parametrize(
+    ("fp16", "bf16", "precision"),
+    [("auto", "auto", None), (False, "auto", None), ("auto", True, "bf16"), (False, False, "fp32")],
+)
+def test_a_precision_left_to_the_flags_is_not_fp32(
+    tmp_path: Path, fp16: object, bf16: object, precision: str | None
+) -> None:
+    content = {
+        "fp16": {"enabled": fp16},
+        "bf16": {"enabled": bf16},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1000},
+    }
+    found = read_deepspeed(write_json(tmp_path, content))
+    assert found.values.get("precision") == precision
+    assert found.values["prefetch_bytes"] == (4000 if precision == "fp32" else 2000)
+    listed = {"fp16.enabled": fp16, "bf16.enabled": bf16}
+    assert found.ignored.keys() == {key for key, value in listed.items() if value == "auto"}
+
+
+def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path: Path) -> None:
+    content = {"activation_checkpointing": {"partition_activations": True}}
+    found = read_deepspeed(write_json(tmp_path, content))
+    assert "activation_checkpointing" not in found.values
+    assert "--activation-checkpointing full" in found.ignored["activation_checkpointing"]
+
+
+def test_hybrid_shards_have_a_replica_per_node(tmp_path: Path) -> None:
+    text = "num_machines: 4\nfsdp_config:\n  fsdp_sharding_strategy: {}\nnum_processes: 32\n"
+    found = read_accelerate(write_yaml(tmp_path, text.format("HYBRID_SHARD")))
+    assert found.values == {"stage": 3, "replicas": 4, "ranks": 32}
+    assert found.ignored == {}
+    found = read_accelerate(write_yaml(tmp_path, text.format("FULL_SHARD")))
+    assert found.values == {"stage": 3, "ranks": 32}
+    assert "--gpus-per-node" in found.ignored["num_machines"]
+
+
 def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
     text = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
     found = read_accelerate(write_yaml(tmp_path, text))

@@ -10,8 +10,8 @@ from shardwise.errors import ConfigError
 from shardwise.plan.machine.catalogue import STANDARD_NODES, find_link, find_node, make_cluster
 from shardwise.plan.machine.hardware import Node
 from shardwise.plan.machine.links import (
+    CollectiveKind,
     Group,
-    bus_bandwidth,
     collective_seconds,
     place,
     send_seconds,
@@ -32,6 +32,13 @@ def groups(draw: st.DrawFn) -> Group:
     """Any group whose nodes hold as many of its ranks each."""
     per_node, count = draw(st.integers(1, 16)), draw(st.integers(1, 2048))
     return Group(per_node * count, per_node, count)
+
+
+def bus_bandwidth(kind: CollectiveKind, payload_bytes: float, group: Group, node: Node) -> float:
+    """Return bytes per second as NCCL's tests define it: sent bytes per rank over the time."""
+    n, rounds = group.num_ranks, 2 if kind == "all_reduce" else 1
+    sent = rounds * (n - 1) / n * payload_bytes
+    return sent / collective_seconds(kind, payload_bytes, group, node)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,67 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"hidden_siz": 64}, "'hidden_siz' is no key of LlamaConfig; did you mean 'hidden_size'"),
+        ({"num_hidden_layer": 2}, "did you mean 'num_hidden_layers'"),
+        ({"hidden_size": -64}, "hidden_size: expected a whole number above 0, got -64"),
+        ({"vocab_size": 0}, "vocab_size: expected a whole number above 0, got 0"),
+        ({"num_attention_heads": "8"}, "num_attention_heads: expected .*'8'"),
+        ({"intermediate_size": True}, "intermediate_size: expected .*True"),
+    ],
+)
+def test_a_misspelt_key_or_a_size_that_cannot_be_is_named(
+    tmp_path: Path, keys: dict[str, object], words: str
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **keys}))
+    with pytest.raises(ConfigError, match=words):
+        find_model(str(path))
+
+
+def test_keys_that_a_config_class_does_not_know_are_told_of(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    known = {"torch_dtype": "bfloat16", "rope_theta": 1e4, "head_dim": None, "_commit": "x"}
+    path.write_text(json.dumps({"model_type": "llama", **known}))
+    assert find_model(str(path)).notes == ()
+    path.write_text(json.dumps({"model_type": "llama", "zzz": 1, **known}))
+    assert find_model(str(path)).notes == (f"{path}: no keys of LlamaConfig: zzz",)
+
+
+def test_an_empty_name_is_told() -> None:
+    with pytest.raises(ConfigError, match="the name is empty"):
+        find_model(" ")
+
+
+def test_parameters_that_get_no_gradient_are_told_of(tmp_path: Path) -> None:
+    file = tmp_path / "part.py"
+    file.write_text(
+        "from torch import nn\n"
+        "class Part(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.used, self.left = nn.Embedding(9, 9), nn.Linear(9, 9)\n"
+        "    def forward(self, ids):\n"
+        "        return self.used(ids)\n"
+        "def frozen():\n"
+        "    made = Part()\n"
+        "    made.left.requires_grad_(False)\n"
+        "    return made\n"
+    )
+    model = TracedModel(find_model(f"{file}:Part"), 7)
+    tape = model.tape(Candidate())
+    got = {p.name: p.gets_grad for u in tape.units for p in u.params}
+    assert got == {"used.weight": True, "left.weight": False, "left.bias": False}
+    assert any("90 trained parameters (left.weight, ...) get no" in note for note in model.notes)
+    frozen = TracedModel(find_model(f"{file}:frozen"), 7)
+    assert all(p.gets_grad for u in frozen.tape(Candidate()).units for p in u.params)
+    assert not any("get no gradient" in note for note in frozen.notes)
+
+
 def test_a_factory_in_the_users_file_is_traced_with_its_own_batch_and_loss(tmp_path: Path) -> None:
     file = tmp_path / "net.py"
     file.write_text(FILE + BATCH)

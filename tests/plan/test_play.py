@@ -201,6 +201,57 @@ def test_what_rests_is_what_the_accounting_says(
         assert (played.host_bytes, played.nvme_bytes) == (sums.host_bytes, 0)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
+def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision: str) -> None:
+    offload = Offload(params="host", optimizer="host")
+    candidate = replace(SMALL, num_shards=1, precision=precision, offload=offload)
+    played = play(make_tape(EVEN), candidate)
+    assert played.resting.param_shards == played.resting.param_full == 0
+    fetched = [
+        (number, op)
+        for number, op in enumerate(played.program.ops)
+        if isinstance(op.work, Transfer) and op.phase == "offload" and op.work.link == "to_device"
+    ]
+    assert len(fetched) >= len(EVEN)
+    waited = {after for op in played.program.ops for after in op.after}
+    assert {number for number, op in fetched} <= waited
+    assert max(m.ledger.param_full for m in played.peaks) > 0
+
+
+def without_grads(tape: Tape, index: int) -> Tape:
+    """Return the tape of a model that trains a unit which no backward pass reaches."""
+    unit = tape.units[index]
+    params = tuple(replace(p, gets_grad=False) for p in unit.params)
+    units = [replace(u, params=params) if u is unit else u for u in tape.units]
+    events = [e for e in tape.events if e.unit != index]
+    return replace(tape, units=tuple(units), events=tuple(events))
+
+
+@pytest.mark.parametrize("offload", HOMES)
+def test_a_unit_that_never_runs_has_no_state_anywhere(offload: Offload) -> None:
+    candidate = replace(SMALL, optimizer="adamw", offload=offload)
+    whole, less = make_tape(EVEN), without_grads(make_tape(EVEN), 2)
+    played, full = play(less, candidate), play(whole, candidate)
+    assert played.program.sent_bytes["shard.flags"] < full.program.sent_bytes["shard.flags"]
+    without = replace(
+        less, units=tuple(replace(u, params=()) if u is less.units[2] else u for u in less.units)
+    )
+    rest = play(without, candidate).resting
+    assert played.resting.optimizer_state == rest.optimizer_state
+    assert played.resting.grad_shards == rest.grad_shards
+
+
+def test_padding_is_what_rows_leave_empty_on_average() -> None:
+    model: list[Shapes] = [[], [(7, 6)], [(9, 5), (2, 3)]]
+    for ranks in (1, 2, 3, 4):
+        candidate = replace(SMALL, num_shards=ranks)
+        real = sum(prod(s) for u in model for s in u)
+        slots = sum(-(-s[0] // ranks) * prod(s[1:]) for u in model for s in u)
+        padding = play(make_tape(model), candidate).padding_bytes
+        assert slots * 4 - real * 4 / ranks <= padding < slots * 4 - real * 4 / ranks + 4 * 3
+    assert play(make_tape(EVEN), replace(SMALL, stage=0)).padding_bytes == 0
+
+
 shapes = st.lists(
     st.lists(st.integers(1, 40), min_size=0, max_size=2).map(tuple), min_size=1, max_size=4
 )

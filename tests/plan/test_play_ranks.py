@@ -53,6 +53,47 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Part(nn.Module):
+    """Only one of its two layers is used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used = nn.Linear(width, width)
+        self.left = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.used(x))
+
+
+class Idle(nn.Module):
+    """A unit that runs, although its parameter has no part in what it returns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Unused(nn.Module):
+    """Parameters without a gradient: some of a unit, all of a unit that runs, and of one idle."""
+
+    def __init__(self, width: int = 101, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.parts = nn.ModuleList(Part(width) for _ in range(3))
+        self.idle = nn.ModuleList(Idle(width) for _ in range(2))
+        self.never = nn.ModuleList(Block(width // 4) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in (*self.parts, *self.idle):
+            x = layer(x)
+        return self.head(x)
+
+
 def make_batch(rows: int) -> Tensor:
     return torch.zeros(rows, 64, dtype=torch.long)
 
@@ -72,9 +113,9 @@ def make_model(name: str) -> nn.Module:
     if name == "net":
         return Net()
     if name == "odd":
-        odd = OddModel(width=33)
-        odd.never_used.requires_grad_(False)  # else it would be played with optimizer state
-        return odd
+        return OddModel(width=33)
+    if name == "unused":
+        return Unused()
     if name == "frozen":
         model = Net()
         model.embed.requires_grad_(False)
@@ -164,7 +205,6 @@ def play_it(name: str, candidate: Candidate) -> tuple[dict[str, Any], Played]:
     dtype: DtypeName = "float32" if candidate.precision == "fp32" else "bfloat16"
     tape = make_tape(name, candidate.micro_batch, dtype)
     played = play(tape, candidate)
-    phases = {m.phase: m.ledger for m in played.peaks}
     counts = {
         "sent bytes": {k: v for k, v in played.program.sent_bytes.items() if v},
         "collectives": {k: v for k, v in played.program.num_collectives.items() if v},
@@ -173,7 +213,7 @@ def play_it(name: str, candidate: Candidate) -> tuple[dict[str, Any], Played]:
         "optimizer state": played.resting.optimizer_state,
     }
     if candidate.accumulation == 1:
-        counts["grads"] = phases["optimizer"].grad_shards
+        counts["grads"] = max(m.ledger.grad_shards for m in played.peaks)
     return counts, played
 
 
@@ -273,6 +313,20 @@ def test_the_built_in_decoder_tied_and_checkpointed() -> None:
     names = ("decoder", "tied decoder", "checkpointed decoder")
     settings = ((2, "fp32"), (3, "bf16"))
     check(2, [(name, cpu(2, stage=s, precision=p)) for name in names for s, p in settings])
+
+
+def test_parameters_without_a_gradient_have_no_state_and_contribute_zeros() -> None:
+    settings = (
+        *((0, "bf16", 1, None), (1, "fp32", 1, None), (2, "bf16", 2, None)),
+        *((2, "fp32", 1, None), (3, "bf16", 1, None), (3, "fp32", 2, "step")),
+    )
+    check(
+        2,
+        [
+            ("unused", cpu(2, stage=s, precision=p, accumulation=a, reduce_every=every))
+            for s, p, a, every in settings
+        ],
+    )
 
 
 def test_tied_scalar_unused_and_frozen_parameters() -> None:

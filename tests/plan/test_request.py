@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.plan_setup import Setup, limits_of, set_up, space_of
+from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
 from shardwise.cli.plan_write import train_config_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
+from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest, SimulateRequest, parse_size
 from shardwise.train.decoder import Decoder
 
@@ -80,6 +81,13 @@ def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
         ({"params": "7e9", "search": True, "gpu": "h100"}, ["--gpu, --search"]),
         ({"accumulation": 2, "tokens_per_step": 8}, ["accumulation", "tokens_per_step"]),
         ({"deepspeed": "a", "accelerate": "b"}, ["not both"]),
+        ({"micro_batch": 10**12}, ["--micro-batch", "1000000"]),
+        ({"offload_fraction": 0.5}, ["offload_fraction", "--offload-optimizer"]),
+        (
+            {"offload_fraction": 0.5, "offload_optimizer": "device"},
+            ["offload_fraction", "--offload-optimizer"],
+        ),
+        ({"tokens_per_step": "4Ki4"}, ["--tokens-per-step"]),
         ({"stagee": 3}, ["'stagee'", "did you mean 'stage'"]),
     ],
 )
@@ -89,6 +97,46 @@ def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(
     with pytest.raises(ConfigError) as error:
         ask(**flags)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_tokens_may_be_counted_in_powers_of_two() -> None:
+    for text, tokens in (("4Mi", 1 << 22), ("4M", 4 * 10**6), ("16ki", 1 << 14)):
+        assert ask(tokens_per_step=text).tokens_per_step == tokens
+
+
+def test_the_tokens_of_the_helps_example_make_a_step() -> None:
+    setup = set_up("llama-3-8b", ask(ranks=64, tokens_per_step="4Mi"))
+    assert setup.candidate.accumulation == 8
+    with pytest.raises(ConfigError, match="take 4,194,304, or change"):
+        set_up("llama-3-8b", ask(ranks=64, tokens_per_step="4M"))
+
+
+def test_a_fraction_of_a_file_that_offloads_nothing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    with pytest.raises(ConfigError, match="--offload-optimizer host"):
+        set_up_tiny(tmp_path, deepspeed=path, offload_fraction=0.5)
+
+
+def test_ranks_that_do_not_fill_nodes_are_told_by_their_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--ranks=60: .*--gpus-per-node=8"):
+        set_up("demo", ask(ranks=60))
+
+
+def test_on_the_cpu_bytes_are_those_of_messages_between_two_ranks(tmp_path: Path) -> None:
+    for gpu, transport in (("cpu", "point_to_point"), ("h100", "coalesced")):
+        assert set_up_tiny(tmp_path, ranks=2, gpu=gpu).candidate.transport == transport
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "is_told"), [("rows", 24, True), ("rows", 2, False), ("flat", 24, False)]
+)
+def test_padding_that_another_layout_saves_is_told(
+    tmp_path: Path, layout: str, ranks: int, is_told: bool
+) -> None:
+    setup = set_up_tiny(tmp_path, layout=layout, ranks=ranks)
+    notes = padding_notes(plan(setup.model, setup.cluster, setup.candidate))
+    assert [f"do not divide by {ranks} cost" in note for note in notes] == [True] * is_told
 
 
 def test_a_simulation_has_no_keys_of_a_search() -> None:
@@ -178,7 +226,7 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         ("demo", {"network": "infinibnd-ndr"}, ["infiniband-ndr"]),
         ("demo", {"precision": "bf17"}, ["'bf17'", "'bf16'"]),
         ("demo", {"optimizer": "adamv"}, ["'adamv'", "'adam"]),
-        ("demo", {"ranks": 8, "gpus_per_node": 3}, ["gpus_per_node"]),
+        ("demo", {"ranks": 8, "gpus_per_node": 3}, ["--gpus-per-node"]),
         ("demo", {"stage": 2, "offload_params": "host"}, ["offload_params", "stage 3"]),
         ("demo", {"replicas": 3, "ranks": 8}, ["ranks: 8", "3 replicas"]),
         ("demo", {"tensor_parallel": 3, "ranks": 8}, ["ranks: 8", "tensor 3"]),

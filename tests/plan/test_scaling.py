@@ -8,16 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.step.program import Collective, Compute, Op, Program
 from shardwise.plan.timing.scaling import (
     ScalingPoint,
     ScalingRow,
     scaling_rows,
     scaling_svg,
-    sweep_ranks,
 )
-from shardwise.plan.timing.scenario import Scenario
-from shardwise.plan.timing.simulate import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,31 +24,6 @@ def test_efficiency_is_throughput_per_rank_beside_the_smallest() -> None:
         ScalingRow(8, 2.0, 4000.0, 1.0, 0.0, 0),
         ScalingRow(32, 2.5, 12800.0, 0.8, 0.2, 7),
     )
-
-
-def test_a_sweep_simulates_each_number_of_ranks() -> None:
-    program = Program(
-        ("",),
-        (
-            Op("compute", Compute(()), 0, "forward", 0),
-            Op("shard", Collective("all_gather", "shard", 8, 4), 0, "unshard", 0, (0,)),
-        ),
-    )
-
-    def point_of(num_ranks: int) -> ScalingPoint:
-        made = simulate(
-            program,
-            lambda op: 1.0 if op.stream == "compute" else 0.1 * num_ranks,
-            Scenario(num_shards=num_ranks),
-        )
-        return ScalingPoint(num_ranks, made.step_s, 100 * num_ranks, made.exposed_s)
-
-    rows = sweep_ranks(point_of, [1, 2, 4, 8])
-    assert [row.step_s for row in rows] == pytest.approx([1.1, 1.2, 1.4, 1.8])
-    assert [row.exposed for row in rows] == pytest.approx(
-        [0.1 / 1.1, 0.2 / 1.2, 0.4 / 1.4, 0.8 / 1.8]
-    )
-    assert [row.efficiency for row in rows] == pytest.approx([1, 1.1 / 1.2, 1.1 / 1.4, 1.1 / 1.8])
 
 
 @pytest.mark.parametrize(

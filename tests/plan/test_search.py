@@ -5,12 +5,16 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, make_model
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import full_bytes
+from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.searching import Limits, SearchResult, Space, search
 
@@ -154,6 +158,70 @@ def test_state_that_does_not_fit_is_told_without_playing() -> None:
     assert all("optimizer state alone" in r.reason for r in found.rejected)
 
 
+class Tower(nn.Module):
+    def __init__(self, frozen: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 8192)
+        self.layers = nn.ModuleList(nn.Linear(8192, 8192) for _ in range(20))
+        self.layers.requires_grad_(not frozen).to(dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()
+
+
+def build(frozen: bool, dtype: torch.dtype) -> Tower:
+    with torch.device("meta"):
+        return Tower(frozen, dtype)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "dtype"),
+    [(True, torch.float32), (False, torch.bfloat16), (False, torch.float32)],
+)
+def test_a_plan_that_fits_is_not_rejected_by_its_state(frozen: bool, dtype: torch.dtype) -> None:
+    """20 layers of 256 MiB: frozen they have no optimizer state, in bfloat16 half of all."""
+    source = ModelSource(
+        "tower",
+        8,
+        lambda checkpointed: build(frozen, dtype),
+        lambda micro_batch, seq: torch.zeros(micro_batch, seq, dtype=torch.int64),
+        lambda model, ids: model(ids),
+    )
+    model = TracedModel(source)
+    candidate = replace(BASE, precision="fp32", stage=1)
+    made = plan(model, CLUSTER, candidate)
+    state = made.played.resting
+    bare = state.param_shards + state.param_full + state.optimizer_state
+    space = replace(
+        Space(candidate), stages=(1,), activation_checkpointing=("none",), prefetch_units=(1,)
+    )
+    space = replace(space, micro_batches=(1,))
+    found = search(model, CLUSTER, space, Limits(max_memory_bytes=made.memory.high_bytes))
+    assert found.winner is not None
+    played = search(model, CLUSTER, space, Limits(max_memory_bytes=bare))
+    assert [r.was_played for r in played.rejected] == [True]
+    pruned = search(model, CLUSTER, space, Limits(max_memory_bytes=bare - 1))
+    assert [r.was_played for r in pruned.rejected] == [False]
+
+
+def test_each_micro_batch_that_was_asked_for_has_a_reason() -> None:
+    sizes = sorted(p.memory.high_bytes for p in enumerate_by_hand(SHAPE).values())
+    space = replace(SPACE, micro_batches=(1, 3, 1 << 14, 1 << 15), prefetch_units=(1,))
+    for tokens in (None, RANKS * SEQ * 3 << 15):
+        limits = Limits(max_memory_bytes=sizes[-1], tokens_per_step=tokens)
+        found = search(MODEL, CLUSTER, space, limits)
+        assert {p.candidate.micro_batch for p in found.pareto} <= {1, 3}
+        per_family: dict[Candidate, set[int]] = {}
+        for lost in [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]:
+            family = replace(lost, micro_batch=1, accumulation=1)
+            per_family.setdefault(family, set()).add(lost.micro_batch)
+        assert all(met == {1, 3, 1 << 14, 1 << 15} for met in per_family.values())
+        assert any("smaller micro-batch" in r.reason for r in found.rejected)
+
+
 def test_more_memory_than_the_device_has_is_not_used() -> None:
     small = replace(
         CLUSTER,
@@ -245,3 +313,15 @@ def test_the_winner_is_one_that_the_engine_can_run_where_there_is_one() -> None:
     offloaded = search(MODEL, CLUSTER, replace(space, offloads=offloads[:1]))
     assert offloaded.winner is offloaded.pareto[0]
     assert not offloaded.winner.candidate.engine_runs_it
+
+
+def test_degrees_that_the_model_cannot_have_are_rejected_with_the_reason() -> None:
+    space = replace(SPACE, stages=(3,), prefetch_units=(1,), degrees=((1, 1, 1), (1, 1, 4)))
+    impossible = replace(space, degrees=((1, 1, 1), (1, 4, 1)))  # fewer layers than stages
+    assert SHAPE.layers < 4
+    for asked in (space, impossible):
+        result = search(MODEL, CLUSTER, asked)
+        assert result.winner is not None
+        assert result.num_candidates == len(result.pareto) + len(result.rejected)
+    reasons = [r.reason for r in result.rejected if r.candidate.pipeline_parallel == 4]
+    assert reasons and all("pipeline" in reason for reason in reasons)

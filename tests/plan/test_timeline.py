@@ -74,7 +74,10 @@ def check_format(trace: dict[str, Any]) -> None:
 def test_the_text_is_json_in_the_trace_event_format() -> None:
     trace = json.loads(chrome_trace_json(made()))
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    assert trace["otherData"]["step_s"] == pytest.approx(made().step_s)
+    assert trace["otherData"]["simulated_s"] == pytest.approx(made().step_s)
+    assert trace["otherData"]["num_simulated_micro_batches"] == 1
+    assert trace["otherData"]["num_micro_batches"] == 1
+    assert chrome_trace(made(), 16)["otherData"]["num_micro_batches"] == 16
     check_format(trace)
 
 

@@ -84,6 +84,39 @@ def tape_of(
     )
 
 
+MIXTRAL = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 3}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_cost_the_products_of_the_rows_that_they_are_given(
+    tmp_path: Path, dtype: Any
+) -> None:
+    import json
+
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "mixtral", **MIXTRAL}))
+    tape = tape_of(huggingface_source(path), False, 2, 64, compute_dtype=dtype)
+    works = [e for e in tape.events if isinstance(e, Work)]
+    found = sum(c.flops for w in works for c in w.costs if c.kind == "matmul")
+    tokens, dim, ffn = 2 * 64, SIZES["hidden_size"], SIZES["intermediate_size"]
+    attention = 2 * dim * dim + 2 * dim * 2 * 32
+    expected = 2 * (attention + 8 * dim + 3 * 3 * dim * ffn) + dim * SIZES["vocab_size"]
+    assert found == 3 * 2 * tokens * expected
+    assert tape.matmul_dtype == dtype
+
+
+def test_most_products_have_the_dtype_of_the_parameters_where_nothing_is_cast() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64).to(torch.bfloat16))
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        layers = list(module.children())
+        return layers[1](layers[0](x).to(torch.bfloat16)).sum()
+
+    tape = trace(model, lambda: torch.ones(4, 8), loss, name="two", micro_batch=4, seq=1)
+    assert (tape.compute_dtype, tape.matmul_dtype) == ("float32", "bfloat16")
+
+
 def peak_alone(tape: Tape) -> int:
     """Replay the tape of the plain module: all gradients stay."""
     return peak_of([e for e in tape.events if isinstance(e, Work)])

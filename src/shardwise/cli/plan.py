@@ -101,13 +101,14 @@ def _account(model: str | None, request: PlanRequest) -> int:
 
 
 def _plan_one(name: str | None, request: PlanRequest) -> int:
+    from shardwise.cli.plan_setup import padding_notes
     from shardwise.plan.planning import plan
 
     setup = _set_up(name, request)
     made = plan(
         setup.model, setup.cluster, setup.candidate, prices=setup.prices_of(setup.candidate)
     )
-    made = replace(made, notes=(*made.notes, *setup.notes))
+    made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
     _write_train_file(request.write, made, setup.config)
     if request.html is not None:
         from shardwise.plan.report.page import plan_html

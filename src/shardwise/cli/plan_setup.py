@@ -20,14 +20,16 @@ from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.models import ModelSource, find_model, module_source
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.traced import TracedModel
-from shardwise.plan.planning import Model
-from shardwise.plan.request import ModelRequest, PlanRequest
+from shardwise.plan.planning import Model, Plan
+from shardwise.plan.request import SHARE_OF_NOTHING, ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
+from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.decoder import Decoder
 from shardwise.train.text import load_tokenizer
 
+_PADDING_TO_MENTION = 0.03
 _DEFAULTS = {
     "stage": 3,
     "precision": "bf16",
@@ -84,7 +86,7 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     given = set(decided) | (config.model_fields_set if config and source is None else set())
     calibration = read_calibration(request.calibration) if request.calibration else None
     cluster = _cluster(request, values, calibration)
-    candidate = _candidate(values, cluster, calibration)
+    candidate = _candidate(values, cluster)
     if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
     degrees = request.degrees if isinstance(request, PlanRequest) else None
@@ -144,6 +146,17 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         offloads=(base.offload,) if to_train else _offloads(setup),
         degrees=setup.degrees
         or ((base.tensor_parallel, base.pipeline_parallel, base.context_parallel),),
+    )
+
+
+def padding_notes(made: Plan) -> tuple[str, ...]:
+    """Tell of padding that is worth another layout."""
+    padding, shards = made.played.padding_bytes, made.played.resting.param_shards
+    if made.candidate.layout != "rows" or padding <= _PADDING_TO_MENTION * shards:
+        return ()
+    return (
+        f"rows that do not divide by {made.candidate.num_shards} cost {format_bytes(padding)} of "
+        f"padding a rank ({padding / max(shards, 1):.1%} of its shards); --layout flat costs none",
     )
 
 
@@ -217,18 +230,15 @@ def _cluster(
             )
         return cluster_of(calibration)
     per_node = request.gpus_per_node
-    return make_cluster(
-        request.gpu,
-        ranks if ranks is not None else per_node or 8,
-        per_node,
-        request.link,
-        request.network,
-    )
+    ranks = ranks if ranks is not None else per_node or 8
+    try:
+        return make_cluster(request.gpu, ranks, per_node, request.link, request.network)
+    except ConfigError as error:
+        message = str(error).replace("num_gpus", flag_of("ranks"))
+        raise ConfigError(message.replace("gpus_per_node", flag_of("gpus_per_node"))) from None
 
 
-def _candidate(
-    values: Mapping[str, Any], cluster: Cluster, calibration: Calibration | None
-) -> Candidate:
+def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
     names = {
         *("stage", "layout", "units", "reduce_every", "prefetch_bytes", "bucket_bytes"),
         *("activation_checkpointing", "micro_batch", "accumulation", "optimizer", "precision"),
@@ -242,12 +252,14 @@ def _candidate(
         optimizer=values.get("offload_optimizer", offload.optimizer),
         optimizer_fraction=values.get("offload_fraction", offload.optimizer_fraction),
     )
+    if "offload_fraction" in values and offload.optimizer == "device":
+        raise ConfigError(SHARE_OF_NOTHING)
     if offload.params != "device" and not STAGES[chosen["stage"]].frees_after_backward:
         raise ConfigError(
             f"offload_params: expected stage 3, where parameters are sharded, got {offload.params} "
             f"at stage {chosen['stage']}"
         )
-    on_cpu = calibration is not None and calibration.host.device == "cpu"
+    on_cpu = not cluster.node.accelerator.asynchronous  # gloo, as the engine has it there
     candidate = Candidate(
         **chosen, offload=offload, transport="point_to_point" if on_cpu else "coalesced"
     )
@@ -336,11 +348,12 @@ def _fill_batch(
     allowed = tokens // 100 if name == "tokens_per_step" else 0
     if not accumulation or abs(accumulation * per_pass - tokens) > allowed:
         unit = 1 if name == "tokens_per_step" else seq
+        nearest = max(accumulation, 1) * per_pass // unit
         raise ConfigError(
             f"{name}: expected a multiple of {per_pass // unit:,} (micro_batch "
             f"{candidate.micro_batch} x {candidate.data_parallel} ranks"
             + (f" x {seq} tokens), " if unit == 1 else "), ")
-            + f"got {tokens // unit:,}; change it, micro_batch or ranks"
+            + f"got {tokens // unit:,}; take {nearest:,}, or change micro_batch or ranks"
         )
     return replace(candidate, accumulation=accumulation)
 

@@ -15,6 +15,7 @@ from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
 from shardwise.plan.machine.catalogue_links import LINKS
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planning import Plan
+from shardwise.plan.report.times import time_rows
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import format_bytes, format_count
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from shardwise.plan.searching import SearchResult
     from shardwise.plan.timing.goodput import Goodput
     from shardwise.plan.timing.scaling import ScalingRow
-    from shardwise.plan.timing.simulate import Simulated
 
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
 _MOST_PLANS = 8
@@ -61,7 +61,7 @@ def search_view(result: SearchResult) -> RenderableType:
 
 def simulation_view(plan: Plan) -> RenderableType:
     """Show a simulated step: how long, on which ranks, and what decides it."""
-    return Group(_headline(plan), Text(), _speed(plan), Text(), _ranks_view(plan.simulated))
+    return Group(_headline(plan), Text(), _speed(plan), Text(), _ranks_view(plan))
 
 
 def scaling_view(rows: Sequence[ScalingRow]) -> Table:
@@ -81,11 +81,13 @@ def scaling_view(rows: Sequence[ScalingRow]) -> Table:
     return table
 
 
-def _ranks_view(simulated: Simulated) -> RenderableType:
+def _ranks_view(plan: Plan) -> RenderableType:
     """Show how the ranks of a scenario differ, and what decides the step."""
+    simulated = plan.simulated
     spread, steps = simulated.rank_s, simulated.step_spread
     ranks = simulated.scenario.num_ranks
-    table = Table(title="ranks, the slowest first", title_justify="left", box=None, pad_edge=False)
+    title = f"ranks, the slowest first{_of_micro_batches(plan)}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("rank", "step", "computing", "waiting for others", "communication not hidden"):
         table.add_column(name, justify="right")
     for run in simulated.ranks:
@@ -201,11 +203,8 @@ def _memory_table(plan: Plan) -> RenderableType:
 
 
 def _time_table(plan: Plan) -> RenderableType:
-    simulated = plan.simulated
-    shown, whole = plan.num_simulated, plan.candidate.accumulation
     table = Table(
-        title="time of the slowest rank"
-        + (f", of {shown} of the {whole} micro-batches" if shown < whole else ""),
+        title=f"time of the slowest rank{_of_micro_batches(plan)}",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -213,16 +212,18 @@ def _time_table(plan: Plan) -> RenderableType:
     )
     table.add_column()
     table.add_column(justify="right")
-    table.add_column(style="dim")
-    table.add_row("computing", f"{simulated.compute_s:.3g} s")
-    for phase, seconds in simulated.phase_s.items():
-        table.add_row(f"  {phase}", f"{seconds:.3g} s")
-    table.add_row(
-        "communicating", f"{simulated.communication_s:.3g} s", f"{simulated.overlap:.0%} hidden"
-    )
-    table.add_row("waiting for it", f"{simulated.exposed_s:.3g} s")
+    for row in time_rows(plan):
+        table.add_row(f"{'  ' * row.is_part}{row.name}", f"{row.seconds:.3g} s")
+    hidden = f"communication: {plan.simulated.overlap:.0%} hidden"
     sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in plan.played.program.sent_bytes.items())
-    return Group(table, Text(f"sent by a rank in a step: {sent or 'nothing'}", style="dim"))
+    line = f"{hidden}; sent by a rank in a step: {sent or 'nothing'}"
+    return Group(table, Text(line, style="dim"))
+
+
+def _of_micro_batches(plan: Plan) -> str:
+    """Say of how many micro-batches the figures are, where those are not all of the step."""
+    shown, whole = plan.num_simulated, plan.candidate.accumulation
+    return f", of {shown} of the {whole} micro-batches" if shown < whole else ""
 
 
 def _pareto_table(plans: Sequence[Plan]) -> RenderableType:

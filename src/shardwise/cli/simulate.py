@@ -12,14 +12,13 @@ from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_write import check_target, write_file
 from shardwise.cli.progress import step_bar
 from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import SimulateRequest
 from shardwise.plan.timing.goodput import Goodput, expected_goodput
 from shardwise.plan.timing.scaling import ScalingPoint, ScalingRow, scaling_rows, scaling_svg
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
 from shardwise.plan.timing.timeline import chrome_trace_json
-
-_DEVICE_TO_HOST_BYTES_PER_S = 25e9  # one PCIe 4 link; what a stall takes where nothing is given
 
 
 def simulate_request(name: str | None, request: SimulateRequest) -> int:
@@ -33,11 +32,15 @@ def simulate_request(name: str | None, request: SimulateRequest) -> int:
     goodput = _goodput(made, request)
     rows = _sweep(setup, request) if request.sweep else ()
     if request.trace is not None:
-        write_file("trace", request.trace, chrome_trace_json(made.simulated))
+        write_file("trace", request.trace, _trace_of(made))
     if request.svg is not None:
         write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
     _show(made, goodput, rows, request)
     return 0
+
+
+def _trace_of(made: Plan) -> str:
+    return chrome_trace_json(made.simulated, made.candidate.accumulation)
 
 
 def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
@@ -47,18 +50,20 @@ def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
         setup.cluster,
         candidate,
         prices=setup.prices_of(candidate),
-        scenario=scenario_of(request, candidate.num_shards, candidate.num_replicas),
+        scenario=scenario_of(request, candidate),
     )
 
 
-def scenario_of(request: SimulateRequest, num_shards: int, num_replicas: int) -> Scenario:
+def scenario_of(request: SimulateRequest, candidate: Candidate) -> Scenario:
     """Return the scenario that the flags describe. **Raises** ConfigError naming the flag."""
     failures = None
     if request.mtbf_hours is not None:
-        failures = Failures(request.mtbf_hours, request.detect_s, request.restart_s)
+        # A rank of the scenario is all devices of a model's copy: each of them may fail.
+        devices = candidate.world_size // candidate.data_parallel
+        failures = Failures(request.mtbf_hours / devices, request.detect_s, request.restart_s)
     return Scenario(
-        num_shards=num_shards,
-        num_replicas=num_replicas,
+        num_shards=candidate.num_shards,
+        num_replicas=candidate.num_replicas,
         num_steps=request.steps,
         stragglers=tuple(_straggler(text) for text in request.straggler or ()),
         slow_links=tuple(_slow_link(text) for text in request.slow_link or ()),
@@ -103,9 +108,8 @@ def _goodput(made: Plan, request: SimulateRequest) -> Goodput | None:
         return None
     stall_s = request.checkpoint_stall_s
     if stall_s is None:
-        state = made.played.resting
-        num_bytes = state.param_shards + state.optimizer_state
-        stall_s = num_bytes / _DEVICE_TO_HOST_BYTES_PER_S
+        state, link = made.played.resting, made.cluster.node.host.device_link
+        stall_s = (state.param_shards + state.optimizer_state) / link.achieved_bytes_per_s
     checkpoints = Checkpoints(
         request.checkpoint_interval_s, stall_s, stall_s, request.checkpoint_load_s
     )
@@ -125,7 +129,7 @@ def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
                     counts[number],
                     made.step_s,
                     made.tokens_per_step,
-                    made.simulated.exposed_s,
+                    made.exposed_s,
                     made.memory.expected_bytes,
                 )
             )

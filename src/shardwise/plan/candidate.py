@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardwise.quantities import format_bytes
+
 OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 
@@ -82,9 +84,9 @@ class Candidate:
         if self.activation_checkpointing != "none":
             parts.append(f"{self.activation_checkpointing} checkpointing")
         if self.prefetch_bytes is not None:
-            parts.append(f"prefetch {self.prefetch_bytes / (1 << 20):.3g} MiB")
+            parts.append(f"prefetch {format_bytes(self.prefetch_bytes)}")
         if self.bucket_bytes != 1 << 20:
-            parts.append(f"buckets {self.bucket_bytes / (1 << 20):.3g} MiB")
+            parts.append(f"buckets {format_bytes(self.bucket_bytes)}")
         if self.reduce_every is not None:
             parts.append(f"reduce every {self.reduce_every}".replace("_", "-"))
         for name in ("tensor", "pipeline", "context"):

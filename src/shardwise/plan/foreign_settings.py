@@ -24,6 +24,8 @@ def _because(reason: str, names: str) -> dict[str, str]:
 
 
 _MOST = 1 << 40  # of windows or micro-batches; what is beyond is a slip
+_MOST_MICRO_BATCH = 10**6
+_FILLED_IN = "given by the flags or their defaults"
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _DEEPSPEED_NO_EFFECT = {
@@ -39,6 +41,8 @@ _DEEPSPEED_NO_EFFECT = {
     "checkpoint": "saving is not part of a step",
     "aio": "disk bandwidth comes from the catalogue or a calibration",
     "compile": "a plan is that of eager execution",
+    "activation_checkpointing": "it configures checkpointing and turns none on; give "
+    "--activation-checkpointing full where the model calls it",
     "tensor_parallel": "give --tensor-parallel",
     "sequence_parallel_size": "give --context-parallel",
 }
@@ -88,7 +92,7 @@ _ACCELERATE_NO_EFFECT = _because(
     """
     compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip
     main_process_port main_training_function rdzv_backend same_network tpu_env tpu_use_cluster
-    tpu_use_sudo use_cpu dynamo_config dynamo_backend num_machines gpu_ids megatron_lm_config
+    tpu_use_sudo use_cpu dynamo_config dynamo_backend gpu_ids megatron_lm_config
     mpirun_config ipex_config fp8_config parallelism_config
     """,
 )
@@ -134,7 +138,7 @@ class _Reading:
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"{self.path}: unknown key {prefix + key!r}{hint}")
             elif value == "auto" or value is None:
-                self.ignored[prefix + key] = f"{value}: given by the flags or their defaults"
+                self.ignored[prefix + key] = f"{value}: {_FILLED_IN}"
             else:
                 try:
                     planned[key](value)
@@ -151,9 +155,10 @@ class _Reading:
 
         def store(value: Any) -> None:
             is_whole = not isinstance(value, bool) and int(value) == float(value)
-            if not is_whole or not 0 < int(value) <= _MOST:
+            most = _MOST_MICRO_BATCH if name == "micro_batch" else _MOST
+            if not is_whole or not 0 < int(value) <= most:
                 raise ConfigError(
-                    f"{self.path}: {key}: expected a whole number above 0, at most {_MOST:,}, "
+                    f"{self.path}: {key}: expected a whole number above 0, at most {most:,}, "
                     f"got {value!r}"
                 )
             self.values[name] = int(value)
@@ -167,6 +172,7 @@ class ForeignSettings:
 
     ``values`` may hold ``stage``, ``precision``, ``micro_batch``, ``accumulation``,
     ``global_batch``, ``optimizer``, ``offload``, ``prefetch_bytes``, ``units``, ``ranks``,
+    ``replicas``,
     ``activation_checkpointing``. ``ignored`` has the reason for each key without effect.
     """
 
@@ -197,6 +203,7 @@ def read_accelerate(path: Path) -> ForeignSettings:
     reading = _Reading(path)
     planned: dict[str, Callable[[Any], None]] = {
         "num_processes": reading.count("ranks", "num_processes"),
+        "num_machines": reading.count("nodes", "num_machines"),
         "mixed_precision": lambda v: _set_precision(reading, _word(v)),
         "distributed_type": lambda v: _set_distributed(reading, _word(v).upper()),
         "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
@@ -206,6 +213,9 @@ def read_accelerate(path: Path) -> ForeignSettings:
     named = {str(key): value for key, value in content.items()}
     ordered = sorted(named.items(), key=lambda item: item[0].endswith("_config"))
     reading.walk(dict(ordered), "", planned, _ACCELERATE_NO_EFFECT)
+    nodes = reading.values.pop("nodes", None)
+    if nodes is not None and "replicas" not in reading.values:
+        reading.ignored["num_machines"] = "the devices of a node are given by --gpus-per-node"
     return ForeignSettings(path, reading.values, reading.ignored)
 
 
@@ -238,10 +248,11 @@ def _read_deepspeed(reading: _Reading, content: Mapping[str, Any]) -> None:
         "bf16": lambda v: _set_if_enabled(reading, "bf16", v),
         "bfloat16": lambda v: _set_if_enabled(reading, "bf16", v),
         "optimizer": lambda v: values.update(optimizer=str(v["type"]).lower()),
-        "activation_checkpointing": lambda v: values.update(activation_checkpointing="full"),
         "zero_optimization": lambda v: _read_zero(reading, {"stage": 1} if v is True else v),
     }
-    values.setdefault("precision", "fp32")
+    blocks = [content.get(name) for name in ("fp16", "bf16", "bfloat16")]
+    if not any(isinstance(b, Mapping) and b.get("enabled") == "auto" for b in blocks):
+        values.setdefault("precision", "fp32")
     values.setdefault("stage", 0)
     ordered = sorted(content.items(), key=lambda item: item[0] == "zero_optimization")
     reading.walk(dict(ordered), "", planned, _DEEPSPEED_NO_EFFECT)
@@ -253,7 +264,8 @@ def _read_zero(reading: _Reading, block: Mapping[str, Any]) -> None:
     def prefetch(value: Any) -> None:
         if not 0 <= int(value) <= _MOST:
             raise ConfigError(f"{reading.path}: prefetch: expected 0 or more, got {value!r}")
-        values["prefetch_bytes"] = int(value) * _COMPUTE_BYTES[values["precision"]]
+        precision = values.get("precision", "bf16")  # as the flags' default is
+        values["prefetch_bytes"] = int(value) * _COMPUTE_BYTES[precision]
 
     planned: dict[str, Callable[[Any], None]] = {
         "stage": lambda v: _set_stage(reading, v),
@@ -299,7 +311,11 @@ def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
             )
         values["stage"] = stages[name]
         if name in ("HYBRID_SHARD", "4"):
-            reading.ignored["fsdp_config.HYBRID_SHARD"] = "give the number of nodes by --replicas"
+            if "nodes" in reading.values:
+                values["replicas"] = values["nodes"]
+            else:
+                why = "num_machines is not given; give the number of nodes by --replicas"
+                reading.ignored["fsdp_config.HYBRID_SHARD"] = why
 
     def units(value: Any) -> None:
         values["units"] = tuple(name.strip() for name in str(value).split(","))
@@ -348,7 +364,10 @@ def _set_precision(reading: _Reading, name: str) -> None:
 
 
 def _set_if_enabled(reading: _Reading, precision: str, block: Mapping[str, Any]) -> None:
-    if block.get("enabled", False) is True:
+    enabled = block.get("enabled", False)
+    if enabled == "auto":
+        reading.ignored[f"{precision}.enabled"] = f"auto: {_FILLED_IN}"
+    elif enabled is True:
         reading.values["precision"] = precision
 
 

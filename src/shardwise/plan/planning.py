@@ -6,38 +6,43 @@ schedule (``play``), which gives the ledger and the program; every operation is 
 cluster (``pricing``), and the program simulated (``simulate``). Margins widen the ledger's total to
 an interval, since an allocator, a driver and a library hold bytes that no ledger of tensors sees.
 
-Note [Long windows]
-The micro-batches of an accumulation window are alike but for the first and the last. A window
-longer than three is played with two and with three, and each further one adds the difference. What
-is read from disks from the step's begin on hides behind the whole window, not behind each of its
-micro-batches: there the window is played up to 32 of them.
-
 Note [Pipelines]
-A pipeline of p stages is filled and emptied once a step: with m micro-batches a step takes
-(m + p - 1) / m times as long (Narayanan et al. 2021, section 2.2.1, without interleaving).
+A pipeline of p stages is filled and emptied once a step. With m micro-batches it takes the time of
+m + p - 1 of them on the slowest stage (Narayanan et al. 2021, section 2.2.1, without interleaving);
+clipping and the optimizer's step come once, after that. The first stage keeps most micro-batches in
+flight, the last one has the head and the loss: those two are planned, and of each figure the larger
+counts. A micro-batch is sent forward, and its gradient back; both sends are counted in full, as
+nothing hides them under 1F1B in the benchmark of published runs.
+
+Note [Context ranks are shard ranks]
+The ranks of a context group have the same parameters and different tokens, so gradients are reduced
+and state is sharded over shard x context ranks, as FSDP does it: a step is played with that many
+shards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, runtime_checkable
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
 from shardwise.plan.margins import MemoryInterval, memory_interval
 from shardwise.plan.model.tape import Tape, Work
-from shardwise.plan.sizes import PRECISIONS, row_of
+from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.ledger import Played
-from shardwise.plan.step.play import play
+from shardwise.plan.step.program import Compute, Program
 from shardwise.plan.timing.scenario import Scenario
-from shardwise.plan.timing.simulate import Simulated, simulate
+from shardwise.plan.timing.simulate import Simulated
+from shardwise.plan.timing.windows import Window, play_window
 
 Verdict = Literal["fits", "tight", "will not fit"]
-_LONGEST_PLAYED = 3
-_LONGEST_WITH_DISKS = 32
+_AXIS_OF = {"tensor_parallel": "tensor", "context_parallel": "context"}
+_TRAFFIC_OF = {"tensor_parallel": "tensor.all_reduce", "context_parallel": "context.send"}
 
 
 class Model(Protocol):
@@ -63,11 +68,25 @@ class Model(Protocol):
         """Return one rank's micro-batch under the candidate's batch, precision and degrees."""
 
 
+@runtime_checkable
+class StagedModel(Model, Protocol):
+    """A model that a pipeline can split."""
+
+    def tapes(self, candidate: Candidate) -> tuple[Tape, ...]:
+        """Return one micro-batch on a rank of the first and of the last pipeline stage."""
+
+    def boundary_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes of a micro-batch that a rank sends to the next stage."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a candidate costs on a cluster; ``memory`` is an interval of one rank's device bytes.
 
     ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
+    ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
+    which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
+    axis, that is tensor and context parallel collectives; ``simulated`` counts it as computing.
     """
 
     model: str
@@ -82,8 +101,12 @@ class Plan:
     simulated: Simulated
     step_s: float
     flops_per_step: int
+    matmul_dtype: DtypeName
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
+    fill_s: float = 0.0
+    sends_s: float = 0.0
+    model_parallel_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Verdict:
@@ -102,7 +125,15 @@ class Plan:
     @property
     def num_simulated(self) -> int:
         """Micro-batches in what was simulated; see Note [Long windows]."""
-        return 1 + max((op.micro_batch for op in self.simulated.program.ops), default=0)
+        return self.simulated.num_micro_batches
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the whole step in which the slowest rank does nothing but communicate."""
+        run = self.simulated.slowest
+        exposed = run.exposed_s + sum(self.model_parallel_s.values())
+        rest = self.step_s - self.fill_s - self.sends_s
+        return self.sends_s + (rest * exposed / run.step_s if run.step_s > 0 else 0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -111,9 +142,8 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation against the device's peak in the compute dtype, if known."""
-        compute = row_of(PRECISIONS, self.candidate.precision, "precision").compute
-        peak = self.cluster.node.accelerator.peak_flops(compute)
+        """Model FLOPs utilisation against the device's peak in the products' dtype, if known."""
+        peak = self.cluster.node.accelerator.peak_flops(self.matmul_dtype)
         ranks = self.candidate.world_size
         return self.flops_per_step / (self.step_s * ranks * peak) if peak else None
 
@@ -153,38 +183,133 @@ def plan(
             f"the candidate has {candidate.world_size} ranks ({candidate.num_shards} shards x "
             f"{candidate.num_replicas} replicas x degrees), the cluster {cluster.num_ranks}"
         )
-    tape = tape or model.tape(candidate)
+    tapes = _tapes(model, candidate, tape)
     prices = prices or Prices(cluster, candidate)
-    played, simulated, window_s = _play_window(tape, candidate, prices, scenario)
-    stages = candidate.pipeline_parallel
-    fill = (candidate.accumulation + stages - 1) / candidate.accumulation
+    # See Note [Context ranks are shard ranks].
+    shards = candidate.num_shards * candidate.context_parallel
+    played_as = replace(candidate, num_shards=shards, context_parallel=1)
+    windows = [play_window(each, played_as, prices, scenario) for each in tapes]
+    largest = max(windows, key=lambda w: w.played.peak.ledger.total)
+    slowest = max(windows, key=lambda w: _through(w, candidate))
+    in_memory, in_time = tapes[windows.index(largest)], tapes[windows.index(slowest)]
+    sends_s, sent = _sends(model, cluster, candidate)
+    fill_s = (candidate.pipeline_parallel - 1) * slowest.micro_batch_s
     accelerator = cluster.node.accelerator
     return Plan(
         model=model.name,
         cluster=cluster,
         candidate=candidate,
         num_params=model.num_params,
-        seq=tape.seq,
-        unit_names=tuple(u.name for u in tape.units),
-        played=played,
+        seq=in_memory.seq,
+        unit_names=tuple(u.name for u in in_memory.units),
+        played=_with_traffic(largest.played, {**_degree_traffic(in_memory, candidate), **sent}),
         memory=memory_interval(
-            played.peak.ledger,
+            largest.played.peak.ledger,
             num_groups=_num_groups(candidate),
             allocator="caching" if accelerator.asynchronous else "malloc",
         ),
         capacity_bytes=accelerator.memory_bytes,
-        simulated=simulated,
-        step_s=window_s * fill,
-        flops_per_step=_model_flops(tape) * candidate.accumulation * candidate.world_size,
+        simulated=slowest.simulated,
+        step_s=slowest.window_s + fill_s + sends_s,
+        matmul_dtype=in_time.matmul_dtype,
+        flops_per_step=_flops_per_step(model, candidate, in_memory),
         assumptions=tuple(_sentence(a) for a in prices.assumptions()),
-        notes=model.notes,
+        notes=(*model.notes, *_stage_notes(tapes, in_memory, in_time)),
+        fill_s=fill_s,
+        sends_s=sends_s,
+        model_parallel_s=_model_parallel(slowest.simulated, prices),
     )
+
+
+def _tapes(model: Model, candidate: Candidate, tape: Tape | None) -> tuple[Tape, ...]:
+    """Return what is played: one tape, or those of a pipeline's first and last stage."""
+    if candidate.pipeline_parallel > 1 and isinstance(model, StagedModel):
+        return model.tapes(candidate)
+    return (tape or model.tape(candidate),)
+
+
+def _through(window: Window, candidate: Candidate) -> float:
+    """Return the seconds of a step whose slowest stage this is."""
+    return window.window_s + (candidate.pipeline_parallel - 1) * window.micro_batch_s
+
+
+def _sends(
+    model: Model, cluster: Cluster, candidate: Candidate
+) -> tuple[float, dict[str, tuple[int, int]]]:
+    """Return the seconds of a step's sends between stages; bytes and number of an outer stage's."""
+    stages = candidate.pipeline_parallel
+    if stages == 1 or not isinstance(model, StagedModel):
+        return 0.0, {}
+    node, num_bytes = cluster.node, model.boundary_bytes(candidate)
+    group = place(stages, candidate.world_size // stages, node.num_accelerators)
+    each = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
+    sent = {"pipeline.send": (candidate.accumulation * num_bytes, candidate.accumulation)}
+    return (candidate.accumulation + stages - 1) * each, sent
+
+
+def _degree_traffic(tape: Tape, candidate: Candidate) -> dict[str, tuple[int, int]]:
+    """Return bytes and number of the tensor and context collectives in a rank's step."""
+    found: dict[str, tuple[int, int]] = {}
+    for cost in (c for e in tape.events if isinstance(e, Work) for c in e.costs):
+        if name := _TRAFFIC_OF.get(cost.kind):
+            sent, num = found.get(name, (0, 0))
+            more = candidate.accumulation
+            found[name] = sent + more * cost.moved_bytes, num + more * cost.num_ops
+    return found
+
+
+def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played:
+    """Add (bytes, number) of what a rank sends beside the engine's collectives."""
+    program = played.program
+    sent = {**program.sent_bytes, **{name: sent for name, (sent, _) in more.items()}}
+    num = {**program.num_collectives, **{name: num for name, (_, num) in more.items()}}
+    return replace(played, program=replace(program, sent_bytes=sent, num_collectives=num))
+
+
+def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
+    """Return the seconds of tensor and context collectives in what the slowest rank computed."""
+    program = simulated.program
+    alone = {axis: _seconds_of(kind, program, prices) for kind, axis in _AXIS_OF.items()}
+    if not any(alone.values()):
+        return {}
+    computing = sum(prices.seconds(op) for op in program.ops if op.stream == "compute")
+    return {axis: simulated.compute_s * s / computing for axis, s in alone.items() if s}
+
+
+def _seconds_of(kind: str, program: Program, prices: Pricer) -> float:
+    """Return the seconds of a kind of cost in a program, each priced by itself."""
+    total = 0.0
+    for op in program.ops:
+        if op.stream == "compute" and isinstance(op.work, Compute):
+            costs = tuple(c for c in op.work.costs if c.kind == kind)
+            total += prices.seconds(replace(op, work=Compute(costs))) if costs else 0.0
+    return total
+
+
+def _stage_notes(tapes: tuple[Tape, ...], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
+    """Say which stages of a pipeline the figures are of."""
+    if len(tapes) == 1:
+        return ()
+    names = {id(tape): name for tape, name in zip(tapes, ("first", "last"), strict=True)}
+    memory, time = names[id(in_memory)], names[id(in_time)]
+    whose = f"memory and traffic are those of the {memory} pipeline stage, time that of the {time}"
+    if memory == time:
+        whose = f"memory, traffic and time are those of the {memory} pipeline stage"
+    return (f"{whose}; filling the pipeline and sends between stages are added",)
+
+
+def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
+    """Return the model's FLOPs on all ranks: those of a rank that has every layer, per stage."""
+    stages = candidate.pipeline_parallel
+    if stages > 1:
+        tape = model.tape(replace(candidate, pipeline_parallel=1))
+    return _model_flops(tape) * candidate.accumulation * (candidate.world_size // stages)
 
 
 def _num_groups(candidate: Candidate) -> int:
     """Count the process groups of a rank that have communicators on the device."""
     degrees = (
-        candidate.num_shards,
+        candidate.num_shards * candidate.context_parallel,
         candidate.num_replicas,
         candidate.tensor_parallel,
         candidate.pipeline_parallel,
@@ -196,38 +321,6 @@ def _num_groups(candidate: Candidate) -> int:
 def _sentence(assumption: Assumption) -> str:
     value = f"{assumption.value:.4g} {assumption.unit}".strip()
     return f"{assumption.name}: {value}, {assumption.meaning} ({assumption.source})"
-
-
-def _play_window(
-    tape: Tape, candidate: Candidate, prices: Pricer, scenario: Scenario | None
-) -> tuple[Played, Simulated, float]:
-    """Play and simulate the step; see Note [Long windows]."""
-
-    def run(accumulation: int) -> tuple[Played, Simulated]:
-        played = play(tape, replace(candidate, accumulation=accumulation))
-        return played, simulate(played.program, prices.seconds, scenario, overlap=prices.overlap)
-
-    disks = "nvme" in (candidate.offload.params, candidate.offload.optimizer)
-    shown = min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
-    played, simulated = run(shown)
-    more = candidate.accumulation - shown
-    if not more:
-        return played, simulated, simulated.step_s
-    shorter, its_step = run(shown - 1)
-    program = replace(
-        played.program,
-        sent_bytes=_extend(played.program.sent_bytes, shorter.program.sent_bytes, more),
-        num_collectives=_extend(
-            played.program.num_collectives, shorter.program.num_collectives, more
-        ),
-    )
-    window_s = simulated.step_s + more * (simulated.step_s - its_step.step_s)
-    return replace(played, program=program), simulated, window_s
-
-
-def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
-    """Add ``more`` times what one more micro-batch added."""
-    return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}
 
 
 def _model_flops(tape: Tape) -> int:

@@ -16,6 +16,7 @@ from shardwise.plan.counts import parse_count
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZES |= {f"{k}I": 1 << (10 * i) for i, k in enumerate(("", "K", "M", "G", "T")) if k}
 
+_MOST_MICRO_BATCH = 10**6
 _MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
 _ACCOUNTED = frozenset(
     (
@@ -23,6 +24,12 @@ _ACCOUNTED = frozenset(
         *("offload_params", "offload_optimizer", "offload_fraction", "reduce_every"),
         *("gpus_per_node", "json_"),
     )
+)
+
+
+SHARE_OF_NOTHING = (
+    "offload_fraction: it is a share of the offloaded optimizer; add --offload-optimizer host or "
+    "nvme, or leave it out"
 )
 
 
@@ -98,13 +105,13 @@ class ModelRequest(BaseModel):
     offload_fraction: float = key(1.0, "Offload", "share of the optimizer offloaded", ge=0, le=1)
 
     micro_batch: int | None = key(
-        None, "Batch", "windows per rank and pass; unset: 1", gt=0, le=_MOST
+        None, "Batch", "windows per rank and pass; unset: 1", gt=0, le=_MOST_MICRO_BATCH
     )
     accumulation: int | None = key(
         None, "Batch", "micro-batches per step; unset: 1", gt=0, le=_MOST
     )
     tokens_per_step: int | str | None = key(
-        None, "Batch", "tokens of all ranks in a step (4M); decides accumulation"
+        None, "Batch", "tokens of all ranks in a step (4Mi = 4194304); decides accumulation"
     )
     optimizer: str | None = key(None, "Batch", "optimizer by name; unset: adamw")
 
@@ -114,10 +121,15 @@ class ModelRequest(BaseModel):
     list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
     json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
 
+    @property
+    def _has_file(self) -> bool:
+        return self.deepspeed is not None or self.accelerate is not None
+
     @field_validator("tokens_per_step", mode="before")
     @classmethod
     def _parse_tokens(cls, value: Any) -> Any:
-        return parse_positive(value)
+        match = re.fullmatch(r"\s*(\d+)\s*([KMGT]I)\s*", str(value).upper())
+        return parse_positive(int(match[1]) * _SIZES[match[2]] if match else value)
 
     @field_validator("units", mode="before")
     @classmethod
@@ -128,6 +140,9 @@ class ModelRequest(BaseModel):
     def _check_keys_together(self) -> Self:
         if self.accumulation is not None and self.tokens_per_step is not None:
             raise ValueError("accumulation: leave it out beside tokens_per_step, which decides it")
+        shares = "offload_fraction" in self.model_fields_set
+        if shares and self.offload_optimizer in (None, "device") and not self._has_file:
+            raise ValueError(SHARE_OF_NOTHING)
         if self.deepspeed is not None and self.accelerate is not None:
             raise ValueError("deepspeed: give it or accelerate, not both")
         return self
@@ -205,7 +220,7 @@ class SimulateRequest(ModelRequest):
     )
     jitter: float = key(0.0, "Scenario", "spread of each operation's time (sigma)", ge=0, lt=3)
     mtbf_hours: float | None = key(
-        None, "Scenario", "mean hours between failures of one rank", gt=0
+        None, "Scenario", "mean hours between failures of one device", gt=0
     )
     detect_s: float = key(60.0, "Scenario", "seconds until a failure is known", ge=0)
     restart_s: float = key(300.0, "Scenario", "seconds until the job runs again", ge=0)

@@ -1,12 +1,13 @@
 """Search: every way to run a model that is worth asking about, the best ones, and why others lost.
 
 Note [How the search prunes]
-Candidates are taken in families that differ in the micro-batch alone, smallest first. State bytes
-come from the layout alone, so a family whose state does not fit is rejected without being played;
-and memory grows with the micro-batch, so the first one that does not fit ends its family. But where
-the tokens of a step are given, a larger micro-batch means fewer of them: no gradients need to be
-summed over a window of one, and a pipeline has fewer in flight; those are still played. What is
-left is played, priced and simulated in full: there is no second, cheaper model of time.
+Candidates are taken in families that differ in the micro-batch alone, smallest first. What rests
+between steps does not depend on the batch, so a family whose parameters and optimizer state do not
+fit is rejected without being played; and memory grows with the micro-batch, so the first one that
+does not fit ends its family. But where the tokens of a step are given, a larger micro-batch means
+fewer of them: no gradients need to be summed over a window of one, and a pipeline has fewer in
+flight; those are still played. What is left is played, priced and simulated in full: there is no
+second, cheaper model of time.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from itertools import product
 from typing import Literal
 
 from shardwise.errors import ConfigError
-from shardwise.plan.accounting import account
 from shardwise.plan.candidate import Candidate, Offload
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.planning import Model, Plan, plan
+from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES
 
 _MAX_MICRO_BATCH = 1 << 16
+_ALREADY_TOO_LARGE = "a smaller micro-batch is too large already"
 _MAY_BE_EMPTY = ("num_shards", "micro_batches")
 
 
@@ -214,19 +216,14 @@ def _splits(ranks: int, ranks_per_node: int) -> list[int]:
 
 def _state_alone(model: Model, candidate: Candidate, capacity: int) -> str | None:
     """Say why the state alone is too large, or return None; see Note [How the search prunes]."""
-    accounting = account(
-        params=model.num_params // (candidate.tensor_parallel * candidate.pipeline_parallel),
-        ranks=candidate.num_shards,
-        stage=candidate.stage,
-        precision=candidate.precision,
-        optimizer=candidate.optimizer,
-        offload=candidate.offload,
-    )
-    if accounting.between_steps.device <= capacity:
+    shards = candidate.num_shards * candidate.context_parallel  # see planning, on contexts
+    sharded = replace(candidate, num_shards=shards, context_parallel=1)
+    state = resting_state(model.tape(candidate), sharded).total
+    if state <= capacity:
         return None
     return (
-        f"parameters, gradients and optimizer state alone are "
-        f"{format_bytes(accounting.between_steps.device)} of {format_bytes(capacity)} a rank"
+        f"parameters and optimizer state alone are {format_bytes(state)} of "
+        f"{format_bytes(capacity)} a rank"
     )
 
 
@@ -242,12 +239,19 @@ def _play_family(
     base, ahead = family
     capacity = cluster.node.accelerator.memory_bytes
     capacity = min(capacity, limits.max_memory_bytes or capacity)
-    reason = _state_alone(model, base, capacity)
+    micro_batches = sorted(space.micro_batches)
+    smallest = replace(base, micro_batch=micro_batches[0] if micro_batches else 1)
+    try:
+        reason = _state_alone(model, smallest, capacity)
+    except ConfigError as error:
+        if base.world_size == base.data_parallel:
+            raise  # it is not the degrees that the model cannot have
+        reason = str(error)
     if reason is not None:
         yield Rejected(replace(base, accumulation=1), reason, was_played=False)
         return
     is_too_large = False
-    for micro_batch in sorted(space.micro_batches) or _powers_of_two():
+    for micro_batch in micro_batches or _powers_of_two():
         candidate = replace(base, micro_batch=micro_batch)
         accumulation = _accumulation(candidate, model.seq, limits.tokens_per_step)
         if accumulation is None:
@@ -258,12 +262,15 @@ def _play_family(
                 f"{limits.tokens_per_step:,} a step",
                 was_played=False,
             )
-            if limits.tokens_per_step is not None and tokens > limits.tokens_per_step:
+            is_beyond = limits.tokens_per_step is not None and tokens > limits.tokens_per_step
+            if is_beyond and not micro_batches:
                 return
             continue
-        if is_too_large and accumulation > base.pipeline_parallel:
-            continue
         candidate = replace(candidate, accumulation=accumulation)
+        has_more = limits.tokens_per_step is None or accumulation > base.pipeline_parallel
+        if is_too_large and has_more:
+            yield Rejected(candidate, _ALREADY_TOO_LARGE, was_played=False)
+            continue
         tape = model.tape(candidate)
         if ahead is not None:
             largest = max((full_bytes(u, tape.compute_dtype) for u in tape.units[1:]), default=0)
@@ -275,7 +282,7 @@ def _play_family(
             continue
         yield Rejected(candidate, _why_too_large(made, capacity), was_played=True)
         is_too_large = True
-        if limits.tokens_per_step is None:
+        if limits.tokens_per_step is None and not micro_batches:
             return
 
 
@@ -331,13 +338,15 @@ class _Beaten:
             if p.memory.high_bytes <= self.high_bytes and (p.candidate.engine_runs_it or not runs)
         )
         slower = 1 - self.tokens_per_s / by.tokens_per_s
-        memory = format_bytes(self.high_bytes - by.memory.high_bytes)
+        larger = self.high_bytes - by.memory.high_bytes
+        memory = format_bytes(larger)
         if slower < 0.005:
-            less = f"needs {memory} less" if self.high_bytes > by.memory.high_bytes else "is alike"
+            less = f"needs {memory} less" if larger else "is alike"
             return f"as fast as {by.label}, which {less}"
-        waits = self.exposed_s - by.simulated.exposed_s
+        bigger = f" and {memory} larger" if larger else ""
+        waits = self.exposed_s - by.exposed_s
         cause = f"waits {waits:.3g} s longer for collectives" if waits > 0 else "computes longer"
-        return f"{slower:.0%} slower than {by.label} and {memory} larger: {cause}"
+        return f"{slower:.0%} slower than {by.label}{bigger}: {cause}"
 
 
 class _Front:
@@ -374,5 +383,4 @@ def _beats(one: Plan, other: Plan) -> bool:
 
 
 def _rest_of(made: Plan) -> _Beaten:
-    exposed_s = made.simulated.exposed_s
-    return _Beaten(made.candidate, made.tokens_per_s, made.memory.high_bytes, exposed_s)
+    return _Beaten(made.candidate, made.tokens_per_s, made.memory.high_bytes, made.exposed_s)

@@ -6,8 +6,7 @@ An all-gather or reduce-scatter of m bytes over n ranks in a ring takes n - 1 st
 2005, sections 4.1, 4.3 and 4.5). An all-reduce has a tree as well, with 2 (log2 g + log2 k) steps
 for k nodes of g ranks and 2 m / 0.92 bytes; the faster of the two is taken, as NCCL does
 (github:NVIDIA/nccl at 5067397c, src/graph/tuning.cc, from where the base latency, 0.92 and the two
-protocols are; its trees are chains inside a node, microseconds slower). Bus bandwidth is what
-NCCL's tests define: bytes sent per rank over the time.
+protocols are; its trees are chains inside a node, microseconds slower).
 
 Note [Rails]
 A collective over k nodes with g of its ranks in each keeps g ranks' share of a node's NICs busy, so
@@ -103,15 +102,6 @@ def send_seconds(num_bytes: float, crosses_nodes: bool, node: Node) -> float:
     """Return the seconds of one message from a rank to another."""
     inner, outer = (0, 1) if crosses_nodes else (1, 0)
     return _seconds(num_bytes, 1.0, inner, outer, Group(2, 1, 2 if crosses_nodes else 1), node)
-
-
-def bus_bandwidth(kind: CollectiveKind, payload_bytes: float, group: Group, node: Node) -> float:
-    """Return bytes per second as NCCL's tests define it: sent bytes per rank over the time."""
-    n = group.num_ranks
-    rounds = 2 if kind == "all_reduce" else 1
-    return (
-        rounds * (n - 1) / n * payload_bytes / collective_seconds(kind, payload_bytes, group, node)
-    )
 
 
 def _seconds(

@@ -9,7 +9,8 @@ operations ahead of the device, so a stretch of work takes the device's time or 
 
 Note [How ranks are numbered]
 From the inside: tensor, context, shard, replicate, pipeline. Neighbours share a node, so tensor
-parallel groups lie inside one as long as they fit, and shard groups next. Llama 3 (arXiv
+parallel groups lie inside one as long as they fit, and shard groups next. Context ranks shard too:
+the shard group is all ranks of the context and the shard axis. Llama 3 (arXiv
 2407.21783, section 3.3.2) orders its degrees in the same way, but for the pipeline, which it has
 inside the data parallel axis.
 """
@@ -100,7 +101,9 @@ class Prices:
         }
         found, stride = {}, 1
         for axis, size in sizes.items():
-            found[axis] = place(size, stride, self.cluster.node.num_accelerators)
+            within = sizes["context"] if axis == "shard" else 1
+            per_node = self.cluster.node.num_accelerators
+            found[axis] = place(size * within, stride // within, per_node)
             stride *= size
         return found
 

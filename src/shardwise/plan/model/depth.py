@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.plan.model.tape import ParamFacts, Tape, UnitFacts, Visit, Work
+from shardwise.plan.model.tape import Tape, UnitFacts, Visit, Work
 from shardwise.plan.model.tracing import trace
 
 
@@ -174,9 +174,7 @@ class _Numbering:
             inside = name == old or name.startswith(f"{old}.")
             return new + name.removeprefix(old) if inside else name
 
-        params = tuple(
-            ParamFacts(rename(p.name), p.shape, p.dtype, p.requires_grad) for p in unit.params
-        )
+        params = tuple(replace(p, name=rename(p.name)) for p in unit.params)
         return replace(unit, name=rename(unit.name), params=params)
 
     def first_of(self, kind: str, layer: int, events: Sequence[Work | Visit]) -> int:

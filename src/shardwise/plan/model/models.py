@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
+from shardwise.plan.model.config_keys import check_sizes, unknown_keys
 from shardwise.plan.model.plain_decoder import PlainDecoder
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
@@ -56,6 +57,8 @@ def find_model(text: str, *, seq: int = 2048) -> ModelSource:
 
     **Raises** ConfigError when it is none of them, saying what is near.
     """
+    if not text.strip():
+        raise ConfigError("model: the name is empty; `shardwise plan --list` has the presets")
     file, colon, attribute = text.rpartition(":")
     if colon and file.endswith(".py"):
         return factory_source(Path(file), attribute, seq=seq)
@@ -128,8 +131,8 @@ def huggingface_source(path: Path) -> ModelSource:
     With transformers installed it is the very class that trains; without it a Llama- or GPT-2-like
     config becomes a plain decoder of its shape.
 
-    **Raises** ConfigError when the file is not there or not a config, or its ``model_type`` is
-    unknown.
+    **Raises** ConfigError when the file is not there or not a config, its ``model_type`` is
+    unknown, a key is misspelt, or a size is not above 0.
     """
     config = _read_config(path)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
@@ -143,6 +146,8 @@ def huggingface_source(path: Path) -> ModelSource:
         )
         return ModelSource(**{**vars(source), "notes": (note,)})
     kind = _config_class(config, path)
+    unknown = unknown_keys(config, kind, path)
+    notes = (f"{path}: no keys of {kind.__name__}: {', '.join(unknown)}",) if unknown else ()
     return ModelSource(
         name=name,
         seq=seq,
@@ -151,6 +156,7 @@ def huggingface_source(path: Path) -> ModelSource:
         loss=_huggingface_loss,
         max_seq=longest if isinstance(longest, int) else None,
         shape=_shape_or_none(config),
+        notes=notes,
     )
 
 
@@ -163,6 +169,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"model: {path}: expected JSON: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise ConfigError(f"model: {path}: expected a Hugging Face config with the key model_type")
+    check_sizes(config, path)
     return config
 
 

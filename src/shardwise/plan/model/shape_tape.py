@@ -43,7 +43,9 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     """
     layers = run.layers_here(shape)
     layer = _layer(shape, run)
-    units = (_root(shape, run), *(replace(layer, name=f"layers.{i}") for i in range(layers)))
+    first = max(0, shape.layers - layers) if run.last else run.stage * layers
+    names = (f"layers.{first + i}" for i in range(layers))
+    units = (_root(shape, run), *(replace(layer, name=name) for name in names))
     forward, recompute = _layer_forward(shape, run), _recompute(shape, run)
     backward = _layer_backward(shape, run, layer)
     events: list[Work | Visit] = [Visit("before_forward", 0), _enter(shape, run, layers)]

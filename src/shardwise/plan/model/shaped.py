@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.execution import Execution
+from shardwise.plan.model.execution import Execution, stream_bytes
 from shardwise.plan.model.shape_tape import shape_tape
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import Tape
@@ -13,7 +16,9 @@ from shardwise.plan.sizes import PRECISIONS, row_of
 class ShapedModel:
     """The tapes of a decoder of a shape, for windows of ``seq`` tokens, on one of its ranks.
 
-    With a pipeline it is the rank of the first stage, which has most micro-batches in flight.
+    Where layers do not divide into the pipeline's stages, the first stages have one more.
+
+    **Raises** ConfigError, when a tape is asked for, naming a degree that the shape cannot have.
     """
 
     def __init__(self, name: str, shape: DecoderShape, seq: int) -> None:
@@ -36,8 +41,25 @@ class ShapedModel:
         )
 
     def tape(self, candidate: Candidate) -> Tape:
-        """Return one rank's micro-batch."""
-        run = Execution(
+        """Return one rank's micro-batch; with a pipeline, on the first stage."""
+        return self._tape(self._execution(candidate))
+
+    def tapes(self, candidate: Candidate) -> tuple[Tape, ...]:
+        """Return one micro-batch on a rank of the first and of the last pipeline stage."""
+        first = self._execution(candidate)
+        if first.pipeline == 1:
+            return (self._tape(first),)
+        fewest = self._shape.layers // first.pipeline
+        last = replace(first, stage=first.pipeline - 1, stage_layers=fewest)
+        return self._tape(first), self._tape(last)
+
+    def boundary_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes of a micro-batch that a rank sends to the next stage."""
+        return stream_bytes(self._shape, self._execution(candidate))
+
+    def _execution(self, candidate: Candidate) -> Execution:
+        _check_degrees(self._shape, self.seq, candidate)
+        return Execution(
             candidate.micro_batch,
             self.seq,
             activation_checkpointing=candidate.activation_checkpointing,  # type: ignore[arg-type]
@@ -48,6 +70,36 @@ class ShapedModel:
             cp=candidate.context_parallel,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
         )
+
+    def _tape(self, run: Execution) -> Tape:
         if run not in self._tapes:
-            self._tapes[run] = shape_tape(self._shape, run, name=self.name)
+            # A vocabulary is padded to a multiple of the ranks that share it, as Megatron-LM does.
+            vocab = -(-self._shape.vocab // run.tp) * run.tp
+            shape = replace(self._shape, vocab=vocab)
+            self._tapes[run] = shape_tape(shape, run, name=self.name)
         return self._tapes[run]
+
+
+def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
+    """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
+    tensor, context = candidate.tensor_parallel, candidate.context_parallel
+    width = shape.experts.ffn if shape.experts else shape.ffn
+    for size, what in ((shape.heads, "heads"), (width, "columns of the feed-forward")):
+        if size % tensor:
+            raise ConfigError(
+                f"tensor_parallel={tensor}: expected a divisor of the model's {size} {what}"
+            )
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        raise ConfigError(
+            f"tensor_parallel={tensor}: expected a divisor or a multiple of the model's "
+            f"{shape.kv_heads} key-value heads"
+        )
+    if candidate.pipeline_parallel > shape.layers:
+        raise ConfigError(
+            f"pipeline_parallel={candidate.pipeline_parallel}: expected at most one stage for each "
+            f"of the model's {shape.layers} layers"
+        )
+    if seq % context:
+        raise ConfigError(
+            f"context_parallel={context}: expected a divisor of the windows' {seq} tokens"
+        )

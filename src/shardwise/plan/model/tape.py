@@ -18,12 +18,16 @@ CostKind = Literal["matmul", "attention", "memory", "tensor_parallel", "context_
 
 @dataclass(frozen=True)
 class ParamFacts:
-    """One parameter as the model has it: full shape, and its dtype before any precision."""
+    """One parameter as the model has it: full shape, and its dtype before any precision.
+
+    ``gets_grad`` is False where no backward pass writes a gradient although it is trained.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: DtypeName
     requires_grad: bool = True
+    gets_grad: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,19 @@ class Tape:
     def flops(self) -> int:
         """FLOPs of the micro-batch, recomputation included."""
         return sum(c.flops for e in self.events if isinstance(e, Work) for c in e.costs)
+
+    @property
+    def matmul_dtype(self) -> DtypeName:
+        """Dtype of most FLOPs of matrix products; the computing dtype where there are none.
+
+        A model may hold parameters of another dtype than its precision computes in.
+        """
+        flops: dict[DtypeName, int] = {}
+        for event in self.events:
+            for cost in event.costs if isinstance(event, Work) else ():
+                if cost.kind == "matmul":
+                    flops[cost.dtype] = flops.get(cost.dtype, 0) + cost.flops
+        return max(flops, key=lambda d: flops[d]) if any(flops.values()) else self.compute_dtype
 
     @property
     def tokens(self) -> int:

@@ -1,11 +1,14 @@
 """A model to plan for whose tapes are traced, each once."""
 
+from collections.abc import Iterator
+
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.depth import trace_deep
 from shardwise.plan.model.models import ModelSource
-from shardwise.plan.model.tape import Tape
+from shardwise.plan.model.tape import Tape, numel
 from shardwise.plan.sizes import PRECISIONS, DtypeName, row_of
+from shardwise.quantities import format_count
 
 
 class TracedModel:
@@ -84,4 +87,15 @@ class TracedModel:
             units=units,
         )
         self._notes[deep.note] = None
+        self._notes |= dict.fromkeys(_notes(deep.tape))
         return deep.tape
+
+
+def _notes(tape: Tape) -> Iterator[str]:
+    params = [p for u in tape.units for p in u.params if not p.gets_grad]
+    if params:
+        count = format_count(sum(numel(p.shape) for p in params))
+        yield (
+            f"{count} trained parameters ({params[0].name}, ...) get no gradient, and so no "
+            "optimizer state; if they are experts that the data chooses, their work is not counted"
+        )

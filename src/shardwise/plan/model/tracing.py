@@ -94,7 +94,9 @@ def trace(
         _step(run, batch, loss, name)
         return Tape(
             model=name,
-            units=tuple(_unit_facts(s) for s in specs),
+            units=tuple(
+                _unit_facts(s, {i for i, p in fakes.items() if run.wrote(p)}) for s in specs
+            ),
             events=run.events(),
             micro_batch=micro_batch,
             seq=seq,
@@ -119,9 +121,16 @@ def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
         ) from error
 
 
-def _unit_facts(spec: UnitSpec) -> UnitFacts:
+def _unit_facts(spec: UnitSpec, written: set[int]) -> UnitFacts:
+    """Describe a unit; ``written`` has the ids of the parameters that got a gradient."""
     params = tuple(
-        ParamFacts(p.name, tuple(p.param.shape), dtype_name(p.param.dtype), p.param.requires_grad)
+        ParamFacts(
+            p.name,
+            tuple(p.param.shape),
+            dtype_name(p.param.dtype),
+            p.param.requires_grad,
+            gets_grad=not p.param.requires_grad or id(p.param) in written,
+        )
         for p in spec.params
     )
     reads = type(spec.module).forward is not nn.Embedding.forward
@@ -202,6 +211,7 @@ class _Run:
         self._items: list[_Span | Visit] = []
         self._begin = 0
         self._grads: set[int] = set()
+        self._with_grad: set[int] = set()
         self._written: list[tuple[int, Change]] = []  # place in the log, the release if summed
         self._visitor = Visitor(
             specs, fakes, cast_to, self._visit, self._take_grads, self._note_grad
@@ -255,7 +265,12 @@ class _Run:
         costs = self.tracker.take_costs()
         self._items.append(_Span(unit, phase, self._begin, len(self.tracker.log), costs))
 
+    def wrote(self, param: torch.Tensor) -> bool:
+        """Tell whether autograd wrote a gradient of this parameter."""
+        return id(param) in self._with_grad
+
     def _note_grad(self, param: torch.Tensor) -> None:
+        self._with_grad.add(id(param))
         serial = None if param.grad is None else self.tracker.serial_of(param.grad)
         if serial is not None:
             num_bytes = self.tracker.lives[serial].num_bytes

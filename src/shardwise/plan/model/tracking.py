@@ -12,7 +12,8 @@ Note [Costs]
 ``moved_bytes`` are all inputs and outputs of a kernel once; an expanded tensor counts its storage,
 a lookup what it looks up. Views and uninitialised memory cost nothing. FLOPs are those of
 ``torch.utils.flop_counter``, which counts the full square of an attention: half of it where the
-kernel is causal, since it leaves out what the mask hides.
+kernel is causal, since it leaves out what the mask hides. It does not know grouped products, which
+mixtures of experts run: each row is multiplied by the matrix of its group, however they divide.
 """
 
 import weakref
@@ -75,6 +76,7 @@ class _Rule(NamedTuple):
     flops: Callable[..., int] | None
     causal_at: int  # which argument says that a kernel leaves out what the mask hides; -1: none
     workspace: Callable[..., int] | None
+    is_grouped: bool = False
 
 
 class Tracker(TorchDispatchMode):
@@ -133,7 +135,7 @@ class Tracker(TorchDispatchMode):
             rule = self._rules[func] = _rule_of(func)
         if not rule.is_free:
             self._watch_for_recomputing()
-        out = func(*args, **kwargs)
+        out = _grouped_mm(func, args, kwargs) if rule.is_grouped else func(*args, **kwargs)
         if rule.allocates:
             for tensor in _tensors(out):
                 self._note(tensor)
@@ -222,7 +224,7 @@ def _rule_of(func: Any) -> _Rule:
     name = func._schema.name.removeprefix("aten::")
     aliases = [r.alias_info for r in returns]
     is_view = bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-    formula = flop_registry.get(_SAME_FLOPS.get(name, func._overloadpacket))
+    formula = flop_registry.get(_SAME_FLOPS.get(name, func._overloadpacket)) or _GROUPED.get(name)
     names = [argument.name for argument in func._schema.arguments]
     kind: CostKind = "memory"
     if formula is not None:
@@ -235,7 +237,37 @@ def _rule_of(func: Any) -> _Rule:
         flops=formula,
         causal_at=names.index("is_causal") if kind == "attention" and "is_causal" in names else -1,
         workspace=_WORKSPACE.get(name),
+        is_grouped=name == "_grouped_mm",
     )
+
+
+def _grouped_mm(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Run a grouped product: its fake kernel takes bfloat16 alone, the real ones other dtypes."""
+    left, right, *rest = args
+    if left.dtype == torch.bfloat16:
+        out: torch.Tensor = func(*args, **kwargs)
+        return out
+    out = func(left.to(torch.bfloat16), right.to(torch.bfloat16), *rest, **kwargs)
+    return out.to(left.dtype)
+
+
+def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *rest: Any, **kwargs: Any) -> int:
+    """Count a product of which rows, columns or the summed dimension are cut into groups."""
+    batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _grouped_backward_flops(
+    left: torch.Tensor, right: torch.Tensor, *rest: Any, **kwargs: Any
+) -> int:
+    return 2 * _grouped_flops(left, right)
+
+
+_GROUPED: dict[str, Callable[..., int]] = {
+    "_grouped_mm": _grouped_flops,
+    "transformers::grouped_mm_fallback": _grouped_flops,
+    "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
+}
 
 
 # The CPU's flash kernels take the same arguments as the CUDA ones that have a formula.

@@ -51,7 +51,14 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
             "rank_tokens_per_s": plan.tokens_per_s / plan.candidate.world_size,
             "mfu_fraction": plan.mfu,
             "num_flops_per_step": plan.flops_per_step,
+            "step_exposed_communication_s": plan.exposed_s,
+            "pipeline_fill_s": plan.fill_s,
+            "pipeline_sends_s": plan.sends_s,
+            "num_micro_batches": plan.candidate.accumulation,
+            # What follows is of so many micro-batches, and of one rank of one stage.
+            "num_simulated_micro_batches": plan.num_simulated,
             **simulated_facts(plan.simulated),
+            "model_parallel_s": dict(plan.model_parallel_s),
         },
         "traffic": {
             "sent_bytes": dict(played.program.sent_bytes),
@@ -89,7 +96,7 @@ def _brief(plan: Plan) -> dict[str, Any]:
         "expected_bytes": plan.memory.expected_bytes,
         "high_bytes": plan.memory.high_bytes,
         "step_s": plan.step_s,
-        "exposed_communication_s": plan.simulated.exposed_s,
+        "exposed_communication_s": plan.exposed_s,
         "num_tokens_per_step": plan.tokens_per_step,
         "tokens_per_s": plan.tokens_per_s,
         "mfu_fraction": plan.mfu,
@@ -98,14 +105,19 @@ def _brief(plan: Plan) -> dict[str, Any]:
 
 def simulated_facts(simulated: Simulated) -> dict[str, Any]:
     """Return the times of the slowest rank, and how ranks and steps are spread."""
+    run = simulated.slowest
     return {
+        "simulated_s": run.step_s,
         "compute_s": simulated.compute_s,
         "communication_s": simulated.communication_s,
         "exposed_communication_s": simulated.exposed_s,
         "overlap_fraction": simulated.overlap,
+        "exposed_offload_s": run.exposed_offload_s,
+        "idle_s": run.idle_s,
         "not_computing_s": simulated.bubble_s,
         "busy_s": dict(simulated.busy_s),
         "phase_s": dict(simulated.phase_s),
+        "stream_phase_s": {s: dict(phases) for s, phases in run.stream_phase_s.items()},
         "critical_path_s": dict(simulated.critical_s),
         "units": [asdict(unit) for unit in simulated.unit_times],
         "over_ranks": asdict(simulated.rank_s),

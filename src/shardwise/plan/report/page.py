@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from shardwise.plan.report.pictures import memory_svg, step_svg
+from shardwise.plan.report.times import time_rows
 from shardwise.quantities import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _body(plans: Sequence[Plan], reasons: Mapping[str, Sequence[Candidate]]) -> 
         num_more=max(0, len(shown) - _MOST_REASONS),
         memory_svg=lambda plan: Markup(memory_svg(plan)),
         step_svg=lambda plan: Markup(step_svg(plan)),
+        time_rows=time_rows,
     )
 
 

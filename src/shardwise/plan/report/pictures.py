@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.plan.step.ledger import Moment
 from shardwise.plan.step.program import Op, Stream
-from shardwise.plan.timing.breakdown import Span
+from shardwise.plan.timing.breakdown import Span, unit_name
 from shardwise.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -159,12 +159,12 @@ def _joined(ops: Sequence[Op], spans: Sequence[Span], least_s: float) -> list[tu
 def _stream_bars(
     plan: Plan, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
 ) -> list[str]:
-    begin_s = plan.simulated.slowest.begin_s
+    begin_s, program = plan.simulated.slowest.begin_s, plan.simulated.program
     return [
         f'<rect x="{_LEFT + (first.start_s - begin_s) * scale:.2f}" y="{top}" '
         f'width="{max((end_s - first.start_s) * scale, 0.3):.2f}" height="{_BAR}" '
         f'fill="{_PHASE_COLOURS[ops[first.op].phase]}"><title>{ops[first.op].phase} of '
-        f"{escape(plan.unit_name(ops[first.op].unit))}: {end_s - first.start_s:.3g} s"
+        f"{escape(unit_name(program, ops[first.op]) or '(root)')}: {end_s - first.start_s:.3g} s"
         "</title></rect>"
         for first, end_s in bars
     ]

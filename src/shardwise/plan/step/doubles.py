@@ -111,6 +111,8 @@ class UnitDouble:
             self._board.issue.wait(self._pending)
             self._board.issue.move(message.after, self._board.dtype, self.index, "unshard")
             self._pending = None
+        else:
+            self._board.issue.wait_for_fetched()
         self._board.meter.add("gather_staging", -self._staging)
         self._staging = 0
         self._state = "full"
@@ -231,7 +233,10 @@ def add_micro_batch(unit: UnitDouble, board: Board) -> None:
     """Add a micro-batch's gradients to the window's sum, in the dtype of the sum."""
     weight = unit.weight
     if not weight.sums_apart:
-        unit.sums += unit.grads
+        if unit.sums:  # autograd has added them
+            board.meter.add("grad_full", -unit.grads)
+        else:
+            unit.sums = unit.grads
         unit.grads = 0
         return
     held, most = weight.keep_next if unit.sums else weight.keep_first
@@ -297,6 +302,10 @@ class ReductionsDouble:
             reduction.finish()
             for unit in reduction.units:
                 out = self._board.offloading.out_on_device(unit.weight)
+                if not unit.weight.num_updated:  # zeros that no ``p.grad`` takes
+                    added += 0 if unit.buffer else out
+                    unit.buffer = unit.buffer and "kept"
+                    continue
                 if unit.has_grad:
                     unit.buffer = ""
                     added += out

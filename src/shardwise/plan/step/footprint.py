@@ -3,6 +3,11 @@
 Note [The largest rank]
 Everything is that of rank 0 of its axes. In both layouts rank 0 owns the most: ``rows`` cuts as
 ``torch.chunk`` does and ``flat`` fills the first slots, so no rank holds more.
+
+Note [Parameters without a gradient]
+A trained parameter that no backward pass reaches has its place in the shards and in the buffers of
+the reduction, where it contributes zeros. Its ``p.grad`` stays None, so the norm leaves it out, and
+the optimizer makes no state for it. A unit with none but such is not reduced unless it runs.
 """
 
 from collections.abc import Sequence
@@ -25,7 +30,7 @@ from shardwise.plan.step.messages import (
 )
 from shardwise.stages import STAGES, Stage
 
-ParamKey = tuple[tuple[int, ...], DtypeName, bool]
+ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool]  # trained, and gets a gradient
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Setting:
     precision: str
     layout: Literal["rows", "flat"]
     on_cpu: bool  # the transport is point to point, and so the device is the CPU
+    params_away: bool  # the slices rest elsewhere, and full copies are made from them
     optimizer: str
 
 
@@ -50,6 +56,7 @@ def setting_of(candidate: Candidate) -> Setting:
         candidate.precision,
         candidate.layout,
         candidate.transport == "point_to_point",
+        candidate.offload.params != "device",
         candidate.optimizer,
     )
 
@@ -81,17 +88,24 @@ class Footprint:
     over micro-batches have another dtype than gradients; ``keep_first`` and ``keep_next`` are then
     (bytes held more afterwards, most bytes held more meanwhile) when gradients join such a sum.
     ``keeps_buffer``: the memory of the means is used again in the next step.
+    ``written_grads`` are bytes of gradients as a micro-batch's autograd writes them.
+    ``num_updated`` of the ``num_trained`` parameters get a gradient, and so what the optimizer
+    holds and steps, ``local_numel`` and the like, is theirs; ``padding_bytes`` are what a rank's
+    slices hold beyond their part of the parameters, on average over the ranks.
     """
 
     num_trained: int
+    num_updated: int
     full_bytes: int
     shard_bytes: int
     compute_shard_bytes: int
     kept_bytes: int
     freed_bytes: int
+    padding_bytes: int
     state_bytes: int
     largest_local: int
     local_numel: int
+    written_grads: int
     largest_grad: int
     gather: Message | None
     reduce: Reduce | None
@@ -104,7 +118,7 @@ class Footprint:
 
 def footprint(unit: UnitFacts, setting: Setting) -> Footprint:
     """Weigh one unit; alike units are weighed once. **Cost** 0.1 ms for a dozen parameters."""
-    key = tuple((p.shape, p.dtype, p.requires_grad) for p in unit.params)
+    key = tuple((p.shape, p.dtype, p.requires_grad, p.gets_grad) for p in unit.params)
     return _footprint(key, setting)
 
 
@@ -113,6 +127,7 @@ class _Group(NamedTuple):
 
     layout: Layout
     trained: tuple[bool, ...]
+    updated: tuple[bool, ...]
     master_name: DtypeName
     master: int
     compute: int
@@ -128,7 +143,7 @@ def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
     own = setting.precision == "fp32"  # keeps each parameter's own dtype
     found: dict[tuple[DtypeName, DtypeName], list[ParamKey]] = {}
     for param in params:
-        _, dtype, requires_grad = param
+        _, dtype, requires_grad, _ = param
         floating = "float" in dtype and not own
         master = row.master if floating and requires_grad else dtype
         compute = row.compute if floating else dtype
@@ -136,12 +151,14 @@ def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
     groups = []
     for (master, compute), members in found.items():
         layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards)
-        keeps = not setting.stage.frees_after_backward or setting.num_shards == 1
+        keeps = not setting.stage.frees_after_backward
+        keeps |= setting.num_shards == 1 and not setting.params_away
         aliased = keeps and master == compute
         groups.append(
             _Group(
                 layout,
                 tuple(m[2] for m in members),
+                tuple(m[2] and m[3] for m in members),
                 master,
                 DTYPE_BYTES[master],
                 DTYPE_BYTES[compute],
@@ -159,7 +176,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     groups = _groups(params, setting)
     sharded = setting.stage.shards_state
     exchanges = sharded and setting.num_shards > 1
-    stale = [g for g in groups if (exchanges or not g.aliased) and (g.frees or any(g.trained))]
+    stale = [g for g in groups if (exchanges or not g.aliased) and (g.frees or any(g.updated))]
     full = {id(g): g.layout.full_numel * g.compute for g in groups}
     shard = {
         id(g): (g.layout.shard_numel if sharded else g.layout.full_numel) * g.master for g in groups
@@ -172,6 +189,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     row = PRECISIONS[setting.precision]
     return Footprint(
         num_trained=sum(p[2] for p in params),
+        num_updated=sum(p[2] and p[3] for p in params),
         full_bytes=sum(full.values()),
         shard_bytes=sum(shard.values()),
         compute_shard_bytes=sum(
@@ -181,12 +199,14 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
             full[id(g)] - (shard[id(g)] if g.aliased else 0) for g in groups if not g.frees
         ),
         freed_bytes=sum(full[id(g)] for g in groups if g.frees),
+        padding_bytes=sum(_padding(g) * g.master for g in groups) if sharded else 0,
         state_bytes=sum(table.tensor_bytes(s, g.master_name) for g, s in locals_),
         largest_local=max(
             (n * g.master for n, (g, _) in zip(numels, locals_, strict=True)), default=0
         ),
         local_numel=sum(numels),
-        largest_grad=max((n * g.compute for g in trains for n in _trained_numels(g)), default=0),
+        written_grads=sum(n * g.compute for g in trains for n in _updated_numels(g)),
+        largest_grad=max((n * g.compute for g in trains for n in _updated_numels(g)), default=0),
         gather=_gather(stale, setting) if stale else None,
         reduce=_reduce(trains, setting, False) if trains else None,
         reduce_sums=_reduce(trains, setting, True) if trains else None,
@@ -204,15 +224,26 @@ def _numel(shape: Sequence[int]) -> int:
     return count
 
 
+def _padding(group: _Group) -> int:
+    """Return the elements of padding in a rank's slices, on average and rounded up."""
+    layout = group.layout
+    num_params = sum(p.numel for p in layout.params)
+    return layout.shard_numel - num_params // layout.num_ranks
+
+
 def _trained_numels(group: _Group) -> list[int]:
     return [p.numel for p, t in zip(group.layout.params, group.trained, strict=True) if t]
 
 
+def _updated_numels(group: _Group) -> list[int]:
+    return [p.numel for p, t in zip(group.layout.params, group.updated, strict=True) if t]
+
+
 def _local_shapes(group: _Group, sharded: bool) -> list[tuple[int, ...]]:
-    """Return the shapes of rank 0's slices of the trained parameters."""
+    """Return the shapes of rank 0's slices of the parameters that the optimizer updates."""
     layout, found = group.layout, []
-    for index, (placed, trained) in enumerate(zip(layout.params, group.trained, strict=True)):
-        if not trained:
+    for index, (placed, updated) in enumerate(zip(layout.params, group.updated, strict=True)):
+        if not updated:
             continue
         numel = layout.piece(index, 0).numel if sharded else placed.numel
         rows = _numel(placed.shape[1:])
@@ -228,7 +259,7 @@ def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, 
     """
     held = most = 0
     for group in groups:
-        for numel in _trained_numels(group):
+        for numel in _updated_numels(group):
             cast = numel * group.reduce
             if first or on_cpu:
                 most = max(most, held + cast)

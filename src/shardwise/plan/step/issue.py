@@ -88,6 +88,11 @@ class Issuer:
         """Let the next collective wait for an operation."""
         self._fetched += (op,)
 
+    def wait_for_fetched(self) -> None:
+        """Let the compute from now on wait for what no collective has waited for."""
+        self._waits += self._fetched
+        self._fetched = ()
+
     def transfer(
         self, link: str, num_bytes: int, unit: int, after: Sequence[int], phase: OpPhase = "offload"
     ) -> int:

@@ -53,7 +53,9 @@ class Played:
     """One steady-state step, played: its peak, the peak of each phase, and its operations.
 
     ``resting`` is the ledger between steps, after ``zero_grad``. ``host_bytes`` and ``nvme_bytes``
-    are what offloading puts there, per rank, pinned buffers included.
+    are what offloading puts there, per rank; ``pinned_bytes`` of the former are buffers on the way
+    to and from the disk. ``padding_bytes`` of the resting ``param_shards`` are padding, on average
+    over the ranks.
     """
 
     peak: Moment
@@ -62,3 +64,5 @@ class Played:
     host_bytes: int
     nvme_bytes: int
     program: Program
+    pinned_bytes: int = 0
+    padding_bytes: int = 0

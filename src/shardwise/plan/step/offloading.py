@@ -56,14 +56,15 @@ class Offloading:
         out = weight.reduce.out if weight.reduce else 0
         return out - self.share(out)
 
-    def bytes_away(self, weights: list[Footprint]) -> tuple[int, int]:
-        """Return the bytes on the host and on disk, pinned buffers included."""
+    def bytes_away(self, weights: list[Footprint]) -> tuple[int, int, int]:
+        """Return the bytes of state on the host, of pinned buffers there, and on disk."""
         places = {"device": 0, "host": 0, "nvme": 0}
         offload = self.candidate.offload
-        pinned = 0
+        pinned = 0  # the largest unit's, of what is on disk
         for weight in weights:
             numel = weight.shard_bytes // self._master
-            places["host"] += self.share(weight.reduce.out if weight.reduce else 0)
+            reduced = weight.reduce.out if weight.reduce and weight.num_updated else 0
+            places["host"] += self.share(reduced)
             apart = self._has_master or offload.params != offload.optimizer
             state = self.share(weight.state_bytes)
             state += self.share(weight.shard_bytes) if apart else 0
@@ -73,7 +74,7 @@ class Offloading:
             staged = state if offload.optimizer == "nvme" else 0
             staged += params if offload.params == "nvme" else 0
             pinned = max(pinned, staged)
-        return places["host"] + _BUFFERED_UNITS * pinned, places["nvme"]
+        return places["host"], _BUFFERED_UNITS * pinned, places["nvme"]
 
     # -- copies
     def fetch(self, weight: Footprint, unit: int, issue: Issuer) -> int:
@@ -105,7 +106,7 @@ class Offloading:
         """Issue the host's part of the optimizer's step, unit by unit; ``moved``: bytes of each."""
         ready = issue.inputs
         for unit, weight in enumerate(weights):
-            if not self.fraction or weight.reduce is None:
+            if not self.fraction or not weight.num_updated:
                 continue
             after = [*ready, self._arrived[unit]]
             stored = self.share(weight.state_bytes + weight.local_numel * self._master)

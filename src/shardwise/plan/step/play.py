@@ -50,6 +50,23 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
     return player.result()
 
 
+def resting_state(tape: Tape, candidate: Candidate) -> Ledger:
+    """Return what rests on the device whatever the batch: parameters, buffers, optimizer state."""
+    setting = setting_of(candidate)
+    weights = [footprint(u, setting) for u in tape.units]
+    return _state(weights, Offloading(candidate), tape.buffer_bytes)
+
+
+def _state(weights: list[Footprint], offloading: Offloading, buffer_bytes: int) -> Ledger:
+    state = sum(w.state_bytes for w in weights)
+    return Ledger(
+        param_shards=sum(offloading.params_on_device(w) for w in weights),
+        param_full=sum(w.kept_bytes for w in weights),
+        optimizer_state=state - offloading.share(state),
+        buffers=buffer_bytes,
+    )
+
+
 class _Player:
     """One step under way."""
 
@@ -59,6 +76,8 @@ class _Player:
         self._weights = [footprint(u, setting) for u in tape.units]
         self._reduce_every = candidate.reduce_every or setting.stage.reduce_every
         self._offloading = Offloading(candidate)
+        visits = [e for e in tape.events if isinstance(e, Visit)]
+        self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
         self._buffers = self._kept_buffers()
         self._meter = Meter(self._rest())
         self._issue = Issuer()
@@ -78,13 +97,12 @@ class _Player:
         self._schedule: Schedule[UnitDouble] = Schedule(
             setting.stage, self._reduce_every, candidate.prefetch_bytes, self._reductions
         )
-        visits = [e for e in tape.events if isinstance(e, Visit)]
         order = [e.unit for e in visits if e.kind == "before_forward" and not e.recomputes]
         self._schedule.settle(self._units, order)
-        self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
         self._stack: list[tuple[UnitDouble, bool]] = []
         self._in_backward = False
         self._is_last = True
+        self._adds = False
 
     def _kept_buffers(self) -> bool:
         """Tell whether the gradient buffers of the step before lie there at its end."""
@@ -92,16 +110,15 @@ class _Player:
         return window == 1 and all(w.keeps_buffer for w in self._weights)
 
     def _rest(self) -> Ledger:
-        weights, offloading = self._weights, self._offloading
-        state = sum(w.state_bytes for w in weights)
-        buffers = sum(w.reduce.out for w in weights if w.reduce) if self._buffers else 0
-        return Ledger(
-            param_shards=sum(offloading.params_on_device(w) for w in weights),
-            param_full=sum(w.kept_bytes for w in weights),
-            grad_shards=buffers,
-            optimizer_state=state - offloading.share(state),
-            buffers=self._tape.buffer_bytes,
+        ledger = _state(self._weights, self._offloading, self._tape.buffer_bytes)
+        if not self._buffers:
+            return ledger
+        buffers = sum(
+            w.reduce.out
+            for i, w in enumerate(self._weights)
+            if w.reduce and (w.num_updated or i in self._with_backward)
         )
+        return replace(ledger, grad_shards=buffers)
 
     # -- a micro-batch
     def run_micro_batch(self, number: int) -> None:
@@ -109,6 +126,8 @@ class _Player:
         meter = self._meter
         self._is_last = number == self._candidate.accumulation - 1
         meter.micro_batch = self._issue.micro_batch = number
+        keeps = number > 0 and not self._schedule.reduces(False)
+        self._adds = keeps and not any(w.sums_apart for w in self._weights)
         self._in_backward = False
         meter.phase = "forward"
         meter.add("inputs", self._tape.input_bytes)
@@ -125,7 +144,9 @@ class _Player:
         meter, unit = self._meter, self._units[work.unit]
         meter.phase, meter.unit = work.phase, work.unit
         # Where sums and gradients have one dtype, autograd adds to what is there, one by one.
-        adds = unit.sums > 0 and not unit.weight.sums_apart
+        # Gradients in a unit that has no parameters are those of another one.
+        is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
+        adds = is_sum and not unit.weight.sums_apart
         peak, net = _summed(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
         meter.touch(
             {
@@ -174,7 +195,20 @@ class _Player:
 
     def _close(self, unit: UnitDouble) -> None:
         unit.in_backward = False
+        self._claim_grads(unit)
         self._schedule.after_backward(unit, is_last=self._is_last)
+
+    def _claim_grads(self, unit: UnitDouble) -> None:
+        """Give a unit the gradients of its parameters that works of other units have written.
+
+        So those of a head whose output is the root's: the backward of both begins at once.
+        """
+        for other in self._units:
+            wanted = unit.weight.written_grads - unit.grads
+            surplus = other.grads - other.weight.written_grads
+            if min(wanted, surplus) > 0:
+                other.grads -= min(wanted, surplus)
+                unit.grads += min(wanted, surplus)
 
     def _end_backward(self) -> None:
         for unit in reversed(self._units):
@@ -228,7 +262,7 @@ class _Player:
 
     def _num_kernels(self) -> int:
         kernel = self._candidate.optimizer_kernel
-        num_tensors = sum(w.num_trained for w in self._weights) if kernel == "loop" else 1
+        num_tensors = sum(w.num_updated for w in self._weights) if kernel == "loop" else 1
         return num_tensors * (1 if kernel == "fused" else _UNFUSED_KERNELS)
 
     def _step_bytes(self, weight: Footprint) -> int:
@@ -252,14 +286,16 @@ class _Player:
     def result(self) -> Played:
         """Return the step as it was played."""
         peaks = self._meter.peaks()
-        host, nvme = self._offloading.bytes_away(self._weights)
+        host, pinned, nvme = self._offloading.bytes_away(self._weights)
         return Played(
             peak=max(peaks, key=lambda m: m.ledger.total),
             peaks=peaks,
             resting=self._meter.ledger(),
-            host_bytes=host,
+            host_bytes=host + pinned,
             nvme_bytes=nvme,
             program=self._issue.program(tuple(u.name for u in self._tape.units)),
+            pinned_bytes=pinned,
+            padding_bytes=sum(w.padding_bytes for w in self._weights),
         )
 
 

@@ -92,6 +92,12 @@ class RankRun:
         return _length(_without(_without(self._offloading, self._computing), self._communicating))
 
     @property
+    def idle_s(self) -> float:
+        """Seconds in which nothing worked, see Note [What is exposed]."""
+        busy = _length(self._computing) + self.exposed_s + self.exposed_offload_s
+        return max(0.0, self.step_s - busy)
+
+    @property
     def overlap(self) -> float:
         """Share of communication that computing hides, 0 to 1; 1 where there is none."""
         return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
@@ -108,6 +114,16 @@ class RankRun:
         for span in self.spans:
             phases[self.program.ops[span.op].phase] += span.end_s - span.start_s  # type: ignore[assignment]
         return phases
+
+    @cached_property
+    def stream_phase_s(self) -> Mapping[Stream, Mapping[str, float]]:
+        """Busy seconds by stream, and by phase on it."""
+        found: dict[Stream, dict[str, float]] = {}
+        for span in self.spans:
+            op = self.program.ops[span.op]
+            phases = found.setdefault(op.stream, {})
+            phases[op.phase] = phases.get(op.phase, 0.0) + span.end_s - span.start_s
+        return found
 
     @cached_property
     def unit_times(self) -> tuple[UnitTimes, ...]:

@@ -18,13 +18,10 @@ Future Generation Computer Systems 22(3), 2006.
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardwise.errors import ConfigError
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario
 
 _LARGEST_EXPONENT = 700.0  # exp() of more is no float
-_MAX_FAILURES = 100_000
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,6 @@ class Goodput:
     young_interval_s: float
     best_interval_s: float
     fraction_at_best: float
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """A run of ``num_steps`` kept steps, played failure by failure."""
-
-    num_steps: int
-    wall_s: float
-    fraction: float
-    num_failures: int
-    lost_steps: int
 
 
 def expected_goodput(step_s: float, scenario: Scenario) -> Goodput:
@@ -106,49 +92,6 @@ def best_interval_s(stall_s: float, mtbf_s: float) -> float:
         else:
             high = middle
     return low * mtbf_s
-
-
-def simulate_failures(step_s: float, scenario: Scenario, num_steps: int) -> SimulatedRun:
-    """Play a run of ``num_steps`` kept steps with failures at random moments, by the seed.
-
-    Every whole interval is followed by a save, and the beginning counts as saved.
-
-    **Cost** the number of failures, not of steps.
-    **Raises** ConfigError: as `expected_goodput`, or the run fails too often to ever end.
-    """
-    if num_steps < 1:
-        raise ConfigError(f"num_steps={num_steps}: expected 1 or more")
-    failures, saves, mtbf_s = _facts(step_s, scenario)
-    every = _steps_per_checkpoint(step_s, saves)
-    cycle_s = every * step_s + saves.stall_s
-    lag_s = saves.cost_s - saves.stall_s
-    back_s = failures.detect_s + failures.restart_s + saves.load_s
-    rng = np.random.default_rng(scenario.seed)
-    now_s, kept, num_failures, lost_steps = 0.0, 0, 0, 0
-    while True:
-        left = num_steps - kept
-        needed_s = left * step_s + left // every * saves.stall_s
-        alive_s = rng.exponential(mtbf_s)
-        if alive_s >= needed_s:
-            break
-        num_failures += 1
-        if num_failures > _MAX_FAILURES:
-            raise ConfigError(
-                f"failures.mtbf_hours={failures.mtbf_hours}: {_MAX_FAILURES} failures in "
-                f"{kept} kept steps; the job fails faster than it saves, save more often"
-            )
-        cycles, rest_s = divmod(alive_s, cycle_s)
-        done = min(left, int(cycles) * every + min(every, int(rest_s / step_s)))
-        saved = max(0, int((alive_s - lag_s) // cycle_s)) * every
-        lost_steps += done - saved
-        kept += saved
-        now_s += alive_s
-        while (survived_s := rng.exponential(mtbf_s)) < back_s:
-            num_failures += 1
-            now_s += survived_s
-        now_s += back_s
-    wall_s = now_s + needed_s
-    return SimulatedRun(num_steps, wall_s, num_steps * step_s / wall_s, num_failures, lost_steps)
 
 
 def _facts(step_s: float, scenario: Scenario) -> tuple[Failures, Checkpoints, float]:

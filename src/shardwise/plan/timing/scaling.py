@@ -1,6 +1,6 @@
 """How throughput grows with the number of ranks: a table, and a picture of it as SVG text."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, isfinite, log2, log10
@@ -84,13 +84,6 @@ def scaling_rows(points: Iterable[ScalingPoint]) -> tuple[ScalingRow, ...]:
         )
         for point in ordered
     )
-
-
-def sweep_ranks(
-    point_of: Callable[[int], ScalingPoint], ranks: Sequence[int]
-) -> tuple[ScalingRow, ...]:
-    """Return the table for the numbers of ranks, each simulated by ``point_of``."""
-    return scaling_rows(point_of(num_ranks) for num_ranks in ranks)
 
 
 def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:

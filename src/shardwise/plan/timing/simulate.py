@@ -69,6 +69,11 @@ class Simulated:
         return fmean(self.steps_s)
 
     @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches in the program; a step may have more, see Note [Long windows]."""
+        return 1 + max((op.micro_batch for op in self.program.ops), default=0)
+
+    @property
     def step_spread(self) -> Spread:
         """Spread of the step time over the steps."""
         return _spread(np.array(self.steps_s))

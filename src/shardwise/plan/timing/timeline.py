@@ -23,11 +23,13 @@ _STREAMS: tuple[Stream, ...] = get_args(Stream)
 Event = dict[str, Any]
 
 
-def chrome_trace(simulated: Simulated) -> dict[str, Any]:
+def chrome_trace(simulated: Simulated, num_micro_batches: int | None = None) -> dict[str, Any]:
     """Return the trace of the ranks that were written down: a process each, a thread per stream.
 
     Times are whole nanoseconds, so that events which follow each other do not overlap by rounding.
+    ``num_micro_batches``: those of the step, where fewer were simulated.
     """
+    shown = simulated.num_micro_batches
     first = min(run.begin_s for run in simulated.ranks)
     events: list[Event] = []
     for order, run in enumerate(simulated.ranks):
@@ -42,16 +44,18 @@ def chrome_trace(simulated: Simulated) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {
             "source": "shardwise simulate",
-            "step_s": simulated.step_s,
+            "simulated_s": simulated.step_s,
+            "num_simulated_micro_batches": shown,
+            "num_micro_batches": shown if num_micro_batches is None else num_micro_batches,
             "num_ranks": simulated.scenario.num_ranks,
         },
         "traceEvents": events,
     }
 
 
-def chrome_trace_json(simulated: Simulated) -> str:
+def chrome_trace_json(simulated: Simulated, num_micro_batches: int | None = None) -> str:
     """Return the trace as the text of a ``.json`` file."""
-    return json.dumps(chrome_trace(simulated))
+    return json.dumps(chrome_trace(simulated, num_micro_batches))
 
 
 def _process_events(run: RankRun, order: int, title: str) -> list[Event]:

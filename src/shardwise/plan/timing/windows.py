@@ -1,0 +1,89 @@
+"""How long the micro-batches of one step take on one pipeline stage, few of them played.
+
+Note [Long windows]
+The micro-batches of an accumulation window are alike but for the first and the last. A window
+longer than three is played with two and with three, and each further one adds the difference. What
+is read from disks from the step's begin on hides behind the whole window, not behind each of its
+micro-batches: there the window is played up to 32 of them.
+
+Note [Noise and long windows]
+The difference of two noisy steps is mostly noise. With jitter the difference is that of two quiet
+steps, times how much longer noise makes a step on average; so many steps are averaged that some
+thousands of operations are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.pricing import Pricer
+from shardwise.plan.model.tape import Tape
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
+from shardwise.plan.timing.scenario import Scenario
+from shardwise.plan.timing.simulate import Simulated, simulate
+
+_LONGEST_PLAYED = 3
+_LONGEST_WITH_DISKS = 32
+_AVERAGED_OPS = 20_000  # their mean is within a few per cent where sigma is 1
+_AVERAGED_RANK_OPS = 4_000_000  # many ranks need fewer: each waits for the slowest of many
+
+
+@dataclass(frozen=True)
+class Window:
+    """One stage's step, its neighbours aside.
+
+    ``played`` counts the traffic of all micro-batches; ``simulated`` has those that were played.
+    ``window_s`` is the whole step, ``micro_batch_s`` what one more micro-batch adds.
+    """
+
+    played: Played
+    simulated: Simulated
+    window_s: float
+    micro_batch_s: float
+
+
+def play_window(
+    tape: Tape, candidate: Candidate, prices: Pricer, scenario: Scenario | None
+) -> Window:
+    """Play and simulate a step of one stage.
+
+    **Cost** two plays; with jitter, up to a few thousand operations more on each rank.
+
+    **Source** see Notes [Long windows] and [Noise and long windows].
+    """
+
+    def run(accumulation: int, within: Scenario | None = scenario) -> tuple[Played, Simulated]:
+        played = play(tape, replace(candidate, accumulation=accumulation))
+        return played, simulate(played.program, prices.seconds, within, overlap=prices.overlap)
+
+    disks = "nvme" in (candidate.offload.params, candidate.offload.optimizer)
+    shown = min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
+    played, simulated = run(shown)
+    more = candidate.accumulation - shown
+    if not more and candidate.pipeline_parallel == 1:
+        return Window(played, simulated, simulated.step_s, simulated.step_s / shown)
+    quiet = scenario and replace(scenario, jitter_sigma=0.0)
+    # A window of one has no shorter one: there the difference is to that of two.
+    other, its_step = run(shown - 1 if shown > 1 else 2, quiet)
+    noisy = scenario is not None and scenario.jitter_sigma > 0
+    quiet_s = run(shown, quiet)[1].step_s if noisy else simulated.step_s
+    micro_batch_s = abs(quiet_s - its_step.step_s)
+    if scenario is not None and noisy and quiet_s > 0:
+        ops = min(_AVERAGED_OPS, _AVERAGED_RANK_OPS // scenario.num_ranks)
+        steps = max(scenario.num_steps, -(-ops // len(played.program.ops)))
+        micro_batch_s *= run(shown, replace(scenario, num_steps=steps))[1].step_s / quiet_s
+    window_s = simulated.step_s + more * micro_batch_s
+    if more:
+        program, less = played.program, other.program
+        sent = _extend(program.sent_bytes, less.sent_bytes, more)
+        num = _extend(program.num_collectives, less.num_collectives, more)
+        played = replace(played, program=replace(program, sent_bytes=sent, num_collectives=num))
+    return Window(played, simulated, window_s, micro_batch_s)
+
+
+def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
+    """Add ``more`` times what one more micro-batch added."""
+    return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}

@@ -1,0 +1,250 @@
+"""Tensor, pipeline and context degrees, long windows and noise: what a plan makes of them."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
+from shardwise.cli.plan import run_simulate
+from shardwise.cli.simulate import scenario_of
+from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.links import send_seconds
+from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.model.presets import find_preset
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.tape import Tape
+from shardwise.plan.planning import Plan, plan
+from shardwise.plan.report.facts import plan_facts
+from shardwise.plan.report.times import time_rows
+from shardwise.plan.request import SimulateRequest
+from shardwise.plan.step.play import play
+from shardwise.plan.timing.scenario import Scenario
+from shardwise.plan.timing.simulate import simulate
+
+DEEP = replace(SHAPE, layers=8)
+BOUNDARY = SEQ * SHAPE.dim * 2  # bytes of the stream, one window in bf16
+
+
+def played_in_full(made: Plan, tape: Tape, micro_batches: int) -> float:
+    """Return the step of one stage with so many micro-batches, all of them played."""
+    program = play(tape, replace(made.candidate, accumulation=micro_batches)).program
+    return simulate(program, Prices(made.cluster, made.candidate).seconds).step_s
+
+
+# -- pipelines
+def test_a_large_vocabulary_does_not_fit_on_the_last_stage() -> None:
+    preset = find_preset("gemma-2b")
+    candidate = Candidate(
+        stage=1,
+        num_shards=8,
+        pipeline_parallel=2,
+        micro_batch=8,
+        accumulation=2,
+        activation_checkpointing="full",
+    )
+    model = ShapedModel(preset.name, preset.shape, preset.seq)
+    made = plan(model, make_cluster("h100", 16), candidate)
+    logits = 8 * preset.seq * preset.shape.vocab
+    assert made.verdict == "will not fit"
+    assert made.played.peak.ledger.logits >= 12 * logits
+    assert any("last pipeline stage" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 9])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
+    accumulation: int, stages: int
+) -> None:
+    """Clipping and the optimizer come once; short windows have fewer sums of gradients."""
+    made = make_plan(
+        DEEP, num_shards=2, pipeline_parallel=stages, accumulation=accumulation, stage=1
+    )
+    through = accumulation + stages - 1
+    tapes = make_model(DEEP).tapes(made.candidate)
+    stage_s = [played_in_full(made, tape, through) for tape in tapes]
+    crosses = stages * 2 > 8
+    sends_s = through * 2 * send_seconds(BOUNDARY, crosses, made.cluster.node)
+    assert made.sends_s == pytest.approx(sends_s)
+    assert made.step_s == pytest.approx(
+        max(stage_s) + sends_s, rel=1e-6 if accumulation > 2 else 0.01
+    )
+
+
+def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
+    for vocab in (64, 100_000):
+        shape = replace(DEEP, vocab=vocab)
+        made = make_plan(shape, pipeline_parallel=4, accumulation=8)
+        totals = [
+            play(tape, replace(made.candidate, accumulation=3)).peak.ledger.total
+            for tape in make_model(shape).tapes(made.candidate)
+        ]
+        assert made.played.peak.ledger.total == max(totals)
+        assert (totals[1] > totals[0]) == (vocab == 100_000)
+
+
+def test_sends_between_nodes_take_longer_than_inside_one() -> None:
+    inside = make_plan(DEEP, pipeline_parallel=2, accumulation=4)
+    between = make_plan(
+        DEEP, make_cluster("h100", 2, gpus_per_node=1), pipeline_parallel=2, accumulation=4
+    )
+    assert between.sends_s > inside.sends_s > 0
+    quick = make_plan(
+        DEEP, faster(inside.cluster, links=100.0), pipeline_parallel=2, accumulation=4
+    )
+    assert quick.sends_s < inside.sends_s
+    assert inside.played.program.sent_bytes["pipeline.send"] == 4 * BOUNDARY
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_flops_are_of_the_whole_model_whatever_the_degrees(stages: int, tensor: int) -> None:
+    made = make_plan(DEEP, pipeline_parallel=stages, tensor_parallel=tensor, accumulation=3)
+    whole = make_plan(DEEP, accumulation=3)
+    assert made.flops_per_step == pytest.approx(whole.flops_per_step, rel=1e-6)
+
+
+def test_the_stages_of_a_pipeline_have_all_layers_once() -> None:
+    first, last = make_model(DEEP).tapes(Candidate(pipeline_parallel=3))
+    assert [u.name for u in first.units[1:]] == ["layers.0", "layers.1", "layers.2"]
+    assert [u.name for u in last.units[1:]] == ["layers.6", "layers.7"]
+
+
+# -- tensor and context
+def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too() -> None:
+    state = ("param_shards", "grad_shards", "optimizer_state")
+    split = make_plan(num_shards=4, context_parallel=2)
+    plain = make_plan(num_shards=8)
+    held = [[p.played.resting.lines()[name] for name in state] for p in (split, plain)]
+    assert held[0] == held[1]
+    assert sum(held[0]) == pytest.approx(12 * SHAPE.num_params / 8, rel=0.01)
+    alone = make_plan(num_shards=1, context_parallel=2)
+    for made in (split, alone):
+        assert made.played.program.sent_bytes["shard.reduce_scatter"] > 0
+    assert split.candidate.world_size == 8
+    assert split.tokens_per_step == 4 * SEQ
+
+
+def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
+    made = make_plan(num_shards=2, tensor_parallel=2, context_parallel=2, accumulation=5)
+    sent, num = made.played.program.sent_bytes, made.played.program.num_collectives
+    # Two all-reduces forward and two backward, each 2 (t - 1) / t of the part of the stream.
+    one = 2 * (2 - 1) * (SEQ // 2) * SHAPE.dim * 2 // 2
+    assert sent["tensor.all_reduce"] == 5 * SHAPE.layers * 4 * one
+    assert num["tensor.all_reduce"] == 5 * SHAPE.layers * 4
+    assert sent["context.send"] > 0
+    assert set(made.model_parallel_s) == {"tensor", "context"}
+    assert 0 < sum(made.model_parallel_s.values()) < made.simulated.compute_s
+    assert not make_plan(num_shards=2).model_parallel_s
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ({"tensor_parallel": 3}, ["tensor_parallel=3", "4 heads"]),
+        ({"tensor_parallel": 8}, ["tensor_parallel=8", "4 heads"]),
+        ({"pipeline_parallel": 4}, ["pipeline_parallel=4", "3 layers"]),
+        ({"context_parallel": 3}, ["context_parallel=3", "64 tokens"]),
+    ],
+)
+def test_a_degree_that_the_shape_cannot_have_is_refused(
+    degrees: dict[str, int], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_plan(**degrees)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_key_heads_may_be_fewer_than_tensor_ranks_and_a_vocabulary_is_padded() -> None:
+    made = make_plan(replace(SHAPE, kv_heads=2, vocab=321), tensor_parallel=4)
+    table = next(iter(make_model(replace(SHAPE, vocab=321)).tape(made.candidate).units[0].params))
+    assert table.shape[0] == 81
+    with pytest.raises(ConfigError, match=r"tensor_parallel=2.*3 key-value heads"):
+        make_plan(replace(SHAPE, heads=6, kv_heads=3), tensor_parallel=2)
+
+
+# -- long windows
+def test_a_long_window_says_how_much_of_it_was_simulated() -> None:
+    made = make_plan(num_shards=4, accumulation=16)
+    time = plan_facts(made)["time"]
+    assert (time["num_simulated_micro_batches"], time["num_micro_batches"]) == (3, 16)
+    assert time["simulated_s"] < time["step_s"]
+    share = made.simulated.exposed_s / made.simulated.step_s
+    assert made.exposed_s == pytest.approx(share * made.step_s)
+    assert time["step_exposed_communication_s"] == made.exposed_s
+
+
+def test_noise_in_a_long_window_is_averaged_not_multiplied() -> None:
+    def seconds(sigma: float, seed: int) -> float:
+        scenario = Scenario(num_shards=4, jitter_sigma=sigma, seed=seed)
+        candidate = Candidate(num_shards=4, accumulation=1000)
+        return plan(make_model(), cluster_of_ranks(4), candidate, scenario=scenario).step_s
+
+    noisy = [seconds(1.0, seed) for seed in range(6)]
+    assert max(noisy) / min(noisy) < 1.1
+    assert min(noisy) > 1.05 * seconds(0.0, 0)  # ranks wait for the unluckiest
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_shards": 4, "accumulation": 2},
+        {"num_shards": 2, "num_replicas": 2, "stage": 2},
+        {"num_shards": 2, "offload": Offload("host", "nvme"), "accumulation": 2},
+        {"num_shards": 2, "tensor_parallel": 2, "pipeline_parallel": 3},
+    ],
+)
+def test_the_lines_of_the_time_table_add_up(settings: dict[str, Any]) -> None:
+    made = make_plan(**settings)
+    rows = time_rows(made)
+    seconds = {row.name: row.seconds for row in rows if not row.is_part}
+    names = ("computing", "waiting for communication", "waiting for offload", "idle")
+    assert sum(seconds.get(name, 0.0) for name in names) == pytest.approx(seconds["all of it"])
+    assert seconds["all of it"] == pytest.approx(made.simulated.step_s)
+    parts: dict[str, list[float]] = {}
+    for row in rows:
+        if not row.is_part:
+            head = parts.setdefault(row.name, [])
+        elif not row.name.startswith("of it"):
+            head.append(row.seconds)
+    assert sum(parts["computing"]) == pytest.approx(seconds["computing"])
+    facts = plan_facts(made)["time"]
+    keys = ("compute_s", "exposed_communication_s", "exposed_offload_s", "idle_s")
+    assert sum(facts[key] for key in keys) == pytest.approx(facts["simulated_s"])
+
+
+# -- the simulate command
+def test_simulate_says_how_much_was_simulated_everywhere(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    flags = ["--ranks", "16", "--accumulation", "16", "--tensor-parallel", "2"]
+    assert run_simulate(["llama-3-8b", *flags, "--trace", str(trace)]) == 0
+    assert "of 3 of the 16 micro-batches" in " ".join(capsys.readouterr().out.split())
+    about = json.loads(trace.read_text())["otherData"]
+    assert (about["num_simulated_micro_batches"], about["num_micro_batches"]) == (3, 16)
+
+
+def test_all_devices_of_a_models_copy_may_fail() -> None:
+    request = SimulateRequest(mtbf_hours=8000.0)
+    plain = scenario_of(request, Candidate(num_shards=64))
+    split = scenario_of(request, Candidate(num_shards=8, tensor_parallel=4, pipeline_parallel=2))
+    assert plain.failures is not None
+    assert split.failures is not None
+    jobs = [s.failures.mtbf_hours / s.num_ranks for s in (plain, split) if s.failures]
+    assert jobs[0] == jobs[1] == 8000 / 64
+
+
+def test_a_save_takes_what_the_hosts_link_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for gpu in ("a100", "gh200"):  # PCIe 4 beside NVLink-C2C
+        arguments = f"llama-3-8b --ranks 8 --gpu {gpu} --tensor-parallel 2 --mtbf-hours 1000"
+        assert run_simulate([*arguments.split(), "--json"]) == 0
+        goodput = json.loads(capsys.readouterr().out)["goodput"]
+        found.append(goodput["checkpoint_fraction"] / goodput["kept_fraction"])
+    host = [make_cluster(gpu, 8).node.host.device_link for gpu in ("a100", "gh200")]
+    rates = [link.achieved_bytes_per_s for link in host]
+    assert found[0] / found[1] == pytest.approx(rates[1] / rates[0], rel=0.02)
