@@ -18,6 +18,7 @@ Reading order, which is also the import order (a file imports only from what sta
     checkpoint/               state on disk: written, committed, found, checked, read
     convert/                  other people's checkpoints, in and out
     train/                    the recipe behind `shardwise train`
+    interop/                  other libraries: fully_shard, DeepSpeed, Hugging Face, Lightning ...
     cli/                      parse, call, print
 
 Names are imported on first use, so that the command line answers without loading torch.

@@ -13,16 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.bench.glue import Chain
 from shardwise.bench.together import Stopwatch
 from shardwise.plan.machine.calibration import Curve
-from shardwise.plan.model.tracking import Tracker
 
 _HEAD_DIM, _HEADS = 64, 4
 _LINEARS = 4
 _GLUE_NUMELS = [1 << i for i in (10, 12, 14, 16, 18, 20, 22, 24)]
-_BLOCKS = 64  # at most, and no more than keep so many bytes alive: as many as a model's step does
-_GLUE_BYTES = 128 << 20
-_SAVED_PER_BLOCK = 8
 
 
 def matmul_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
@@ -74,54 +71,20 @@ def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
 def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
     """Measure what a decoder's block does beside products: norm, rotation, gate, residual.
 
-    Sizes are bytes read and written per operation, counted as a tape counts them.
+    Sizes are bytes read and written per operation, counted as a tape counts them. See
+    Note [Between products].
     """
     name = f"memory.{{}}.{_name(dtype)}"
     points: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
-
-    def measure(numel: int) -> Sequence[float]:
-        forward, leaves = _glue(watch, numel, dtype)
-        with Tracker(lambda: None) as tracker:
-            output = forward()
-            ahead = tracker.take_costs()
-            output.backward(torch.ones_like(output))
-            back = tracker.take_costs()
-        del output, tracker
-        parts = watch.parts(_both_ways(watch, forward, leaves))
-        for way, costs, seconds in zip(points, (ahead, back), parts, strict=True):
-            num_ops = sum(c.num_ops for c in costs)
-            size = sum(c.moved_bytes for c in costs) / num_ops
+    quick = watch.pace.num_windows == 1
+    for numel in _GLUE_NUMELS[:3] if quick else _GLUE_NUMELS:
+        chain = Chain(watch, numel, dtype)
+        for way, (costs, seconds) in zip(points, chain.measure(), strict=True):
+            glue = [c for c in costs if c.kind == "memory"]
+            num_ops = sum(c.num_ops for c in glue)
+            size = sum(c.moved_bytes for c in glue) / num_ops
             points[way].append((size, seconds / num_ops))
-        return parts
-
-    for numel in _GLUE_NUMELS if watch.pace.num_windows > 1 else _GLUE_NUMELS[:3]:
-        measure(numel)
     return {name.format(way): Curve.through("bytes", found) for way, found in points.items()}
-
-
-def _glue(
-    watch: Stopwatch, numel: int, dtype: torch.dtype
-) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """Return a chain of blocks without their products over [tokens, dim], and its leaves."""
-    dim = min(1024, max(64, 1 << round(math.log2(numel) / 2)))
-    tokens = max(1, numel // dim)
-    start = _random(watch, (tokens, dim), dtype, True)
-    gate = _random(watch, (tokens, dim), dtype, True)
-    num_blocks = min(_BLOCKS, max(2, _GLUE_BYTES // (start.nbytes * _SAVED_PER_BLOCK)))
-    weights = [_random(watch, (dim,), dtype, True) for _ in range(num_blocks)]
-    angles = torch.rand(tokens, dim // 2, device=watch.device)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def forward() -> Tensor:
-        stream = start
-        for weight in weights:
-            normed = F.rms_norm(stream, (dim,), weight)
-            first, second = normed.chunk(2, dim=-1)
-            turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-            stream = stream + F.silu(turned) * gate
-        return stream
-
-    return forward, [start, gate, *weights]
 
 
 def _both_ways(

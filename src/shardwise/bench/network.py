@@ -17,6 +17,8 @@ from shardwise.plan.machine.calibration import Curve
 
 _PAYLOADS = [1 << i for i in range(12, 28, 2)]  # 4 KiB to 64 MiB
 _OVERLAP_PAYLOAD = 16 << 20
+_OVERLAP_MESSAGES = 8
+_TIMES_LONGER = 3
 _NUM_MESSAGES = 16
 _MESSAGE_PAYLOAD = 8 << 20
 _ITEM_BYTES = 4
@@ -100,31 +102,33 @@ def message_seconds(watch: Stopwatch) -> float:
 
 
 def measure_overlap(watch: Stopwatch) -> float:
-    """Return how much of a collective is hidden behind a computation of the same length.
+    """Return how much of a collective is hidden behind a computation that lasts longer.
 
-    1 when both together take as long as either, 0 when they take as long as one after the other.
+    1 when both together take as long as the computation, 0 when they take as long as one after the
+    other, less when they take longer: then they empty each other's caches, or ranks wait for each
+    other. The mean over both collectives of the engine, in as many messages as a unit has.
     """
-    start = Network(watch, watch.num_ranks).starter("all_gather", _OVERLAP_PAYLOAD)
-    product = _products(watch)
-    alone = watch.seconds(lambda: start().wait(), in_step=True)
-    count = max(1, round(alone / watch.seconds(product)))
+    network, product = Network(watch, watch.num_ranks), _products(watch)
+    hidden = []
+    for kind in ("all_gather", "reduce_scatter"):
+        start = network.starter(kind, _OVERLAP_PAYLOAD, _OVERLAP_MESSAGES)
+        alone = network.seconds(kind, _OVERLAP_PAYLOAD, _OVERLAP_MESSAGES)
+        count = max(1, round(_TIMES_LONGER * alone / watch.seconds(product, in_step=True)))
 
-    def compute() -> None:
-        for _ in range(count):
-            product()
+        def compute(count: int = count) -> None:
+            for _ in range(count):
+                product()
 
-    def both() -> None:
-        pending = start()
-        compute()
-        pending.wait()
+        def both(start: Callable[[], Pending] = start) -> None:
+            pending = start()
+            compute()
+            pending.wait()
 
-    alone = watch.seconds(lambda: start().wait(), in_step=True)
-    computing = watch.seconds(compute, in_step=True)
-    together = watch.seconds(both, in_step=True)
-    hidden = (alone + computing - together) / min(alone, computing)
-    return min(1.0, max(0.0, hidden))
+        computing = watch.seconds(compute, in_step=True)
+        hidden.append(1 - (watch.seconds(both, in_step=True) - computing) / alone)
+    return min(1.0, max(-1.0, sum(hidden) / len(hidden)))
 
 
 def _products(watch: Stopwatch) -> Callable[[], object]:
-    left, right = (torch.ones(256, 256, device=watch.device) for _ in range(2))
+    left, right = (torch.ones(512, 512, device=watch.device) for _ in range(2))
     return lambda: F.linear(left, right)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 
@@ -31,6 +32,8 @@ class Pace:
     most_s: float
     longest_call_s: float
 
+
+_CALLS_PER_WINDOW = 6  # a call that a window cuts off is not counted; let it be one of several
 
 FULL = Pace(0.05, 5, 0.5, 0.03)
 QUICK = Pace(0.005, 1, 0.05, 0.002)
@@ -61,18 +64,21 @@ class Stopwatch:
     def parts(self, work: Callable[[], Sequence[float]], *, in_step: bool = False) -> list[float]:
         """Return the seconds of each part of ``work``, which times its parts itself.
 
-        The lower quartile of the windows, since other processes only add, and the mean over the
-        ranks; see Note [All ranks at once]. With ``in_step`` all ranks make the same number of
-        calls, as they must if ``work`` communicates.
+        The mean of the windows and of the ranks: a step is a sum of many such parts, and of all
+        averages only means can be added; see Note [All ranks at once]. With ``in_step`` all ranks
+        make the same number of calls, as they must if ``work`` communicates.
         """
         work()
         pace = self.pace
         (call_s,) = self.mean([sum(work())])
-        calls = max(1, math.ceil(pace.window_s / call_s)) if in_step else None
-        num_windows = max(1, min(pace.num_windows, int(pace.most_s / max(call_s, pace.window_s))))
-        windows = [self._window(work, calls) for _ in range(num_windows)]
-        quartile = (num_windows - 1) // 4
-        return self.mean([sorted(part)[quartile] for part in zip(*windows, strict=True)])
+        window_s = max(pace.window_s, _CALLS_PER_WINDOW * call_s)
+        num_windows = max(1, min(pace.num_windows, int(pace.most_s / window_s)))
+        if in_step:
+            count = max(1, math.ceil(window_s / call_s))
+            windows = [self._calls(work, count) for _ in range(num_windows)]
+        else:
+            windows = [self._window(work, window_s, call_s) for _ in range(num_windows)]
+        return self.mean([mean(part) for part in zip(*windows, strict=True)])
 
     def seconds(self, work: Callable[[], object], *, in_step: bool = False) -> float:
         """Return the seconds of one call of ``work``; see `parts`."""
@@ -84,13 +90,25 @@ class Stopwatch:
 
         return self.parts(timed, in_step=in_step)[0]
 
-    def _window(self, work: Callable[[], Sequence[float]], num_calls: int | None) -> list[float]:
+    def _calls(self, work: Callable[[], Sequence[float]], count: int) -> list[float]:
         self.wait_for_all()
-        end = time.perf_counter() + self.pace.window_s
+        return _means([work() for _ in range(count)])
+
+    def _window(
+        self, work: Callable[[], Sequence[float]], window_s: float, call_s: float
+    ) -> list[float]:
+        """Return the means of the calls within a window; go on until all ranks are through theirs.
+
+        A rank that rested while others measure would leave them its share of the cores.
+        """
+        self.wait_for_all()
+        end = time.perf_counter() + window_s
         calls = [work()]
-        while time.perf_counter() < end if num_calls is None else len(calls) < num_calls:
-            calls.append(work())
-        return [sum(part) / len(calls) for part in zip(*calls, strict=True)]
+        while time.perf_counter() < end + call_s:
+            call = work()
+            if time.perf_counter() < end:
+                calls.append(call)
+        return _means(calls)
 
     def sweep(
         self, sizes: Sequence[int], measure: Callable[[int], Sequence[float]]
@@ -103,3 +121,8 @@ class Stopwatch:
             if len(found) > 1 and sum(parts) > self.pace.longest_call_s:
                 break
         return found
+
+
+def _means(calls: Sequence[Sequence[float]]) -> list[float]:
+    """Return the mean of each part over the calls."""
+    return [mean(part) for part in zip(*calls, strict=True)]

@@ -85,7 +85,8 @@ class Calibration:
 
     ``curves`` are by name: ``matmul.forward.float32``, ``all_gather.2`` and so on. ``overlap`` is
     the share of the shorter of a collective and a computation that is hidden when both run: 1 where
-    a collective costs the computation nothing, 0 where the two take as long as one after the other.
+    a collective costs the computation nothing, 0 where the two take as long as one after the other,
+    below 0 where they take longer together.
     ``message_s`` is what each further message of a collective adds, ``unit_forward_s`` and
     ``unit_backward_s`` what the engine's host code adds to a unit's pass, ``checkpoint_s`` what
     activation checkpointing adds to a block beside running it again. ``process_bytes`` is resident
@@ -174,9 +175,9 @@ class _Reader:
 
     def calibration(self, values: Mapping[str, Any]) -> Calibration:
         found = self._curves(values.get("curves"))
-        overlap = self.number(values, "overlap", zero=True)
-        if overlap > 1:
-            raise self.fail("overlap", "a share from 0 to 1", overlap)
+        overlap = values.get("overlap")
+        if not isinstance(overlap, int | float) or not -1 <= overlap <= 1:
+            raise self.fail("overlap", "a share from -1 to 1", overlap)
         return Calibration(
             host=self._host(values.get("host")),
             measured_at=self.text(values, "measured_at"),

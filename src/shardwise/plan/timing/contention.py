@@ -4,7 +4,8 @@ Note [Overlap is not free]
 gloo's threads copy on the cores that compute, and NCCL's kernels take multiprocessors. One number,
 ``overlap``, says how much of that is hidden: while an operation of the device or the host's cores
 and a collective both run, each goes at the rate 1 / (2 - overlap) of its own. Started together and
-equally long, two operations then take 2 - overlap times as long: 1 hides everything, 0 nothing.
+equally long, two operations then take 2 - overlap times as long: 1 hides everything, 0 nothing,
+and below 0 they take longer together than one after the other, as they empty each other's caches.
 The longer times are computed once, for a rank among equals; where ranks differ, they are an
 approximation.
 """

@@ -151,8 +151,8 @@ def simulate(
     **Raises** ConfigError: an operation's time, the overlap or a rank is out of range.
     """
     scenario = scenario or Scenario()
-    if not 0 <= overlap <= 1:
-        raise ConfigError(f"overlap={overlap!r}: expected 0 (nothing hidden) to 1 (all hidden)")
+    if not -1 <= overlap <= 1:
+        raise ConfigError(f"overlap={overlap!r}: expected -1 to 1 (0: nothing is hidden, 1: all)")
     for rank in ranks or ():
         if not 0 <= rank < scenario.num_ranks:
             raise ConfigError(f"ranks: got {rank}, expected 0 to {scenario.num_ranks - 1}")

@@ -1,0 +1,51 @@
+"""Versions of other libraries: read rightly, named when untested, missed with a remedy."""
+
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import ConfigError
+from shardwise.interop.versions import TESTED, load_neighbour, minor_of, warn_if_untested
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.3"])
+def test_a_version_in_the_tested_range_gives_no_warning(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    installed(monkeypatch, version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_untested("torch")
+
+
+@pytest.mark.parametrize("version", ["2.10.9", "2.16.0.dev20261101", "3.0"])
+def test_a_version_outside_the_tested_range_is_named_with_that_range(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    installed(monkeypatch, version)
+    with pytest.warns(UserWarning, match=rf"torch {version}.*2\.11 to 2\.15"):
+        warn_if_untested("torch")
+
+
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"nothere.*pip install 'shardwise\[nothere\]'"):
+        load_neighbour("nothere", "this test")
+    (tmp_path / "halfthere.py").write_text("import nothere")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="nothere"):  # its own trouble, told as it is
+        load_neighbour("halfthere", "this test")
+
+
+def test_every_tested_range_can_be_read_and_runs_upwards() -> None:
+    for first, last in TESTED.values():
+        assert minor_of(first) <= minor_of(last)
+    with pytest.raises(ConfigError, match="'main'"):
+        minor_of("main")
