@@ -63,8 +63,8 @@ def build_trainer(name: str, model: nn.Module, settings: Settings) -> Trainer:
     """Build an engine by the name of its case."""
     if name in ("ddp", "ddp+zero"):
         return _build_ddp(model, settings, shards_state=name == "ddp+zero")
-    if name == "fsdp2":
-        return _build_fsdp2(model, settings)
+    if name in ("fsdp2", "fully_shard"):
+        return _build_fsdp2(model, settings, ours=name == "fully_shard")
     return _build_shardwise(model, settings, int(name.removeprefix("stage")))
 
 
@@ -96,10 +96,14 @@ def _build_ddp(model: nn.Module, settings: Settings, shards_state: bool) -> Trai
     return Trainer(wrapped, optimizer, micro_batch, state_bytes)
 
 
-def _build_fsdp2(model: Any, settings: Settings) -> Trainer:
+def _build_fsdp2(model: Any, settings: Settings, ours: bool) -> Trainer:
+    import torch.distributed.fsdp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    import shardwise
+
+    fully_shard: Any = shardwise.fully_shard if ours else torch.distributed.fsdp.fully_shard
     mesh = init_device_mesh("cpu", (settings.num_ranks,))
     policy = MixedPrecisionPolicy()
     if settings.precision == "bf16":

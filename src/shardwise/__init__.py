@@ -3,6 +3,7 @@
 Reading order, which is also the import order (a file imports only from what stands above it)::
 
     errors, quantities        what is raised; how bytes are written
+    versions                  which versions of other libraries were tested
     keys                      keys of files and flags, checked, with errors for people
     device                    what differs between devices
     stages                    the table of stages
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from shardwise.engine.describe import describe
     from shardwise.engine.gathered import gathered
     from shardwise.engine.replicas import check_replicas
+    from shardwise.interop.deepspeed.settings import from_deepspeed
+    from shardwise.interop.fsdp2.api import fully_shard
     from shardwise.unit.tensor import ShardTensor
 
 _HOMES = {
@@ -44,6 +47,8 @@ _HOMES = {
     "accumulate": "shardwise.engine.accumulate",
     "check_replicas": "shardwise.engine.replicas",
     "describe": "shardwise.engine.describe",
+    "from_deepspeed": "shardwise.interop.deepspeed.settings",
+    "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
     "load": "shardwise.checkpoint.single",
     "save": "shardwise.checkpoint.single",
@@ -59,6 +64,8 @@ __all__ = [
     "accumulate",
     "check_replicas",
     "describe",
+    "from_deepspeed",
+    "fully_shard",
     "gathered",
     "load",
     "save",

@@ -1,10 +1,11 @@
-"""The table of stages: how long full parameters and gradients live. No torch.
+"""The table of stages: how long full parameters and gradients live; what one unit adds. No torch.
 
 A stage is a row of data, and nothing else in the package branches on the stage's number.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ReduceEvery = Literal["step", "micro_batch"]
 
@@ -30,3 +31,20 @@ STAGES = (
     Stage(2, True, False, False, "micro_batch"),
     Stage(3, True, True, True, "micro_batch"),
 )
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """What may differ from unit to unit: its row of the table, and what is gathered ahead of it.
+
+    ``keeps_last``: the root, and the unit whose backward comes next, stay full after forward.
+    ``stays_full``: backward's end leaves the full parameters, for the next forward of a window.
+    ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: those that
+    the recorded order expects).
+    """
+
+    stage: Stage
+    keeps_last: bool = True
+    stays_full: bool = False
+    forward_prefetch: Sequence[Any] | None = None
+    backward_prefetch: Sequence[Any] | None = None

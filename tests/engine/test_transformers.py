@@ -96,6 +96,28 @@ def test_transformers_models_take_the_plain_steps(name: str) -> None:
     run_ranks(compare_model, 2, name, SETTINGS + flat, timeout_s=120)
 
 
+def compare_vit(rank: int, world_size: int) -> None:
+    """A model of pictures, with a convolution outside its layers."""
+    sizes = {k: v for k, v in TINY.items() if k != "vocab_size"}
+    config = transformers.ViTConfig(**sizes, intermediate_size=24, image_size=16, patch_size=8)
+
+    def make_vit() -> nn.Module:
+        return transformers.ViTForImageClassification(config)
+
+    def loss_of(model: nn.Module, pixels: Tensor) -> Tensor:
+        loss: Tensor = model(pixel_values=pixels, labels=torch.tensor([0, 1])).loss
+        return loss
+
+    def pictures(random: torch.Generator) -> Tensor:
+        return torch.randn(2, 3, 16, 16, generator=random)
+
+    compare(rank, world_size, make_vit, SETTINGS, loss_of, make_batch=pictures, num_steps=2)
+
+
+def test_a_model_of_pictures_takes_the_plain_steps() -> None:
+    run_ranks(compare_vit, 2, timeout_s=120)
+
+
 def find_units(rank: int, world_size: int, name: str) -> list[str]:
     model = shard(MODELS[name][0](), stage=3)
     return [unit.name for unit in describe(model).units]

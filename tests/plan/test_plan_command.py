@@ -204,6 +204,26 @@ def test_the_winner_of_a_search_is_written_and_never_offloads(
     assert load_config(path, {}).stage == facts["winner"]["candidate"]["stage"]
 
 
+def test_the_optimizer_of_a_run_is_planned_and_written(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.yaml"
+    assert run_plan(["demo", "--ranks", "2", "--optimizer", "sgd", "--write", str(path)]) == 0
+    assert load_config(path, {}).optimizer == "sgd"
+    capsys.readouterr()
+
+    def state_bytes(*lines: str) -> int:
+        path.write_text(tiny.read_text() + "".join(f"\n{line}" for line in lines))
+        assert run_plan([str(path), "--ranks", "2", "--json"]) == 0
+        peak = json.loads(capsys.readouterr().out)["memory"]["peak"]
+        found: int = peak["lines_bytes"]["optimizer_state"]
+        return found
+
+    momentum = state_bytes("optimizer: sgd", "optimizer_options: {momentum: 0.9}")
+    assert state_bytes("optimizer: sgd") == 0
+    assert 2 * momentum < state_bytes() < 2.1 * momentum  # AdamW's two moments, and its steps
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
@@ -211,7 +231,7 @@ def test_the_winner_of_a_search_is_written_and_never_offloads(
         (["demo", "--offload-optimizer", "host"], "offload"),
         (["demo", "--tensor-parallel", "2"], "tensor"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
-        (["demo", "--optimizer", "sgd"], "'sgd'"),
+        (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),
     ],
 )

@@ -36,7 +36,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("dim: wide\n", ["dim: expected a valid integer", "'wide'"]),
         ("dim: -1\n", ["dim: expected greater than 0", "-1"]),
         ("stage: 4\n", ["stage: expected 0, 1, 2 or 3", "4"]),
-        ("schedule: cosin\n", ["expected 'constant', 'cosine' or 'linear'", "mean 'cosine'"]),
+        ("schedule: cosin\n", ["expected 'constant', 'cosine', 'linear'", "mean 'cosine'"]),
         ("dim: 60\nheads: 8\n", ["heads: expected dim / heads", "60"]),
         ("kv_heads: 3\n", ["kv_heads: expected a divisor of heads 8", "3"]),
         ("steps: 5\nwarmup_steps: 6\n", ["warmup_steps: expected at most steps 5", "6"]),

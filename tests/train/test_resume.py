@@ -37,6 +37,13 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (3, {"stage": 1, "precision": "fp16", "layout": "rows", "accumulation": 2}),
     (3, {"stage": 2, "precision": "fp32", "layout": "flat", "reduce_every": "step"}),
     (3, {"stage": 3, "precision": "bf16", "layout": "flat", "accumulation": 2, "tied_head": True}),
+    (1, {"precision": "fp32", "optimizer": "sgd", "warmup_steps": 0, "schedule": "WarmupLR"}),
+    (
+        2,
+        {"precision": "fp32", "optimizer": "radam", "optimizer_options": {"eps": 1e-5}}
+        | {"schedule": "OneCycle", "warmup_steps": 0}
+        | {"schedule_options": {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2}},
+    ),
 ]
 
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from shardwise.train.config import TrainConfig
+from shardwise.errors import ConfigError
+from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.schedule import learning_rate
 
 
@@ -35,3 +36,42 @@ def test_cosine_is_a_cosine() -> None:
 def test_a_run_of_warm_up_only_never_divides_by_zero() -> None:
     config = TrainConfig(lr=1.0, steps=3, warmup_steps=3)
     assert learning_rate(config, 3) == 1.0
+
+
+def test_a_curve_of_deepspeed_has_its_own_options_and_ends_with_the_run() -> None:
+    config = TrainConfig(
+        lr=0.5, steps=12, schedule="WarmupCosineLR", schedule_options={"warmup_num_steps": 4}
+    )
+    rates = [learning_rate(config, step) for step in range(1, 14)]
+    assert rates[:2] == [0.0, 0.0] and max(rates) == rates[4] == 0.5
+    assert rates[-1] == pytest.approx(0.5 * 1e-4)  # total_num_steps is that of the run
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"schedule": "OneCycle"}, "OneCycle needs cycle_min_lr"),
+        ({"schedule": "WarmupLR", "warmup_steps": 3}, "leave warmup_steps and min_lr out"),
+        ({"schedule_options": {"warmup_num_steps": 3}}, "expected one of WarmupLR"),
+        (
+            {"schedule": "WarmupLR", "schedule_options": {"warmup_steps": 3}},
+            "did you mean 'warmup_num_steps'",
+        ),
+        (
+            {"schedule": "LRRangeTest", "schedule_options": {"lr_range_test_min_lr": [1, 2]}},
+            "one value each",
+        ),
+        ({"optimizer_options": {"epsilon": 1}}, "unknown argument 'epsilon' of AdamW"),
+        ({"optimizer_options": {"lr": 1}}, "lr has keys of its own"),
+        ({"optimizer_options": "[1]"}, "expected `{name: value"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(keys: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, keys)
+
+
+def test_options_come_from_a_flag_as_from_a_file() -> None:
+    flags = {"optimizer": "sgd", "optimizer_options": "{momentum: 0.9, dampening: 1e-3}"}
+    config = load_config(None, flags)
+    assert config.optimizer_options == {"momentum": 0.9, "dampening": 1e-3}

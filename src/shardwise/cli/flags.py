@@ -18,20 +18,22 @@ def run_with_flags(
     arguments: Sequence[str],
     name: str,
     run: Callable[..., int],
+    beside: Sequence[inspect.Parameter] = (),
 ) -> int:
     """Parse ``arguments`` as flags of ``keys`` after one positional argument; run; return a code.
 
     ``run`` is called with the positional argument by its name, and with the flags that were given;
-    its docstring is the help's text.
+    its docstring is the help's text. ``beside`` are flags that are no keys: they come by name.
     """
     outcome: list[int] = []
 
     def command(**values: Any) -> None:
         given = {key: value for key, value in values.items() if value is not None}
         positional = given.pop(argument.name, None)
-        outcome.append(run(positional, given))
+        others = {p.name: given.pop(p.name) for p in beside if p.name in given}
+        outcome.append(run(positional, given, **others))
 
-    signature = _signature(keys, argument)
+    signature = _signature(keys, [argument, *beside])
     command.__doc__ = run.__doc__
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
@@ -41,8 +43,7 @@ def run_with_flags(
     return outcome[0] if outcome else int(code or 0)
 
 
-def _signature(keys: type[BaseModel], argument: inspect.Parameter) -> inspect.Signature:
-    parameters = [argument]
+def _signature(keys: type[BaseModel], parameters: list[inspect.Parameter]) -> inspect.Signature:
     for key, field in keys.model_fields.items():
         extra = field.json_schema_extra
         panel = str(extra["panel"]) if isinstance(extra, dict) else None
@@ -73,6 +74,8 @@ def _flag_type(annotation: Any) -> tuple[Any, str | None]:
         return str, annotation.__name__.upper()
     if get_origin(annotation) is tuple:
         return str, "NAME,..."
+    if get_origin(annotation) is dict:
+        return str, "{NAME: VALUE, ...}"
     options = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is not Literal and options:
         kinds = [_flag_type(option) for option in options]

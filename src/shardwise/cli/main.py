@@ -39,6 +39,14 @@ def _train(context: typer.Context) -> None:
     raise typer.Exit(run_command(context.args))
 
 
+@app.command("convert", add_help_option=False, context_settings=_PASSED_ON)
+def _convert(context: typer.Context) -> None:
+    """Turn a DeepSpeed JSON or accelerate's YAML into a YAML of `train`, or back."""
+    from shardwise.cli.convert import run_command
+
+    raise typer.Exit(run_command(context.args))
+
+
 @app.command("plan", add_help_option=False, context_settings=_PASSED_ON)
 def _plan(context: typer.Context) -> None:
     """Tell what fits, how fast it will be and why, before a run and without a device."""

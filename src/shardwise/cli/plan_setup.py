@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.plan_write import train_config_of
+from shardwise.cli.plan_write import planned_optimizer, train_config_of
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate, Offload
@@ -208,6 +208,7 @@ def _of_train(config: TrainConfig) -> dict[str, Any]:
     )
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
+    found["optimizer"] = planned_optimizer(config)
     return {name: value for name, value in found.items() if value is not None}
 
 

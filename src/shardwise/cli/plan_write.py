@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of
 from shardwise.plan.candidate import Candidate, Offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
+from shardwise.plan.sizes import OPTIMIZERS
 from shardwise.train.config import TrainConfig, dump_config
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
+_WRITABLE = ("adamw", "adam", "sgd")  # names that a plan and a run share
 
 
 def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
@@ -41,6 +44,21 @@ def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
     )
 
 
+def planned_optimizer(config: TrainConfig) -> str:
+    """Return the planner's name for a run's optimizer: by the state that it keeps.
+
+    **Raises** ConfigError where a plan knows no such state.
+    """
+    name = str(config.optimizer)
+    if name == "sgd" and (config.optimizer_options or {}).get("momentum"):
+        return "sgd_momentum"
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer: a plan has {', '.join(OPTIMIZERS)}; got {name!r} in the file of the run"
+        )
+    return name
+
+
 def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
     """Check that `shardwise train` can run a candidate, before anything is planned.
 
@@ -62,16 +80,23 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
         )
     if candidate.activation_checkpointing == "selective":
         raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
-    if candidate.optimizer != "adamw":
-        raise ConfigError(f"write: `shardwise train` has AdamW, got {candidate.optimizer!r}")
+    if candidate.optimizer not in (planned_optimizer(config), *_WRITABLE):
+        raise ConfigError(
+            f"write: expected the file's own optimizer or one of {', '.join(_WRITABLE)}, got "
+            f"{candidate.optimizer!r}"
+        )
     check_keys(TrainConfig, {"precision": candidate.precision}, {}, Path("write"), "train")
 
 
 def train_file(plan: Plan, config: TrainConfig) -> str:
     """Return the YAML of a run of the built-in decoder under a plan that was checked."""
     candidate = plan.candidate
+    other: dict[str, Any] = {}
+    if candidate.optimizer != planned_optimizer(config):
+        other = {"optimizer": candidate.optimizer, "optimizer_options": None}
     made = config.model_copy(
         update={
+            **other,
             "stage": candidate.stage,
             "layout": candidate.layout,
             "precision": candidate.precision,

@@ -7,14 +7,18 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.convert import show_report
 from shardwise.cli.flags import run_with_flags
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
-from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.config import TrainConfig, load_config, read_keys
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
+
+if TYPE_CHECKING:
+    from shardwise.interop.deepspeed.report import Report
 
 __all__ = ["read_place", "run_command"]
 
@@ -28,15 +32,26 @@ def run_command(arguments: Sequence[str]) -> int:
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
     stop = StopRequest.installed(has_launcher) if place is not None else None
 
-    def run(config_file: Path | None, flags: Mapping[str, Any]) -> int:
-        return _train(config_file, flags, place, stop, ["train", *arguments])
+    def run(
+        config_file: Path | None, flags: Mapping[str, Any], deepspeed: Path | None = None
+    ) -> int:
+        return _train(config_file, flags, deepspeed, place, stop, ["train", *arguments])
 
     run.__doc__ = _train.__doc__
     file = Annotated[Path | None, typer.Argument(help="YAML file of keys", show_default=False)]
     argument = inspect.Parameter(
         "config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file
     )
-    return run_with_flags(TrainConfig, argument, arguments, "shardwise train", run)
+    option = typer.Option(
+        help="DeepSpeed JSON: keys for what the YAML and the flags leave open", show_default=False
+    )
+    deepspeed = inspect.Parameter(
+        "deepspeed",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Path | None, option],
+    )
+    return run_with_flags(TrainConfig, argument, arguments, "shardwise train", run, [deepspeed])
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
@@ -55,6 +70,7 @@ def read_place(environment: Mapping[str, str]) -> RankPlace | None:
 def _train(
     config_file: Path | None,
     flags: Mapping[str, Any],
+    deepspeed: Path | None,
     place: RankPlace | None,
     stop: StopRequest | None,
     arguments: Sequence[str],
@@ -66,8 +82,13 @@ def _train(
     """
     is_first = place is None or place.rank == 0
     try:
-        config = load_config(config_file, flags)
+        if deepspeed is None:
+            config, report = load_config(config_file, flags), None
+        else:
+            config, report = _with_deepspeed(config_file, flags, deepspeed, place)
         num_ranks = place.world_size if place is not None else config.ranks or 1
+        if report is not None and (place.rank == 0 if place is not None else num_ranks == 1):
+            show_report(report)
         return _start(config, num_ranks, place, stop, arguments)
     except KeyboardInterrupt:
         sys.stdout.write("stopped before the first step, as asked\n")
@@ -84,6 +105,22 @@ def _train(
         where = f"rank {place.rank}: " if place is not None else ""
         sys.stderr.write(f"shardwise train: {where}{error}\n")
         return _FAILED
+
+
+def _with_deepspeed(
+    config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
+) -> tuple[TrainConfig, Report]:
+    """Put the flags over both files; the two files must agree."""
+    from shardwise.interop.deepspeed.train_keys import read_train_keys
+
+    values = read_keys(config_file) if config_file is not None else {}
+    if place is not None:
+        num_ranks = place.world_size
+    else:
+        ranks = flags.get("ranks", values.get("ranks"))
+        num_ranks = int(ranks) if str(ranks).isdecimal() else 1
+    found, report = read_train_keys(file, values, flags, num_ranks)
+    return load_config(config_file, flags, (file, found)), report
 
 
 def _is_same_on_all_ranks(error: ShardwiseError) -> bool:

@@ -37,9 +37,10 @@ class Comm:
         self.control: Control = control or SoloControl()
         self.traffic = Traffic()
         self._number = 0
-        self._transports: dict[str, ModuleType] = {
-            axis.name: _transport(axis, device) for axis in axes.all
-        }
+        self._transports = self._choose_transports()
+
+    def _choose_transports(self) -> dict[str, ModuleType]:
+        return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
 
     def agree_on_number(self, device: torch.device) -> None:
         """Take rank 0's count of sharded models as this one's number, for `site`."""

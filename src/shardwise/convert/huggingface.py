@@ -10,7 +10,7 @@ meanwhile kills the process instead of raising. A flat range of a tensor is a ra
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,29 @@ def open_huggingface(path: Path) -> Source:
         raise CheckpointError(f"{path}: its weights cannot be read: {error}") from error
     _compare(index, weight_map, {file.name: stored for file, (stored, _) in opened.items()})
     return _Weights(str(path), files, opened)
+
+
+def open_weight_files(paths: Sequence[Path]) -> Source:
+    """Open these safetensors files as one source; links are followed as in `open_huggingface`.
+
+    **Cost** the headers are read.
+
+    **Raises** CheckpointError when one cannot be read or two hold the same tensor;
+    DamagedCheckpoint when one is not whole.
+    """
+    files, opened = RealFiles(), {}
+    homes: dict[str, Path] = {}
+    try:
+        for path in paths:
+            opened[path] = _open(files, path)
+            for key in opened[path][0]:
+                if homes.setdefault(key, path) != path:
+                    raise CheckpointError(
+                        f"tensor '{key}' is in {homes[key]} and in {path}; expected it in one"
+                    )
+    except OSError as error:
+        raise CheckpointError(f"the weights cannot be read: {error}") from error
+    return _Weights(str(paths[0]), files, opened)
 
 
 class _Weights:
@@ -132,7 +155,7 @@ def _open(files: Files, file: Path) -> tuple[Mapping[str, Stored], int]:
     with files.open(real) as reader:
         stored, begin = read_header(reader, str(file))
     try:
-        with safe_open(real, framework="pt") as opened:
+        with safe_open(real, framework="numpy") as opened:  # "pt" would map the whole file
             metadata = opened.metadata() or {}
     except SafetensorError as error:
         raise DamagedCheckpoint(f"{file}: {error}") from error

@@ -22,6 +22,7 @@ from shardwise.trace import FullBytes, Stats
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
+from shardwise.versions import warn_if_untested
 
 _ATTRIBUTE = "_shardwise_engine"
 
@@ -84,8 +85,15 @@ def shard(
     engine.settle(built)
     for unit in built:
         register_hooks(engine, unit)
-    setattr(model, _ATTRIBUTE, engine)
+    _mark(model, engine)
     return model
+
+
+def _mark(model: nn.Module, engine: Engine) -> None:
+    setattr(model, _ATTRIBUTE, engine)
+    if callable(getattr(model, "generate", None)):
+        # transformers asks for it: ranks then generate until all are through.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _tell_other_ranks(
@@ -113,6 +121,7 @@ def _default_device_type(mesh: DeviceMesh | None) -> str:
 
 
 def _check_model(model: nn.Module) -> None:
+    warn_if_untested("torch")
     for name, module in model.named_modules():
         if _ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
@@ -130,6 +139,11 @@ def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model. **Raises** ConfigError for any other."""
     engine = vars(model).get(_ATTRIBUTE)
     if engine is None:
+        if any(type(p.data) is DTensor for p in model.parameters()):
+            raise ConfigError(
+                f"model: this {type(model).__name__} was not sharded by shard(), its parameters are "
+                "plain DTensors; for models of fully_shard use torch.distributed.checkpoint"
+            )
         raise ConfigError(
             f"model: this {type(model).__name__} is not sharded; pass the module that was given to "
             "shardwise.shard()"

@@ -52,11 +52,21 @@ def gathered(
         if whole_model:
             engine.suspended = False
             _put(slots, [s.param for s in slots])
-    changed = [full._version != v for full, v in zip(fulls, versions, strict=True)]
     if writeback:
         _write_back(engine, slots, fulls, source)
-    else:
-        _refuse_changes(engine, slots, changed)
+        return
+    triples = zip(slots, fulls, versions, strict=True)
+    changed = [full._version != v or _differs(slot, full) for slot, full, v in triples]
+    _refuse_changes(engine, slots, changed)
+
+
+def _differs(slot: Slot, full: nn.Parameter) -> bool:
+    """Tell whether this rank's elements differ: what ``.data`` writes has no version."""
+    here = slot.param.to_local()
+    if full.shape != slot.cut.shape or full.dtype != here.dtype:
+        return True
+    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (slot.cut.slice_of(full.data), here)]
+    return not torch.equal(*bits)
 
 
 def _slots_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, list[Slot]]:

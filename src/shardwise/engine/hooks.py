@@ -1,5 +1,6 @@
 """The only place where hooks are registered on modules."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +26,8 @@ class Watcher(Protocol):
     def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments that the module gets."""
 
-    def after_forward(self, unit: Any, output: Any) -> None:
-        """See the output; None after a forward pass that raised."""
+    def after_forward(self, unit: Any, output: Any) -> Any:
+        """See the output (None after a forward pass that raised); return another one, or None."""
 
 
 def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, ...]:
@@ -43,11 +44,21 @@ def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, 
         return None
 
     @torch._disable_dynamo
-    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not watcher.suspended:
-            watcher.after_forward(unit, output)
+            return watcher.after_forward(unit, output)
+        return None
 
     return (
         unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(post_forward, always_call=True),
     )
+
+
+def register_state_dict_hooks(
+    module: nn.Module, before: Callable[[], None], after_load: Callable[[], None]
+) -> None:
+    """Call ``before`` when the module's state is asked for or loaded, ``after_load`` afterwards."""
+    module.register_state_dict_pre_hook(lambda *_: before())
+    module.register_load_state_dict_pre_hook(lambda *_: before())
+    module.register_load_state_dict_post_hook(lambda *_: after_load())

@@ -8,6 +8,8 @@ and its optimizer state. The flags are read only by a rank that missed a gradien
 synchronisation with the device in the usual case.
 """
 
+from typing import Protocol
+
 import torch
 
 from shardwise.comm.collectives import Comm
@@ -19,6 +21,32 @@ from shardwise.unit.states import GradState
 from shardwise.unit.unit import Slot, Unit
 
 _FLAGS = Site("flags", "(all)", 0)
+
+
+class Collected(Protocol):
+    """What becomes of the units' gradients, as the engine asks for it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means that are not in ``p.grad`` yet."""
+
+    def is_waiting(self, unit: Unit) -> bool:
+        """Tell whether a unit's reduction is yet to be started."""
+
+    def add(self, unit: Unit) -> None:
+        """Reduce a unit's gradients."""
+
+    def keep(self, unit: Unit) -> None:
+        """Keep a unit's gradients on this rank."""
+
+    def close(self) -> None:
+        """Start what is left, at the end of a backward pass."""
+
+    def finish(self) -> None:
+        """Complete every reduction and set ``p.grad``."""
+
+    def drop(self) -> None:
+        """Complete every reduction and forget the results."""
 
 
 class Reductions:

@@ -10,7 +10,7 @@ without a backward pass leaves nothing behind.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -19,10 +19,10 @@ from torch.autograd import Variable
 from shardwise.comm.collectives import Comm
 from shardwise.config import ShardConfig
 from shardwise.engine.nest import map_tensors, tensors_in
-from shardwise.engine.reductions import Reductions
+from shardwise.engine.reductions import Collected, Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
-from shardwise.trace import FullBytes
+from shardwise.trace import FullBytes, Spans
 from shardwise.unit.states import GradState
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit, Use
@@ -42,7 +42,13 @@ def _changed_since_forward(unit: Unit) -> StateError:
 class Engine:
     """Runs the units of one model; `hooks` calls it, nobody else."""
 
-    def __init__(self, config: ShardConfig, comm: Comm, ledger: FullBytes) -> None:
+    def __init__(
+        self,
+        config: ShardConfig,
+        comm: Comm,
+        ledger: FullBytes,
+        reductions: Collected | None = None,
+    ) -> None:
         self.config = config
         self.comm = comm
         self.ledger = ledger
@@ -56,16 +62,15 @@ class Engine:
         self._stack: list[tuple[Unit, Use | None, bool]] = []
         self._backward_task: int | None = None
         self._unhooked: list[tuple[Unit, Use]] = []
-        self._reductions = Reductions(config, comm)
-        self._schedule: Schedule[Unit] = Schedule(
-            config.stage, config.reduce_every, config.prefetch_bytes, self._reductions
-        )
+        self._reductions: Collected = reductions or Reductions(config, comm)
+        self._schedule: Schedule[Unit] = Schedule(config.prefetch_bytes, self._reductions)
         self._num_calls = 0
+        self._spans = Spans()
 
-    def settle(self, units: list[Unit]) -> None:
-        """Take the units over, the root first, once all are built."""
+    def settle(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
+        """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
         self.units = units
-        self._schedule.settle(units)
+        self._schedule.settle(units, order)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: the copy would share process groups and hooks with the original."""
@@ -97,6 +102,7 @@ class Engine:
         backward_is_next = self._schedule.before_forward(
             unit, in_backward=in_backward, records=records
         )
+        self._spans.begin("recompute" if in_backward else "forward", unit.name)
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not recomputes:
@@ -110,7 +116,7 @@ class Engine:
     def _check_call(self, unit: Unit, records: bool) -> None:
         """Refuse what would be wrong without a word, before anything is gathered."""
         transform: Any = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() is not torch._C._functorch.TransformType.Vmap:
+        if transform is not None and not self.allows_transform(transform.key()):
             raise StateError(
                 f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
                 "come and go during the call; use it inside `with shardwise.gathered(model):`"
@@ -122,8 +128,17 @@ class Engine:
         for check in self.before_pass:
             check()
         self._num_calls += 1
-        if self._num_calls & (self._num_calls - 1):
-            return  # the walk is for the 1st, 2nd, 4th, 8th ... call: it costs a millisecond
+        if not self._num_calls & (self._num_calls - 1):
+            self.check_parameters(
+                unit
+            )  # in the 1st, 2nd, 4th, 8th ... call: it costs a millisecond
+
+    def allows_transform(self, kind: Any) -> bool:
+        """Tell whether a forward pass may run inside this transform of torch.func."""
+        return bool(kind == torch._C._functorch.TransformType.Vmap)
+
+    def check_parameters(self, unit: Unit) -> None:
+        """Refuse trainable parameters below a unit that no unit owns."""
         for name, param in unit.module.named_parameters():
             if param.requires_grad and not isinstance(param, ShardTensor):
                 where = f"{unit.name}.{name}" if unit.name else name
@@ -133,8 +148,8 @@ class Engine:
                 )
 
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        dtype = self.config.precision.param
-        if dtype is None or not self.config.precision.cast_inputs:
+        dtype = unit.precision.param
+        if dtype is None or not unit.precision.cast_inputs:
             return args, kwargs
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,14 +163,16 @@ class Engine:
                 tensor.register_hook(lambda _: self.after_use(unit, use))
                 use.has_input_hook = True
 
-    def after_forward(self, unit: Unit, output: Any) -> None:
+    def after_forward(self, unit: Unit, output: Any, *, goes_on: bool = False) -> None:
         """Unbind the full parameters, watch the outputs for backward, free what may be freed.
 
-        Also runs, with ``output`` None, after a forward pass that raised.
+        Also runs, with ``output`` None, after a forward pass that raised. ``goes_on``: another
+        module of the same unit is expected to run, so nothing is freed before the root is through.
         """
         if not self._stack or self._stack[-1][0] is not unit:
             return
         _, use, backward_is_next = self._stack.pop()
+        self._spans.end(unit.name)
         written = unit.unbind()
         if output is not None and written:
             raise ShardError(
@@ -167,12 +184,14 @@ class Engine:
             return  # other gathers may never end: whoever sends them may have stopped as this rank
         if use is not None and not self._hook_outputs(unit, use, output):
             use.spent, use = True, None
+        if goes_on and unit.settings.stage.frees_after_forward:
+            self._schedule.note_ahead(unit)
         self._schedule.after_forward(
             unit,
             in_backward=_in_backward(),
             expects_backward=use is not None,
             backward_is_next=backward_is_next,
-            still_runs=any(u is unit for u, _, _ in self._stack),
+            still_runs=goes_on or any(u is unit for u, _, _ in self._stack),
             at_root=not self._stack,
         )
 
@@ -193,8 +212,8 @@ class Engine:
 
     # -- what slots ask (unit.Scheduler)
     def is_running(self) -> bool:
-        """Tell whether a forward pass is under way."""
-        return bool(self._stack)
+        """Tell whether a forward pass is under way, or a backward pass, which may recompute one."""
+        return bool(self._stack) or _in_backward()
 
     def use_outside(self, unit: Unit) -> None:
         """Unshard a unit whose parameter is used outside its module, until backward ends.
@@ -239,6 +258,7 @@ class Engine:
                 "backward(create_graph=True) through a sharded model: its parameters are freed "
                 "during the pass. Compute gradient penalties inside `with shardwise.gathered(...)`"
             )
+        is_first = not unit.in_backward
         use.begun = unit.in_backward = True
         use.done = False
         if use.versions != unit.read_versions():
@@ -247,6 +267,8 @@ class Engine:
         if not use.has_input_hook and unit is not self.units[0]:
             self._unhooked.append((unit, use))
         self._schedule.before_backward(unit)
+        if is_first:
+            self._spans.begin("backward", unit.name)
 
     def _close_unhooked(self, begun: Unit, its_use: Use) -> None:
         """Close the units without an input hook whose backward must be over by now.
@@ -276,13 +298,14 @@ class Engine:
             use.done = True
         unit.num_grads = 0
         unit.in_backward = False
+        self._spans.end(unit.name)
         self._schedule.after_backward(unit, is_last=self.is_last_micro_batch)
 
     def end_backward(self) -> None:
         """Close the backward pass: reduce what is left, free what is full."""
         self.window_open = not self.is_last_micro_batch
-        reduces = self._schedule.reduces(self.is_last_micro_batch)
         for unit in reversed(self.units):
+            reduces = self._schedule.reduces(unit, self.is_last_micro_batch)
             open_here = unit.in_backward or unit.num_grads
             left = reduces and unit.grad_state is GradState.PARTIAL
             if (open_here or left) and not self._reductions.is_waiting(unit):
@@ -298,6 +321,7 @@ class Engine:
                 use.end_pass()
             unit.unbind_all()
         self._schedule.end_pass()
+        self._spans.end_all()
         self._stack.clear()
         self._unhooked.clear()
         self._backward_task = None

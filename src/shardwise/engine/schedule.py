@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from shardwise.engine.order import Order
 from shardwise.engine.prefetch import units_to_prefetch
-from shardwise.stages import ReduceEvery, Stage
+from shardwise.stages import UnitSettings
 
 _LOOKAHEAD_UNITS = 16
 
@@ -23,6 +23,10 @@ class ScheduledUnit(Protocol):
     index: int
     used_outside: bool
     in_backward: bool
+
+    @property
+    def settings(self) -> UnitSettings:
+        """What was asked for this unit; never changes during a pass."""
 
     @property
     def full_bytes(self) -> int:
@@ -136,18 +140,10 @@ class Collector(Protocol[V]):
 
 
 class Schedule(Generic[U]):
-    """Gathers ahead and frees, by the stage, the order of the units and the prefetch budget."""
+    """Gathers ahead and frees, by the units' settings, their order and the prefetch budget."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        reduce_every: ReduceEvery,
-        prefetch_bytes: int | None,
-        collector: Collector[U],
-    ) -> None:
+    def __init__(self, prefetch_bytes: int | None, collector: Collector[U]) -> None:
         self.units: list[U] = []
-        self._stage = stage
-        self._reduce_every = reduce_every
         self._prefetch_bytes = prefetch_bytes or 0
         self._asked_bytes = prefetch_bytes
         self._collector = collector
@@ -177,7 +173,7 @@ class Schedule(Generic[U]):
         unit.start_unshard()
         self._ahead.discard(unit.index)  # used now: the budget is for the next ones
         upcoming = None if in_backward else self._order.visit_forward(unit.index, records)
-        self._prefetch(upcoming)
+        self._gather_ahead(unit.settings.forward_prefetch, upcoming)
         unit.finish_unshard()
         return in_backward or upcoming == []
 
@@ -196,8 +192,10 @@ class Schedule(Generic[U]):
         ``still_runs``: the unit is inside another forward of its own. ``at_root``: no forward is
         left.
         """
-        waits = expects_backward and (backward_is_next or unit is self.units[0])
-        if self._stage.frees_after_forward and not waits and not in_backward:
+        settings = unit.settings
+        is_last = settings.keeps_last and (backward_is_next or unit is self.units[0])
+        waits = expects_backward and is_last
+        if settings.stage.frees_after_forward and not waits and not in_backward:
             in_use = unit.in_backward or unit.used_outside or still_runs
             if not in_use:
                 unit.reshard()
@@ -213,6 +211,16 @@ class Schedule(Generic[U]):
             if not self.units[index].used_outside:
                 self.units[index].reshard()
         self._ahead.clear()
+
+    def _gather_ahead(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
+        """Start gathering the units that the settings name, else those that are expected next."""
+        if named is None:
+            self._prefetch(upcoming)
+            return
+        for unit in named:
+            if not unit.is_resident:
+                unit.start_unshard()
+                self._ahead.add(unit.index)
 
     def _prefetch(self, upcoming: Sequence[int] | None) -> None:
         if not self._prefetch_bytes or not upcoming:
@@ -239,27 +247,29 @@ class Schedule(Generic[U]):
             unit.start_unshard()
         self._ahead.discard(unit.index)
         upcoming = self._order.visit_backward(unit.index) or ()
-        self._prefetch([i for i in upcoming if self.units[i].backward_reads_params])
+        upcoming = [i for i in upcoming if self.units[i].backward_reads_params]
+        self._gather_ahead(unit.settings.backward_prefetch, upcoming)
         if unit.backward_reads_params:
             unit.finish_unshard()
 
-    def reduces(self, is_last: bool) -> bool:
-        """Tell whether gradients are reduced in this micro-batch of the window."""
-        return is_last or self._reduce_every == "micro_batch"
+    def reduces(self, unit: U, is_last: bool) -> bool:
+        """Tell whether the unit's gradients are reduced in this micro-batch of the window."""
+        return is_last or unit.settings.stage.reduce_every == "micro_batch"
 
     def after_backward(self, unit: U, *, is_last: bool) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
         if unit.is_trained:
-            if self.reduces(is_last):
+            if self.reduces(unit, is_last):
                 self._collector.add(unit)
             else:
                 self._collector.keep(unit)
-        if self._stage.frees_after_backward:
+        if unit.settings.stage.frees_after_backward:
             unit.reshard()
 
     def end_pass(self) -> None:
         """Free what is full; what was recorded is the order that the next step is expected in."""
         for unit in self.units:
-            unit.reshard()
+            if not unit.settings.stays_full:
+                unit.reshard()
         self._ahead.clear()
         self._order.end_step()

@@ -1,12 +1,22 @@
 """Which modules form a unit, and which unit owns each parameter.
 
-Rules, first that applies: the classes or instances that the user names; the model's own hints
-(``_no_split_modules`` of Hugging Face models); like children of a ``ModuleList``; with the latter
-two also layers outside them that are as large as one. What no unit owns belongs to the root unit.
-A tied weight belongs to the lowest unit that holds all its users.
+The classes or instances that the user names, and no others. Else the hints that a model or a model
+inside it gives (Note [Hints of Hugging Face models]), like children of a ``ModuleList``, and layers
+outside these that are as large as one. What no unit owns belongs to the root unit. A tied weight
+belongs to the lowest unit that holds all its users.
+
+Note [Hints of Hugging Face models]
+``_no_split_modules`` names classes of which each module should be in one place. ``_fsdp_plan`` maps
+paths, with ``*`` for a number, to "free_full_weight", which is what a unit does, or to
+"keep_full_weight", which is what the root unit does with all that is not in another unit. Many
+plans are a default with paths that the model does not have; single layers in them, embeddings as a
+rule, are units if they are large, like all others. Both hold for what is inside the module that has
+them, so a model is found inside a wrapper, or a vision model inside another. In a model whose
+config says ``is_encoder_decoder``, the encoder is a unit for what is not in its layers.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,10 +111,58 @@ def _lowest_common(paths: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
 def _chosen_modules(model: nn.Module, units: Sequence[UnitChoice] | None) -> set[int]:
     if units is not None:
         return _named_modules(model, units)
-    hints = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [m for m in model.modules() if type(m).__name__ in hints]
-    blocks = blocks or list(_like_children(model))
-    return {id(m) for m in (*blocks, *_large_leaves(model, blocks))}
+    blocks = _hinted(model)
+    blocks += _alike_outside(model, blocks)
+    return {id(m) for m in (*blocks, *_encoders(model), *_large_leaves(model, blocks))}
+
+
+def _hinted(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that hints name, without one that is all that another one has of them.
+
+    See Note [Hints of Hugging Face models].
+    """
+    found: dict[int, nn.Module] = {}
+    for owner in model.modules():
+        classes = set(getattr(owner, "_no_split_modules", None) or ())
+        paths = _freed_paths(getattr(owner, "_fsdp_plan", None) or {})
+        if not classes and paths is None:
+            continue
+        for name, module in owner.named_modules():
+            is_freed = paths is not None and paths.fullmatch(name) and not _is_leaf(module)
+            if type(module).__name__ in classes or is_freed:
+                found[id(module)] = module
+    for module in list(found.values()):
+        inside = [m for m in module.modules() if m is not module and id(m) in found]
+        if len(inside) == 1:
+            del found[id(inside[0])]
+    return [m for m in found.values() if m is not model]
+
+
+def _encoders(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the encoders that ``generate()`` calls apart from the model, so that hooks see it."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "is_encoder_decoder", False) is True:
+            encoder = getattr(module, "encoder", None)
+            if isinstance(encoder, nn.Module):
+                yield encoder
+
+
+def _freed_paths(plan: Mapping[str | tuple[str, ...], str]) -> re.Pattern[str] | None:
+    """Return what matches the paths of an ``_fsdp_plan`` whose weights are freed after use."""
+    freed = [key for key, style in plan.items() if style == "free_full_weight"]
+    paths = [path for key in freed for path in ((key,) if isinstance(key, str) else key)]
+    patterns = [re.escape(path).replace(r"\*", r"\d+") for path in paths]
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+def _alike_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return like children apart from the blocks that are together as large as one of these."""
+    smallest = min((_numel(b.parameters()) for b in blocks), default=0)
+    inside = {id(m) for block in blocks for m in block.modules()}
+    groups = [
+        g for g in _like_children(model) if all(id(m) not in inside for c in g for m in c.modules())
+    ]
+    return [c for g in groups if sum(_numel(c.parameters()) for c in g) >= smallest for c in g]
 
 
 def _large_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Module]:
@@ -116,9 +174,13 @@ def _large_leaves(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.
     smallest = min((_numel(b.parameters()) for b in blocks), default=0)
     inside = {id(m) for block in blocks for m in block.modules()}
     for module in model.modules():
-        is_leaf = module is not model and next(module.children(), None) is None
+        is_leaf = module is not model and _is_leaf(module)
         if is_leaf and id(module) not in inside and _numel(module.parameters()) >= smallest > 0:
             yield module
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
 
 
 def _numel(params: Iterator[nn.Parameter]) -> int:
@@ -145,12 +207,12 @@ def _matches(module: nn.Module, choice: UnitChoice) -> bool:
     return module is choice
 
 
-def _like_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of the outermost ModuleLists whose children are alike and hold state."""
+def _like_children(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield the children of each outermost ModuleList whose children are alike and hold state."""
     children = [c for c in module.children() if any(True for _ in c.parameters())]
     alike = len(children) > 1 and len({type(c) for c in children}) == 1
     if isinstance(module, nn.ModuleList) and alike:
-        yield from children
+        yield children
         return
     for child in module.children():
         yield from _like_children(child)

@@ -9,7 +9,8 @@ Reading order:
 - ``machine/``: what operations cost, by catalogue or measured;
 - ``timing/``: the program in time, on one rank or on thousands;
 - ``margins`` (what no ledger sees), ``planning`` (one plan), ``searching`` (the best of many),
-  ``foreign_settings`` and ``request`` (what files and flags ask for), ``report/``.
+  ``foreign_keys``, ``foreign_settings`` and ``request`` (what files and flags ask for),
+  ``report/``.
 
 Names are imported on first use; tracing a module loads torch, nothing else does.
 """

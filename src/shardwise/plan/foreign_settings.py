@@ -1,14 +1,12 @@
 """Settings that people already have: a DeepSpeed JSON or an accelerate YAML, read for planning.
 
-Every key is planned, has no effect on a plan (and is listed with the reason), or is unknown, which
-is an error that names the nearest key. Sources: DeepSpeed 0.19 ``runtime/zero/config.py``,
-``runtime/config.py``; accelerate 1.15 ``commands/config``.
+Every key of ``foreign_keys`` is planned, or has no effect on a plan and is listed with the reason.
+One that is not there is an error that names the nearest key.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,102 +14,22 @@ from typing import Any, cast
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Offload, OffloadHome
-
-
-def _because(reason: str, names: str) -> dict[str, str]:
-    """Give many keys one reason."""
-    return dict.fromkeys(names.split(), reason)
-
+from shardwise.plan.foreign_keys import (
+    ACCELERATE,
+    ACCELERATE_DEEPSPEED,
+    DEEPSPEED,
+    FSDP,
+    ZERO,
+    load_json,
+    load_yaml,
+    plan_reasons,
+    unknown_key,
+)
 
 _MOST = 1 << 40  # of windows or micro-batches; what is beyond is a slip
 _MOST_MICRO_BATCH = 10**6
 _FILLED_IN = "given by the flags or their defaults"
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-_DEEPSPEED_NO_EFFECT = {
-    "prescale_gradients": "the mean has the same value",
-    "gradient_predivide_factor": "the mean has the same value",
-    "gradient_allreduce_op": "gradients are always the mean over ranks",
-    "communication_data_type": "gradients travel in the dtype that computed them",
-    "seq_parallel_communication_data_type": "sequence parallelism is a number here",
-    "scheduler": "a learning rate takes no memory",
-    "gradient_clipping": "the norm is one scalar per rank",
-    "data_types": "gradients are summed in the reduce dtype of the precision",
-    "torch_autocast": "the precision is that of bf16 or fp16",
-    "checkpoint": "saving is not part of a step",
-    "aio": "disk bandwidth comes from the catalogue or a calibration",
-    "compile": "a plan is that of eager execution",
-    "activation_checkpointing": "it configures checkpointing and turns none on; give "
-    "--activation-checkpointing full where the model calls it",
-    "tensor_parallel": "give --tensor-parallel",
-    "sequence_parallel_size": "give --context-parallel",
-}
-_DEEPSPEED_NO_EFFECT |= _because(
-    "it changes neither memory nor time of a step",
-    """
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_python_gc
-    dataloader_drop_last vocabulary_size log_level comms_logger flops_profiler tensorboard wandb
-    csv_monitor comet monitor_config timers autotuning data_efficiency hybrid_engine pipeline
-    expert_parallel zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
-    managed_gradient_accumulation disable_allgather use_data_before_expert_parallelism
-    check_overflow data_parallel_group
-    """,
-)
-_ZERO_NO_EFFECT = _because(
-    "Shardwise has no such switch",
-    """
-    contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions
-    overlap_comm load_from_fp32_weights elastic_checkpoint sub_group_size
-    gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save ignore_unused_parameters round_robin_gradients
-    parameter_alignment memory_efficient_linear override_module_apply pipeline_loading_checkpoint
-    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory
-    legacy_stage1 leaf_module compute_grad_norm cpu_offload_use_pin_memory
-    use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential
-    stage3_allgather_sequential
-    """,
-) | _because(
-    "units are gathered and reduced whole, in the order of use",
-    """
-    reduce_bucket_size allgather_bucket_size param_persistence_threshold
-    stage3_param_persistence_threshold model_persistence_threshold
-    stage3_model_persistence_threshold max_live_parameters stage3_max_live_parameters
-    max_reuse_distance stage3_max_reuse_distance module_granularity_threshold
-    stage3_module_granularity_threshold
-    """,
-)
-_ZERO_NO_EFFECT |= _because(
-    "not in the engine; planned as if it were off",
-    """
-    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
-    zero_quantized_gradients zenflow
-    """,
-)
-_ACCELERATE_NO_EFFECT = _because(
-    "it changes neither memory nor time of a step here",
-    """
-    compute_environment debug downcast_bf16 enable_cpu_affinity machine_rank main_process_ip
-    main_process_port main_training_function rdzv_backend same_network tpu_env tpu_use_cluster
-    tpu_use_sudo use_cpu dynamo_config dynamo_backend gpu_ids megatron_lm_config
-    mpirun_config ipex_config fp8_config parallelism_config
-    """,
-)
-_FSDP_NO_EFFECT = _because(
-    "Shardwise has no such switch",
-    """
-    fsdp_version fsdp_auto_wrap_policy fsdp_min_num_params fsdp_backward_prefetch
-    fsdp_backward_prefetch_policy fsdp_forward_prefetch fsdp_cpu_ram_efficient_loading
-    fsdp_sync_module_states fsdp_use_orig_params fsdp_state_dict_type
-    """,
-)
-_ACCELERATE_DEEPSPEED_NO_EFFECT = _because(
-    "it changes neither memory nor time of a step",
-    """
-    deepspeed_multinode_launcher deepspeed_hostfile deepspeed_exclusion_filter
-    deepspeed_inclusion_filter deepspeed_moe_layer_cls_names zero3_init_flag
-    zero3_save_16bit_model gradient_clipping offload_optimizer_nvme_path offload_param_nvme_path
-    """,
-)
 
 
 @dataclass
@@ -134,9 +52,7 @@ class _Reading:
             if key in no_effect:
                 self.ignored[prefix + key] = no_effect[key]
             elif key not in planned:
-                near = difflib.get_close_matches(key, [*planned, *no_effect], n=1, cutoff=0.6)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"{self.path}: unknown key {prefix + key!r}{hint}")
+                raise unknown_key(self.path, prefix, key, [*planned, *no_effect])
             elif value == "auto" or value is None:
                 self.ignored[prefix + key] = f"{value}: {_FILLED_IN}"
             else:
@@ -184,22 +100,13 @@ class ForeignSettings:
 def read_deepspeed(path: Path) -> ForeignSettings:
     """Read a DeepSpeed JSON. **Raises** ConfigError naming the key and the nearest known one."""
     reading = _Reading(path)
-    _read_deepspeed(reading, _load_json(path))
+    _read_deepspeed(reading, load_json(path))
     return ForeignSettings(path, reading.values, reading.ignored)
 
 
 def read_accelerate(path: Path) -> ForeignSettings:
     """Read an accelerate YAML, and the DeepSpeed JSON that it may name."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: expected YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, got {type(content).__name__}")
+    named = load_yaml(path)
     reading = _Reading(path)
     planned: dict[str, Callable[[Any], None]] = {
         "num_processes": reading.count("ranks", "num_processes"),
@@ -210,9 +117,8 @@ def read_accelerate(path: Path) -> ForeignSettings:
         "fsdp_config": lambda v: _read_fsdp(reading, v),
         "deepspeed_config": lambda v: _read_accelerate_deepspeed(reading, v),
     }
-    named = {str(key): value for key, value in content.items()}
     ordered = sorted(named.items(), key=lambda item: item[0].endswith("_config"))
-    reading.walk(dict(ordered), "", planned, _ACCELERATE_NO_EFFECT)
+    reading.walk(dict(ordered), "", planned, plan_reasons(ACCELERATE))
     nodes = reading.values.pop("nodes", None)
     if nodes is not None and "replicas" not in reading.values:
         reading.ignored["num_machines"] = "the devices of a node are given by --gpus-per-node"
@@ -222,18 +128,6 @@ def read_accelerate(path: Path) -> ForeignSettings:
 def _word(value: Any) -> str:
     """Return a word; YAML reads an unquoted ``no`` as False."""
     return "no" if value is False else str(value)
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
 
 
 def _read_deepspeed(reading: _Reading, content: Mapping[str, Any]) -> None:
@@ -255,7 +149,7 @@ def _read_deepspeed(reading: _Reading, content: Mapping[str, Any]) -> None:
         values.setdefault("precision", "fp32")
     values.setdefault("stage", 0)
     ordered = sorted(content.items(), key=lambda item: item[0] == "zero_optimization")
-    reading.walk(dict(ordered), "", planned, _DEEPSPEED_NO_EFFECT)
+    reading.walk(dict(ordered), "", planned, plan_reasons(DEEPSPEED))
 
 
 def _read_zero(reading: _Reading, block: Mapping[str, Any]) -> None:
@@ -278,7 +172,7 @@ def _read_zero(reading: _Reading, block: Mapping[str, Any]) -> None:
         "cpu_offload": lambda v: _set_offload(reading, "optimizer", "cpu" if v else "none"),
         "cpu_offload_param": lambda v: _set_offload(reading, "params", "cpu" if v else "none"),
     }
-    reading.walk(block, "zero_optimization.", planned, _ZERO_NO_EFFECT)
+    reading.walk(block, "zero_optimization.", planned, plan_reasons(ZERO))
 
 
 def _read_accelerate_deepspeed(reading: _Reading, block: Mapping[str, Any]) -> None:
@@ -288,10 +182,10 @@ def _read_accelerate_deepspeed(reading: _Reading, block: Mapping[str, Any]) -> N
         "offload_optimizer_device": lambda v: _set_offload(reading, "optimizer", v),
         "offload_param_device": lambda v: _set_offload(reading, "params", v),
         "deepspeed_config_file": lambda v: _read_deepspeed(
-            reading, _load_json(reading.path.parent / str(v))
+            reading, load_json(reading.path.parent / str(v))
         ),
     }
-    reading.walk(block, "deepspeed_config.", planned, _ACCELERATE_DEEPSPEED_NO_EFFECT)
+    reading.walk(block, "deepspeed_config.", planned, plan_reasons(ACCELERATE_DEEPSPEED))
 
 
 def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
@@ -330,7 +224,7 @@ def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
         "fsdp_offload_params": lambda v: _offload_both(reading) if v else None,
         "fsdp_activation_checkpointing": checkpointing,
     }
-    reading.walk(block, "fsdp_config.", planned, _FSDP_NO_EFFECT)
+    reading.walk(block, "fsdp_config.", planned, plan_reasons(FSDP))
 
 
 def _offload_both(reading: _Reading) -> None:

@@ -12,12 +12,29 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator, model_validator
 
 from shardwise.errors import ConfigError
-from shardwise.keys import check_keys, key
+from shardwise.keys import check_keys, flag_of, key
+from shardwise.train.curves import CURVES, Curve, make_curve
+from shardwise.train.optimizers import check_options
 
-__all__ = ["TrainConfig", "dump_config", "load_config", "resolve_batch"]
+__all__ = ["TrainConfig", "dump_config", "load_config", "read_keys", "resolve_batch"]
+
+
+OptimizerName = Literal[
+    "adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd"
+]
+ScheduleName = Literal[
+    "constant",
+    "cosine",
+    "linear",
+    "WarmupLR",
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+    "OneCycle",
+    "LRRangeTest",
+]
 
 
 class TrainConfig(BaseModel):
@@ -70,16 +87,29 @@ class TrainConfig(BaseModel):
     )
 
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
+    optimizer: OptimizerName = key("adamw", "Optimizer", "what updates the parameters")
+    optimizer_options: dict[str, Any] | None = key(
+        None, "Optimizer", "more arguments of its class in torch.optim, such as eps"
+    )
     lr: float = key(3e-4, "Optimizer", "peak learning rate", gt=0)
     min_lr: float = key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = key(
-        "cosine", "Optimizer", "shape of the learning rate after the warm-up"
+    schedule: ScheduleName = key(
+        "cosine",
+        "Optimizer",
+        "learning rate after the warm-up; or a curve of DeepSpeed, warm-up included",
+    )
+    schedule_options: dict[str, Any] | None = key(
+        None, "Optimizer", "options of a curve of DeepSpeed; total_num_steps: as steps"
     )
     warmup_steps: int = key(0, "Optimizer", "steps of linear warm-up", ge=0)
-    weight_decay: float = key(0.1, "Optimizer", "AdamW decay of matrices", ge=0)
-    beta1: float = key(0.9, "Optimizer", "AdamW first-moment decay", ge=0, lt=1)
-    beta2: float = key(0.95, "Optimizer", "AdamW second-moment decay", ge=0, lt=1)
+    weight_decay: float = key(0.1, "Optimizer", "decay of matrices", ge=0)
+    beta1: float = key(0.9, "Optimizer", "decay of the first moment, in the Adams", ge=0, lt=1)
+    beta2: float = key(0.95, "Optimizer", "decay of the second moment, in the Adams", ge=0, lt=1)
     grad_clip: float = key(1.0, "Optimizer", "largest gradient norm; 0 does not clip", ge=0)
+    loss_scale: float = key(65536.0, "Optimizer", "first loss scale of fp16", gt=0)
+    loss_scale_window: int = key(
+        2000, "Optimizer", "steps without overflow before the loss scale doubles", gt=0
+    )
     seed: int = key(0, "Optimizer", "seed of weights, data order and sample", ge=0)
 
     data: Path | None = key(
@@ -138,6 +168,21 @@ class TrainConfig(BaseModel):
             raise ValueError("expected names of classes, separated by commas")
         return names if names is None else tuple(name.strip() for name in names)
 
+    @field_validator("optimizer_options", "schedule_options", mode="before")
+    @classmethod
+    def _read_options(cls, value: Any) -> Any:
+        """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text."""
+        if isinstance(value, str):
+            try:
+                value = yaml.safe_load(value)
+            except yaml.YAMLError:
+                raise ValueError("expected `{name: value, ...}`") from None
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ValueError("expected `{name: value, ...}`")
+        return {str(name): _with_numbers(item) for name, item in value.items()} or None
+
     @field_validator("resume", mode="before")
     @classmethod
     def _check_resume(cls, value: Any) -> Any:
@@ -163,21 +208,82 @@ class TrainConfig(BaseModel):
             raise ValueError(f"min_lr: expected at most lr {self.lr}, got {self.min_lr}")
         if self.keep_every and not self.keep_last:
             raise ValueError("keep_every: expected keep_last beside it; without it all are kept")
+        self._check_options()
         return self
 
+    def _check_options(self) -> None:
+        check_options(self.optimizer, self.optimizer_options or {}, "optimizer_options")
+        twice = {"lr", "betas", "weight_decay"} & (self.optimizer_options or {}).keys()
+        if twice:
+            raise ValueError(
+                f"optimizer_options: {min(twice)} has keys of its own: lr, beta1 and beta2, "
+                "weight_decay"
+            )
+        if self.schedule in CURVES:
+            missing = self.curve.missing if self.curve else []
+            if missing:
+                raise ValueError(f"schedule_options: {self.schedule} needs {missing[0]}")
+            if any(isinstance(v, list) for v in (self.schedule_options or {}).values()):
+                raise ValueError("schedule_options: expected one value each, not one per group")
+            if self.warmup_steps or self.min_lr:
+                raise ValueError(
+                    f"schedule: {self.schedule} has a warm-up and a lowest rate of its own; leave "
+                    "warmup_steps and min_lr out"
+                )
+        elif self.schedule_options:
+            raise ValueError(f"schedule_options: expected one of {', '.join(CURVES)} as schedule")
 
-def load_config(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+    @property
+    def curve(self) -> Curve | None:
+        """The curve of DeepSpeed that the learning rate follows, if it does."""
+        if self.schedule not in CURVES:
+            return None
+        options = self.schedule_options or {}
+        if "total_num_steps" in CURVES[self.schedule]:
+            options = {"total_num_steps": self.steps, **options}
+        return make_curve(self.schedule, options, "schedule_options")
+
+
+def load_config(
+    path: Path | None,
+    flags: Mapping[str, Any],
+    beside: tuple[Path, Mapping[str, Any]] | None = None,
+) -> TrainConfig:
     """Read a YAML file and put the flags over it.
 
     Args:
         path: YAML file of flat keys, or None for the defaults.
         flags: keys given on the command line; they win over the file.
+        beside: another file and the keys that were found in it.
 
     Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, a value is not allowed.
+        ConfigError: the file is missing or not YAML, a key is unknown, a value is not allowed, or
+            the two files say different things and no flag decides.
     """
-    values = _read_yaml(path) if path is not None else {}
-    return check_keys(TrainConfig, values, flags, path, "train")
+    values = read_keys(path) if path is not None else {}
+    if beside is None:
+        return check_keys(TrainConfig, values, flags, path, "train")
+    other, found = beside
+    both = values.keys() & found.keys() - flags.keys()
+    lines = [
+        f"{name}: {path} says {values[name]!r}, {other} says {found[name]!r}; change one, or give "
+        f"{flag_of(name)}"
+        for name in sorted(both)
+        if _plain(name, values[name]) != _plain(name, found[name])
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return check_keys(TrainConfig, {**found, **values}, flags, path or other, "train")
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a value as the model holds it; one that it refuses is told by `check_keys` later."""
+    try:
+        return TypeAdapter[Any](TrainConfig.model_fields[name].annotation or str).validate_python(
+            value
+        )
+    except (KeyError, ValueError):
+        return value
 
 
 def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
@@ -211,7 +317,18 @@ def dump_config(config: TrainConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _with_numbers(value: Any) -> Any:
+    """Read text that is a number, as in a list of them, as the number."""
+    if isinstance(value, list | tuple):
+        return [_with_numbers(item) for item in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """Read the keys of a YAML file, unchecked. **Raises** ConfigError where it is not YAML."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -243,8 +243,11 @@ def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False
 def _compute_step(run: Run, step: int) -> LocalStep:
     config, model, optimizer = run.config, run.model, run.optimizer
     lr = learning_rate(config, step)
+    betas = config.curve.betas(step - 1) if config.curve is not None else None
     for group in optimizer.param_groups:
         group["lr"] = lr
+        if betas is not None and "betas" in group:
+            group["betas"] = betas
     loss_sum = torch.zeros((), device=run.device)
     for number in range(run.accumulation):
         ids, targets = run.train_batch(step, number)

@@ -39,15 +39,16 @@ __all__ = ["Resumed", "RunCheckpoints", "find_changes"]
 
 _MODEL_KEYS = (
     *("dim", "layers", "heads", "kv_heads", "ffn_multiple", "vocab", "tied_head", "tokenizer"),
+    "optimizer",  # its state is of another kind
 )
 _TOLD_KEYS = (
     *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
     *("replicas", "units"),
     *("micro_batch", "accumulation", "global_batch", "steps", "lr", "min_lr", "schedule"),
     *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
+    *("optimizer_options", "schedule_options", "loss_scale_window"),
     *("eval_windows", "source"),
 )
-_GROUP_KEYS = ("betas", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,10 @@ def find_changes(
         ConfigError: a setting that makes another model has changed.
     """
     for key in _MODEL_KEYS:
-        if saved.get(key) != now.get(key):
+        before = saved.get(key, _default_of(key))  # an older version did not know the key
+        if before != now.get(key):
             raise ConfigError(
-                f"{key}: the checkpoint is of a model with {key} {saved.get(key)}, got "
+                f"{key}: the checkpoint is of a model with {key} {before}, got "
                 f"{now.get(key)}; set it back, or start a new run in another output"
             )
     lines = []
@@ -79,7 +81,7 @@ def find_changes(
             f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
         )
     for key in _TOLD_KEYS:
-        before = saved.get(key, _default_of(key))  # an older version did not know the key
+        before = saved.get(key, _default_of(key))
         if before != now.get(key):
             change = f"{before} -> {now.get(key)}"
             lines.append(
@@ -133,7 +135,7 @@ class RunCheckpoints:
         if self._keeper is None or choice == "never":
             return None
         groups = run.optimizer.param_groups
-        settings = [{key: group[key] for key in _GROUP_KEYS} for group in groups]
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         started_s = time.perf_counter()
         with show_load(run.place.rank == 0) as progress:
             step = None if choice == "auto" else choice
@@ -143,13 +145,15 @@ class RunCheckpoints:
         load_s = time.perf_counter() - started_s
         for group, ours in zip(groups, settings, strict=True):
             group.update(ours)  # the keys of this run count, not those of the saved one
+        saved = _saved_settings(loaded)
         scale = loaded.extra.get("scaler")
         if run.scaler.is_enabled() and scale:
             run.scaler.load_state_dict(scale)
+            window = run.config.loss_scale_window
+            if saved.get("loss_scale_window", window) != window:
+                run.scaler.set_growth_interval(window)
         step = _step_of(loaded)
-        lines = find_changes(
-            _saved_settings(loaded), self._settings, loaded.num_ranks_saved, run.place.world_size
-        )
+        lines = find_changes(saved, self._settings, loaded.num_ranks_saved, run.place.world_size)
         say(f"going on from step {step} ({loaded.path})")
         for line in lines:
             say(f"changed since then: {line}")

@@ -1,4 +1,7 @@
-"""Learning rate of a step, in closed form: linear warm-up, then constant, linear or cosine."""
+"""Learning rate of a step, in closed form: linear warm-up, then constant, linear or cosine.
+
+Or a curve of DeepSpeed, for runs that come from there.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate of a step.
 
     The warm-up rises in `warmup_steps` equal parts and reaches `lr` on its last step; the decay
-    reaches `min_lr` on the last step of the run.
+    reaches `min_lr` on the last step of the run. A curve of DeepSpeed has its own options.
 
     Args:
         config: the run; its lr, min_lr, schedule, warmup_steps and steps count here.
         step: 1 for the first step.
     """
+    if config.curve is not None:
+        return config.curve.learning_rate(step - 1, config.lr)
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":

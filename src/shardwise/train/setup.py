@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.launch import RankPlace
+from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 from shardwise.train.text import (
     Tokenizer,
     TokenStream,
@@ -128,17 +130,33 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
     )
     torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
-    optimizer = torch.optim.AdamW(
-        _decay_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
+    scaler = torch.amp.GradScaler(
+        device.type,
+        init_scale=config.loss_scale,
+        growth_interval=config.loss_scale_window,
+        enabled=config.precision == "fp16",
     )
-    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    optimizer = _make_optimizer(config, model)
     return Run(
         *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
         base_memory_bytes,
     )
+
+
+def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer on the shards, with torch's fused kernel where it has one."""
+    _, arguments = OPTIMIZERS[config.optimizer]
+    options: dict[str, Any] = {"lr": config.lr}
+    if "betas" in arguments:
+        options["betas"] = config.beta1, config.beta2
+    if "fused" in arguments:
+        options["fused"] = True
+    options |= config.optimizer_options or {}
+    groups = _decay_groups(model, config.weight_decay)
+    try:
+        return optimizer_class(config.optimizer)(groups, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer_options: {config.optimizer} refuses them: {error}") from None
 
 
 def _hybrid_mesh(config: TrainConfig, place: RankPlace, device: torch.device) -> DeviceMesh | None:

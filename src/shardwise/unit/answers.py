@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
 from shardwise.unit.cut import GATHER_SITE, Cut
@@ -44,7 +45,10 @@ def whole(value: Any) -> Any:
         owner = value._owner
         if owner is None:
             raise _refusal("this operation", [value])
-        return owner.whole() if torch.is_grad_enabled() or owner.in_use() else value.full_tensor()
+        if not torch.is_grad_enabled() and not owner.in_use():
+            return value.full_tensor()
+        full = owner.whole()
+        return full if value.requires_grad else full.detach()  # frozen: no graph of the leaf's
     if isinstance(value, list | tuple) and any(isinstance(v, Sliced) for v in value):
         return [whole(v) for v in value]
     return value
@@ -239,6 +243,11 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
                 "alike, so their elements do not meet on one rank; use full_tensor()"
             )
         return value._local_tensor
+    if isinstance(value, DTensor):  # one of torch's own, made "like" a parameter by a loader
+        is_cut_alike = (
+            value.device_mesh == cut.comm.axes.mesh and value.placements == cut.placements
+        )
+        return value._local_tensor if is_cut_alike else cut.slice_of(value.full_tensor())
     if isinstance(value, torch.Tensor):
         return value.reshape(()) if value.numel() == 1 else cut.slice_of(value)
     return value

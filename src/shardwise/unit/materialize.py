@@ -10,6 +10,7 @@ the next module, so the full model is never resident.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from shardwise.device import fork_rng_devices
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.stages import UnitSettings
 from shardwise.trace import FullBytes
 from shardwise.unit.cut import make_cut
 from shardwise.unit.storage import Storage
@@ -69,12 +71,17 @@ class Materializer:
 
         **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
         """
-        unit = Unit(spec.name, index, spec.module, self._comm, self._scheduler)
-        groups: dict[Dtypes, list[ParamSpec]] = {}
-        for param in spec.params:
-            groups.setdefault(self._dtypes(param.param), []).append(param)
+        config = self._config
+        settings = UnitSettings(replace(config.stage, reduce_every=config.reduce_every))
+        unit = Unit(
+            spec.name, index, spec.module, self._comm, self._scheduler, settings, config.precision
+        )
+        groups: dict[tuple[Dtypes, bool], list[ParamSpec]] = {}
+        for param in spec.params:  # frozen ones apart: they need no gradients, and never go stale
+            key = self._dtypes(param.param), param.param.requires_grad
+            groups.setdefault(key, []).append(param)
         values = self._initialised(spec)
-        for dtypes, params in groups.items():
+        for (dtypes, _), params in groups.items():
             shapes = [tuple(p.param.shape) for p in params]
             axis = self._comm.axes.shard
             layout = build_layout(self._config.layout, shapes, axis.size)

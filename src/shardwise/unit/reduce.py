@@ -35,6 +35,7 @@ class Reduction:
 
     def __init__(self, units: Sequence[Unit], comm: Comm, reduce_dtype: torch.dtype | None) -> None:
         self.units = list(units)
+        self._names = [unit.name for unit in units]
         self.used_here: set[Slot] = set()
         self._comm = comm
         self._reduce_dtype = reduce_dtype
@@ -49,7 +50,7 @@ class Reduction:
         other ranks may have one; whether any has is settled by the flags (see runtime).
         """
         items: list[ReduceItem] = []
-        with span("reduce", self.units[0].name), torch.no_grad():
+        with span("reduce", *self._names), torch.no_grad():
             for unit in self.units:
                 if unit.grad_state is not GradState.PARTIAL:
                     unit.enter_grad_state(GradState.PARTIAL)
@@ -105,7 +106,7 @@ class Reduction:
         """
         if self._pending is None:
             return
-        with span("wait_reduce", self.units[0].name):
+        with span("wait_reduce", *self._names):
             self._pending.wait()
             self._pending = None
             for part in self._parts:
@@ -146,9 +147,10 @@ class Reduction:
     def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
         means = {}
         dtype = part.storage.master.dtype
+        out = part.storage.bring_home(part.out)
         for slot in part.slots:
             begin = part.storage.place_in_shards(slot.index)
-            mean = part.out[begin : begin + slot.cut.hi - slot.cut.lo].view(slot.cut.local_shape)
+            mean = out[begin : begin + slot.cut.hi - slot.cut.lo].view(slot.cut.local_shape)
             means[slot] = mean if mean.dtype == dtype else mean.to(dtype)
         return means
 

@@ -6,6 +6,13 @@ rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buff
 the gather copies, or casts, this rank's slot into the full buffer first. There is no separate
 low-precision shard.
 
+Note [Shards at home on the host]
+With a ``home`` the slices live there (page-locked, unless told otherwise, where the device is an
+accelerator), and with them ``p.grad``, the optimizer's state and its step; the full copies stay on
+the device. A gather copies this rank's slot into its place in the full buffer and gathers in place,
+and the means of the gradients are copied home before they become ``p.grad``. The copies block:
+right, not fast.
+
 Note [Freed storage comes back to life]
 Freeing a full copy resizes its storage to zero bytes; the tensors that autograd saved keep
 pointing at that storage, and are whole again when backward gathers into it. The gather must not
@@ -19,6 +26,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.pending import GatherItem
+from shardwise.device import host_buffer
 from shardwise.layout.segments import Layout
 from shardwise.stages import Stage
 from shardwise.trace import FullBytes
@@ -39,13 +47,16 @@ class Storage:
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         ledger: FullBytes,
+        home: torch.device | None = None,
+        pins_home: bool = True,
     ) -> None:
         master_dtype, compute_dtype = dtypes
         self.layout = layout
         self.rank = rank
         self.stage = stage
+        self.home = home
         self._ledger = ledger
-        keeps = not stage.frees_after_backward or layout.num_ranks == 1
+        keeps = home is None and (not stage.frees_after_backward or layout.num_ranks == 1)
         self.aliased = keeps and master_dtype == compute_dtype
         self.frees = not self.aliased and stage.frees_after_backward
         make = torch.zeros if self.aliased else torch.empty
@@ -54,7 +65,7 @@ class Storage:
             self.master = self.full
         else:
             numel = layout.shard_numel if stage.shards_state else layout.full_numel
-            self.master = torch.zeros(numel, dtype=master_dtype, device=device)
+            self.master = _new_slices(numel, master_dtype, device, home, pins_home)
         self._full_data, self._master_data = self.full.data, self.master.data
         self._plan_gather()
         self._places = [
@@ -103,6 +114,18 @@ class Storage:
             begin = self.layout.full_offset(index) + piece.lo
         return self.master[begin : begin + numel].view(local_shape)
 
+    def local_apart(self, index: int, local_shape: tuple[int, ...]) -> torch.Tensor:
+        """Return `local` as a tensor that begins at the start of a storage, over the same memory.
+
+        A DTensor whose local tensor begins inside its storage can be neither pickled nor copied
+        (torch 2.11 to 2.15). The version counter is its own, so `version` does not see its edits.
+        """
+        local = self.local(index, local_shape)
+        begin = local.storage_offset() * local.element_size()
+        own = local.untyped_storage()[begin : begin + local.nbytes]
+        apart = torch.empty(0, dtype=local.dtype, device=local.device)
+        return apart.set_(own, 0, local.shape, local.stride())
+
     def leaf(self, index: int, requires_grad: bool) -> nn.Parameter:
         """Return the full parameter that the layers read; see Note [Freed storage ...]."""
         placed = self.layout.params[index]
@@ -136,7 +159,7 @@ class Storage:
             if not self.aliased:
                 self._full_data.copy_(self._master_data)
             return ()
-        if self._casts:
+        if self._casts and self._gather_items:
             items = self._gather_items
             torch._foreach_copy_([item.source for item in items], self._slots)
         return self._gather_items
@@ -145,7 +168,8 @@ class Storage:
         """Make the views that every gather uses, once; they outlive the memory under them."""
         self._slots: list[torch.Tensor] = []
         self._gather_items: list[GatherItem] = []
-        self._casts = not self.aliased and self.master.dtype != self.full.dtype
+        other_dtype = self.master.dtype != self.full.dtype
+        self._casts = not self.aliased and (other_dtype or self.home is not None)
         if not self.stage.shards_state:
             return
         for segment in self.layout.segments:
@@ -170,13 +194,20 @@ class Storage:
         that frees its parameters is chosen for memory, not for speed.
         """
         numel = self.layout.shard_numel if self.stage.shards_state else self.layout.full_numel
-        if self.master.device.type != "cpu" or self.stage.frees_after_backward:
-            return torch.empty(numel, dtype=dtype, device=self.master.device)
+        device = self.full.device
+        if device.type != "cpu" or self.stage.frees_after_backward:
+            return torch.empty(numel, dtype=dtype, device=device)
         kept = self._grad_buffer
         if kept is None or kept.dtype != dtype or _num_references(kept) > self._grad_references:
             kept = torch.empty(numel, dtype=dtype)
             self._grad_buffer, self._grad_references = kept, _num_references(kept)
         return kept
+
+    def bring_home(self, means: torch.Tensor) -> torch.Tensor:
+        """Return the means of the gradients where the slices live; a copy where that is a home."""
+        if self.home is None:
+            return means
+        return means.to(self.home, self.master.dtype, copy=True)
 
     def forget_grad_buffer(self) -> None:
         """Do not keep the gradient buffer for the next step."""
@@ -209,6 +240,15 @@ class Storage:
         if self.aliased:
             return self.full.nbytes - self.shard_bytes
         return self._nbytes if self._allocated else 0
+
+
+def _new_slices(
+    numel: int, dtype: torch.dtype, device: torch.device, home: torch.device | None, pins: bool
+) -> torch.Tensor:
+    """Return zeros for slices: on the device, or at their home, ready for copies to the device."""
+    if home is None or home.type != "cpu" or not pins:
+        return torch.zeros(numel, dtype=dtype, device=home or device)
+    return host_buffer(numel * dtype.itemsize, device).view(dtype)
 
 
 def _num_references(tensor: torch.Tensor) -> int:

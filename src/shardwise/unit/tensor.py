@@ -145,10 +145,12 @@ class ShardTensor(Sliced):
                 "torch.autograd.grad with respect to a sharded parameter would give this rank's "
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
-        wants_grad = torch.is_grad_enabled() and name not in GRAD_FREE and not is_in_place(name)
-        if wants_grad:
+        if name not in GRAD_FREE and not is_in_place(name):
+            records = torch.is_grad_enabled()
             shards = shards_in(args, kwargs)
-            if any(t.requires_grad and t._owner for t in shards):
+            if any(
+                t._owner and ((records and t.requires_grad) or t._owner.in_use()) for t in shards
+            ):
                 return run_whole(func, name, args, kwargs, shards)
         return answer(func, name, args, kwargs)
 

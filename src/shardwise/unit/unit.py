@@ -13,8 +13,10 @@ from torch import nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending
+from shardwise.config import Precision
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
+from shardwise.stages import UnitSettings
 from shardwise.trace import span
 from shardwise.unit.cut import Cut
 from shardwise.unit.partial import PartialGrad
@@ -199,13 +201,22 @@ class Unit:
     """A set of parameters that are gathered and freed together, and what state they are in."""
 
     def __init__(
-        self, name: str, index: int, module: nn.Module, comm: Comm, scheduler: Scheduler
+        self,
+        name: str,
+        index: int,
+        module: nn.Module,
+        comm: Comm,
+        scheduler: Scheduler,
+        settings: UnitSettings,
+        precision: Precision,
     ) -> None:
         self.name = name
         self.index = index
         self.module = module
         self.comm = comm
         self.scheduler = scheduler
+        self.settings = settings
+        self.precision = precision
         self.slots: list[Slot] = []
         self.storages: list[Storage] = []
         self.param_state = ParamState.SHARDED

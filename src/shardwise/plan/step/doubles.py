@@ -14,18 +14,25 @@ from shardwise.plan.step.messages import Message, whole
 from shardwise.plan.step.meter import Meter
 from shardwise.plan.step.offloading import Offloading
 from shardwise.plan.step.program import AxisName
+from shardwise.stages import UnitSettings
 
 
 class Board:
     """What all doubles of a played step share."""
 
     def __init__(
-        self, meter: Meter, issue: Issuer, offloading: Offloading, dtype: DtypeName
+        self,
+        meter: Meter,
+        issue: Issuer,
+        offloading: Offloading,
+        dtype: DtypeName,
+        settings: UnitSettings,
     ) -> None:
         self.meter = meter
         self.issue = issue
         self.offloading = offloading
         self.dtype = dtype
+        self.settings = settings
         self.num_shards = offloading.candidate.num_shards
         self.num_replicas = offloading.candidate.num_replicas
 
@@ -52,6 +59,7 @@ class UnitDouble:
         "index",
         "is_fresh",
         "is_trained",
+        "settings",
         "sums",
         "used_outside",
         "weight",
@@ -59,6 +67,7 @@ class UnitDouble:
 
     def __init__(self, index: int, weight: Footprint, reads: bool, board: Board) -> None:
         self.index = index
+        self.settings = board.settings
         self.weight = weight
         self.full_bytes = weight.full_bytes
         self.is_trained = weight.num_trained > 0

@@ -138,18 +138,18 @@ class _Group(NamedTuple):
 
 
 def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
-    """Group parameters by dtypes, as `unit.materialize` does."""
+    """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
     row = PRECISIONS[setting.precision]
     own = setting.precision == "fp32"  # keeps each parameter's own dtype
-    found: dict[tuple[DtypeName, DtypeName], list[ParamKey]] = {}
+    found: dict[tuple[DtypeName, DtypeName, bool], list[ParamKey]] = {}
     for param in params:
         _, dtype, requires_grad, _ = param
         floating = "float" in dtype and not own
         master = row.master if floating and requires_grad else dtype
         compute = row.compute if floating else dtype
-        found.setdefault((master, compute), []).append(param)
+        found.setdefault((master, compute, requires_grad), []).append(param)
     groups = []
-    for (master, compute), members in found.items():
+    for (master, compute, _), members in found.items():
         layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards)
         keeps = not setting.stage.frees_after_backward
         keeps |= setting.num_shards == 1 and not setting.params_away

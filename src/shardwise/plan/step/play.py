@@ -26,6 +26,7 @@ from shardwise.plan.step.ledger import Ledger, Played
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.meter import Meter
 from shardwise.plan.step.offloading import Offloading
+from shardwise.stages import UnitSettings
 
 _UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
 _UNFUSED_KERNELS = 8
@@ -81,7 +82,8 @@ class _Player:
         self._buffers = self._kept_buffers()
         self._meter = Meter(self._rest())
         self._issue = Issuer()
-        board = Board(self._meter, self._issue, self._offloading, tape.compute_dtype)
+        settings = UnitSettings(replace(setting.stage, reduce_every=self._reduce_every))
+        board = Board(self._meter, self._issue, self._offloading, tape.compute_dtype, settings)
         self._units = [
             UnitDouble(i, w, u.backward_reads_params, board)
             for i, (w, u) in enumerate(zip(self._weights, tape.units, strict=True))
@@ -94,9 +96,7 @@ class _Player:
             candidate.reduces_in_flight,
             settles_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,
         )
-        self._schedule: Schedule[UnitDouble] = Schedule(
-            setting.stage, self._reduce_every, candidate.prefetch_bytes, self._reductions
-        )
+        self._schedule: Schedule[UnitDouble] = Schedule(candidate.prefetch_bytes, self._reductions)
         order = [e.unit for e in visits if e.kind == "before_forward" and not e.recomputes]
         self._schedule.settle(self._units, order)
         self._stack: list[tuple[UnitDouble, bool]] = []
@@ -126,7 +126,7 @@ class _Player:
         meter = self._meter
         self._is_last = number == self._candidate.accumulation - 1
         meter.micro_batch = self._issue.micro_batch = number
-        keeps = number > 0 and not self._schedule.reduces(False)
+        keeps = number > 0 and self._reduce_every == "step"
         self._adds = keeps and not any(w.sums_apart for w in self._weights)
         self._in_backward = False
         meter.phase = "forward"
@@ -212,7 +212,7 @@ class _Player:
 
     def _end_backward(self) -> None:
         for unit in reversed(self._units):
-            left = self._schedule.reduces(self._is_last) and unit.grads + unit.sums > 0
+            left = self._schedule.reduces(unit, self._is_last) and unit.grads + unit.sums > 0
             if (unit.in_backward or left) and not self._reductions.is_waiting(unit):
                 self._close(unit)
         self._reductions.close()

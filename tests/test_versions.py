@@ -5,9 +5,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+from shardwise import fully_shard, shard
 from shardwise.errors import ConfigError
-from shardwise.interop.versions import TESTED, load_neighbour, minor_of, warn_if_untested
+from shardwise.versions import TESTED, load_neighbour, minor_of, warn_if_untested
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -49,3 +51,13 @@ def test_every_tested_range_can_be_read_and_runs_upwards() -> None:
         assert minor_of(first) <= minor_of(last)
     with pytest.raises(ConfigError, match="'main'"):
         minor_of("main")
+
+
+def test_sharding_with_an_untested_torch_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "2.99.0")
+    for entry in (shard, fully_shard):
+        with (
+            pytest.warns(UserWarning, match=r"torch 2\.99\.0"),
+            pytest.raises((ConfigError, ValueError)),
+        ):
+            entry(nn.ModuleList() if entry is shard else nn.Linear(1, 1))  # refused after it

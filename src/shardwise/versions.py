@@ -40,7 +40,14 @@ def load_neighbour(package: str, wanted_by: str) -> ModuleType:
 def warn_if_untested(package: str) -> None:
     """Warn, once per place, when the installed version is outside the tested range."""
     first, last = TESTED[package]
-    version = metadata.version(package)
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:  # imported from a checkout that was not installed
+        warnings.warn(
+            f"{package}: its version is unknown; Shardwise was tested with {first} to {last}",
+            stacklevel=3,
+        )
+        return
     if not minor_of(first) <= minor_of(version) <= minor_of(last):
         warnings.warn(
             f"{package} {version} is outside the versions that Shardwise was tested with "

@@ -1,0 +1,90 @@
+"""accelerate's loop on a sharded model, stopped in the middle and resumed.
+
+    pip install accelerate
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py
+    accelerate launch --num_processes 2 examples/accelerate_loop.py
+
+What is not plain accelerate: where Accelerator is imported from, and `shard`.
+"""
+
+import argparse
+import gc
+import tempfile
+
+import torch
+import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
+import torch.nn.functional as F
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardwise
+from shardwise.interop.accelerate import Accelerator
+
+VOCAB, WIDTH = 64, 64
+
+
+class NextToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(  # each of them becomes a unit
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def run(folder: str | None, epochs: int, resume: bool) -> None:
+    on_cpu = not torch.accelerator.is_available()  # accelerate wants to be told
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=2)
+    folder = broadcast_object_list([folder])[0]  # the main process chose it
+    torch.manual_seed(0)
+    model = shardwise.shard(NextToken().to(accelerator.device), stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after shard()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=64, gamma=0.5)
+    tokens = torch.randint(VOCAB, (512, 16), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(tokens), batch_size=8, shuffle=True)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    if resume:
+        accelerator.load_state(folder)
+    for epoch in range(epochs):
+        total = torch.zeros((), device=accelerator.device)
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                target = (7 * batch + 3) % VOCAB  # what there is to learn
+                loss = F.cross_entropy(model(batch).flatten(0, 1), target.flatten())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            total += loss.detach()
+        mean = accelerator.reduce(total, "mean") / len(loader)
+        rate = schedule.get_last_lr()[0]
+        accelerator.print(f"step {epoch:3d}  loss {mean.item():.4f}  rate {rate:.1e}")
+    accelerator.save_state(folder)
+    accelerator.save_model(model, f"{folder}/whole")
+    accelerator.wait_for_everyone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="accelerate's loop on sharded parameters.")
+    parser.add_argument("--folder", help="where the state goes (default: a temporary folder)")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        run(asked.folder or folder, epochs=2, resume=False)
+        run(asked.folder or folder, epochs=2, resume=True)
+    gc.collect()  # hooks form cycles that hold the group
+    PartialState().destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Train with a DeepSpeed config, without DeepSpeed: its JSON decides sharding, batch and schedule.
+
+    python examples/deepspeed_loop.py --ranks 2
+    torchrun --nproc-per-node 2 examples/deepspeed_loop.py
+
+The file stays as it is; `print(settings)` says what became of each of its keys.
+"""
+
+import argparse
+import gc
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before a group exists: its defaults would keep it
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.device import local_device
+
+CONFIG = Path(__file__).parent / "ds_config.json"
+STEPS, VOCAB, WIDTH = 20, 64, 64
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(VOCAB, WIDTH),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.GELU(),
+        nn.Linear(4 * WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, VOCAB),
+    )
+
+
+def train(device: torch.device) -> None:
+    rank = dist.get_rank()
+    settings = shardwise.from_deepspeed(CONFIG)
+    model = shardwise.shard(build_model().to(device), **settings.shard)
+    optimizer = settings.optimizer(model.parameters())
+    scheduler = settings.scheduler(optimizer, total_num_steps=STEPS)  # "auto" in the file
+    micro_batch, passes = settings.micro_batch, settings.accumulation
+    if rank == 0:
+        print(settings)
+    data = torch.Generator().manual_seed(rank)  # every rank has data of its own
+    for step in range(1, STEPS + 1):
+        loss_sum = 0.0
+        for number in range(passes):
+            tokens = torch.randint(VOCAB, (micro_batch, 16), generator=data).to(device)
+            with shardwise.accumulate(model, last=number == passes - 1):
+                target = (7 * tokens + 3) % VOCAB  # what there is to learn
+                loss = F.cross_entropy(model(tokens).flatten(0, 1), target.flatten()) / passes
+                loss.backward()
+            loss_sum += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clipping)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if rank == 0 and (step == 1 or step % 5 == 0):
+            (lr,) = scheduler.get_last_lr()
+            print(f"step {step:3d}  loss {loss_sum:.4f}  next learning rate {lr:.2e}")
+
+
+def run_rank(local_rank: int, num_ranks: int = -1, method: str | None = None) -> None:
+    device = local_device(local_rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    rank = local_rank if method else -1  # torchrun says by itself which rank this is
+    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
+    train(device)
+    gc.collect()  # hooks form cycles that hold the group
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A DeepSpeed config, trained by Shardwise.")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
+    asked = parser.parse_args()
+    if dist.is_torchelastic_launched():
+        return run_rank(dist.get_node_local_rank())
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (asked.ranks, f"file://{folder}/group")
+        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
+
+
+if __name__ == "__main__":
+    main()

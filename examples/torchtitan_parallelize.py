@@ -1,0 +1,97 @@
+"""Train torchtitan's debug Llama with Shardwise as its `parallelize_fn`.
+
+    pip install torchtitan triton
+    python examples/torchtitan_parallelize.py --ranks 2
+    torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
+
+torchtitan's Trainer needs a tokenizer, a data set and a GPU. This does what it does with the
+model, in its order: build on meta, parallelize, empty, initialise, train.
+"""
+
+import argparse
+import dataclasses
+import gc
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torchtitan.distributed.parallel_dims as torchtitan_dims
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+
+from shardwise.device import local_device
+from shardwise.interop.torchtitan import parallelize
+
+STEPS, VOCAB = 8, 64
+
+
+def train(device: torch.device) -> None:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torchtitan_dims.device_type = device.type  # it takes "cuda" where there is no accelerator
+    spec = dataclasses.replace(
+        model_registry("debugmodel", attn_backend="varlen"),
+        parallelize_fn=parallelize,  # the only line that is about Shardwise
+    )
+    spec.model.layers = spec.model.layers[:2]
+    for layer in spec.model.layers:  # an attention that runs on a CPU too
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    parallelism = ParallelismConfig(data_parallel_shard_degree=num_ranks)
+    parallel_dims = torchtitan_dims.ParallelDims.from_config(parallelism, num_ranks)
+    parallel_dims.build_mesh()
+    with torch.device("meta"):
+        model = spec.model.build()
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        training=TrainingConfig(disable_cuda_graphs=True),  # bf16 copies of fp32 shards
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=FullAC.Config(),
+        dump_folder="",
+    )
+    model.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    loss_fn = CrossEntropyLoss.Config().build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    data = torch.Generator().manual_seed(rank)
+    for step in range(1, STEPS + 1):
+        tokens = torch.randint(VOCAB, (4, 32), generator=data).to(device)
+        labels = (7 * tokens + 3) % VOCAB  # what there is to learn
+        num_tokens = torch.tensor(num_ranks * labels.numel(), device=device)
+        loss, _ = loss_fn(model(tokens), labels, num_tokens)  # this rank's part of the mean
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step:3d}  loss {loss.item() * num_ranks:.3f}")
+
+
+def run_rank(local_rank: int, num_ranks: int = -1, method: str | None = None) -> None:
+    device = local_device(local_rank)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    rank = local_rank if method else -1  # torchrun says by itself which rank this is
+    dist.init_process_group(backend, method, rank=rank, world_size=num_ranks)
+    train(device)
+    gc.collect()  # hooks form cycles that hold the group
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="torchtitan's debug Llama, sharded.")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start (not by torchrun)")
+    asked = parser.parse_args()
+    if dist.is_torchelastic_launched():
+        return run_rank(dist.get_node_local_rank())
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (asked.ranks, f"file://{folder}/group")
+        torch.multiprocessing.spawn(run_rank, arguments, asked.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""`shardwise convert`: DeepSpeed JSON, accelerate YAML and ours, one into another."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardwise.interop.deepspeed.report import Report
+
+__all__ = ["run_command", "show_report"]
+
+_BAD_CONFIG = 2
+_WIDTH = 120
+
+
+class Form(StrEnum):
+    """The forms that a file of settings can have."""
+
+    SHARDWISE = "shardwise"
+    DEEPSPEED = "deepspeed"
+    ACCELERATE = "accelerate"
+
+
+_File = Annotated[
+    Path, typer.Argument(help="DeepSpeed JSON, accelerate YAML, or YAML of `shardwise train`")
+]
+_To = Annotated[Form | None, typer.Option(help="what to write (default: shardwise, if it is not)")]
+_Output = Annotated[Path | None, typer.Option("-o", "--output", help="file to write; else stdout")]
+_Ranks = Annotated[
+    int | None, typer.Option(min=1, help="number of ranks, where sizes of a batch follow from it")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="print the report as JSON, to stderr")]
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `shardwise convert` with its arguments; return the exit code."""
+    outcome: list[int] = []
+
+    def command(
+        file: _File,
+        to: _To = None,
+        output: _Output = None,
+        ranks: _Ranks = None,
+        as_json: _AsJson = False,
+    ) -> None:
+        """Turn one file of settings into another form, and tell what became of each key.
+
+        The new file goes to stdout, or to --output; the report to stderr.
+        """
+        try:
+            text, report = _convert(file, to, ranks)
+            _write(text, output)
+        except ConfigError as error:
+            sys.stderr.write(f"shardwise convert: {error}\n")
+            outcome.append(_BAD_CONFIG)
+            return
+        if as_json:
+            sys.stderr.write(json.dumps(report.as_json(), indent=2) + "\n")
+        else:
+            show_report(report, to_stderr=True)
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    program = typer.main.get_command(app)
+    code = program(list(arguments), prog_name="shardwise convert", standalone_mode=False)
+    return outcome[0] if outcome else int(code or 0)
+
+
+def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Report]:
+    import yaml
+
+    form = _form_of(file)
+    if to is None:
+        if form is Form.SHARDWISE:
+            raise ConfigError(f"{file}: it is ours already; give --to deepspeed or --to accelerate")
+        to = Form.SHARDWISE
+    if to is form:
+        raise ConfigError(f"{file}: it is of the form {to.value} already")
+    keys, report = _read(file, form, ranks)
+    config = _check(keys, file)
+    if to is Form.SHARDWISE:
+        return yaml.safe_dump(keys, sort_keys=False), report
+    if to is Form.DEEPSPEED:
+        from shardwise.interop.deepspeed.writing import to_deepspeed
+
+        content, written = to_deepspeed(config, str(file))
+        text = json.dumps(content, indent=2) + "\n"
+    else:
+        from shardwise.interop.accelerate_yaml import to_accelerate
+
+        content, written = to_accelerate(config, str(file))
+        text = yaml.safe_dump(content, sort_keys=False)
+    return text, written if form is Form.SHARDWISE else _both(report, written)
+
+
+def _both(read: Report, written: Report) -> Report:
+    """Join what was read with what could not be written again."""
+    from shardwise.interop.deepspeed.report import Report
+
+    return Report(read.source, (*read.lines, *(x for x in written.lines if x.fate == "ignored")))
+
+
+def _form_of(file: Path) -> Form:
+    """Tell the form of a file by its name and its keys."""
+    from shardwise.interop.accelerate_yaml import is_accelerate
+    from shardwise.plan.foreign_keys import load_yaml
+
+    if file.suffix == ".json":
+        return Form.DEEPSPEED
+    return Form.ACCELERATE if is_accelerate(load_yaml(file)) else Form.SHARDWISE
+
+
+def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Report]:
+    if form is Form.DEEPSPEED:
+        from shardwise.interop.deepspeed.train_keys import read_train_keys
+
+        keys, report = read_train_keys(file, {}, {}, ranks)
+        return (keys if ranks is None else {**keys, "ranks": ranks}), report
+    if form is Form.ACCELERATE:
+        from shardwise.interop.accelerate_yaml import read_accelerate_keys
+
+        return read_accelerate_keys(file, ranks)
+    from shardwise.interop.deepspeed.report import Report
+    from shardwise.train.config import read_keys
+
+    keys = read_keys(file)
+    return (keys if ranks is None else {**keys, "ranks": ranks}), Report(str(file), ())
+
+
+def _check(keys: dict[str, Any], file: Path) -> Any:
+    from shardwise.keys import check_keys
+    from shardwise.train.config import TrainConfig, resolve_batch
+
+    config = check_keys(TrainConfig, keys, {}, file, "train")
+    return resolve_batch(config, config.ranks) if config.ranks is not None else config
+
+
+def _write(text: str, output: Path | None) -> None:
+    if output is None:
+        sys.stdout.write(text)
+        return
+    try:
+        with output.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise ConfigError(f"{output}: cannot be written: {error.strerror}") from None
+
+
+def show_report(report: Report, to_stderr: bool = False) -> None:
+    """Print what became of each key of a file, as tables."""
+    from rich.console import Console
+
+    stream = sys.stderr if to_stderr else sys.stdout
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal:
+        console = Console(file=stream, highlight=False, width=_WIDTH)
+    _print(console, report)
+
+
+def _print(console: Console, report: Report) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from shardwise.cli.tables import printable
+
+    console.print(Text(printable(report.source), "bold"))
+    for title, rows in report.sections():
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("key", "value", "what it is here"):
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        console.print(table)

@@ -1,0 +1,129 @@
+"""One collective of the process group for all tensors of a unit, as FSDP2 makes them.
+
+Tools and tests that count FSDP2's collectives, or replace them (`set_custom_all_gather`), expect
+one all-gather and one reduce-scatter per group of parameters. So what a unit sends is packed into
+one buffer first, and unpacked afterwards.
+"""
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import GatherItem, Pending, Site, blame
+from shardwise.mesh import Axis
+
+
+class Transfer(Protocol):
+    """A user's own collective: torch's ``AllGather`` or ``ReduceScatter``."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory to send or receive."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the collective; return its work, or None when it is done."""
+
+
+class PackedComm(Comm):
+    """The collectives of one unit, each on one packed buffer."""
+
+    def _choose_transports(self) -> dict[str, ModuleType]:
+        return {}  # whatever backend the group has
+
+    def gather_packed(
+        self, items: Sequence[GatherItem], axis: Axis, site: Site, transfer: Transfer | None
+    ) -> Pending:
+        """Gather the segments along ``axis`` into place.
+
+        **Cost** (ranks - 1) x the slots; two more copies of what is gathered, but for a segment
+        that is alone. Segments of several dtypes travel as bytes.
+        """
+        items = [item for item in items if item.segment.slot_numel]
+        if not items:
+            return Pending(site, axis, ())
+        as_bytes = len({item.full.dtype for item in items}) > 1
+        sources = [_flat(item.source, as_bytes) for item in items]
+        dtype, device = sources[0].dtype, sources[0].device
+        if len(items) == 1 and transfer is None:
+            packed, output = sources[0], items[0].full
+        else:
+            packed = _allocate(transfer, sum(s.numel() for s in sources), dtype, device)
+            torch.cat(sources, out=packed)
+            output = _allocate(transfer, packed.numel() * axis.size, dtype, device)
+        self.traffic.add(f"{axis.name}.{site.kind}", site.unit, packed.nbytes * (axis.size - 1))
+        with blame(site, axis):
+            work = _all_gather(transfer, output, packed, axis.group)
+
+        def unpack() -> None:
+            rows = output.view(axis.size, -1).split([s.numel() for s in sources], dim=1)
+            places = [_flat(item.full, as_bytes).view(axis.size, -1) for item in items]
+            torch._foreach_copy_(places, list(rows))
+
+        finish = None if output is items[0].full else unpack
+        return Pending(site, axis, [work] if work else [], finish, (packed, output))
+
+    def scatter_packed(
+        self,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        axis: Axis,
+        site: Site,
+        op: Any,
+        transfer: Transfer | None,
+    ) -> Pending:
+        """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
+        self.traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
+        with blame(site, axis):
+            if transfer is not None:
+                work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
+            else:
+                work = _reduce_scatter()(
+                    output=out, input=packed, group=axis.group, op=op, async_op=True
+                )
+        return Pending(site, axis, [work] if work else [], keep=(packed, out))
+
+    def sum_replicas(self, values: torch.Tensor, axis: Axis, site: Site, op: Any) -> None:
+        """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
+        self.traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
+        with blame(site, axis):
+            dist.all_reduce(values, group=axis.group, op=op)
+
+
+def waited_for(tensor: Any) -> Any:
+    """Return a tensor that a functional collective is not writing any more."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _flat(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8) if as_bytes else tensor.view(-1)
+
+
+def _allocate(
+    transfer: Transfer | None, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    if transfer is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return transfer.allocate((numel,), dtype=dtype, device=device)
+
+
+def _all_gather(
+    transfer: Transfer | None, output: torch.Tensor, packed: torch.Tensor, group: Any
+) -> Any:
+    if transfer is not None:
+        return transfer(output_tensor=output, input_tensor=packed, group=group, async_op=True)
+    # Torch renamed both in 2.13; the old names warn there, and 2.11 has no others.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, packed, group=group, async_op=True)
+
+
+def _reduce_scatter() -> Callable[..., Any]:
+    found: Callable[..., Any] = (
+        getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    )
+    return found

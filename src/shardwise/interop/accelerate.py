@@ -1,0 +1,207 @@
+"""accelerate's ``Accelerator`` for models that `shard` has sharded: the same class, by inheritance.
+
+Note [What accelerate must not do to a sharded model]
+It would wrap the model in DistributedDataParallel, gather nothing when it saves, and pickle the
+optimizer on the first rank. So a sharded model is prepared as one for evaluation is (autocast and
+torch.compile, no wrapping), ``no_sync`` becomes the window of `accumulate`, and ``save_state``
+puts model and optimizer into a checkpoint of ours beside accelerate's own files. Everything that is
+not sharded takes accelerate's own ways.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.single import load, save
+from shardwise.engine.accumulate import accumulate
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError
+from shardwise.versions import load_neighbour
+from shardwise.unit.tensor import ShardTensor
+
+load_neighbour("accelerate", "shardwise.interop.accelerate")
+from accelerate import Accelerator as _Accelerator  # noqa: E402  # absent, the line above says what to do
+from accelerate.utils import DistributedType  # noqa: E402
+
+FOLDER = "shardwise"  # inside the folder of save_state; further sharded models get a number
+_OWN_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class Accelerator(_Accelerator):
+    """accelerate's Accelerator, which leaves sharded models sharded.
+
+    Call ``shard(model)`` first, build the optimizer, then ``prepare`` as ever. Launch with
+    torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in accelerate's config.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._apart: list[Any] = []  # optimizers of sharded models, during save_state, load_state
+        self.register_save_state_pre_hook(self._save_sharded)
+        self.register_load_state_pre_hook(self._load_sharded)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare as accelerate does; a sharded model comes back as it is.
+
+        **Raises** ConfigError where accelerate was told to shard too or does not see the ranks, and
+        where an optimizer was built before ``shard()``: its parameters are nobody's any more.
+        """
+        sharded = [a for a in args if isinstance(a, nn.Module) and is_sharded(a)]
+        if sharded and self.distributed_type in _OWN_ENGINES:
+            raise ConfigError(
+                f"Accelerator: its distributed_type is {self.distributed_type.value}, but the "
+                "model is sharded already; take FSDP, DeepSpeed and Megatron out of its config"
+            )
+        for model in sharded:
+            num_ranks = engine_of(_inner(model)).comm.control.num_ranks
+            if num_ranks != self.num_processes:
+                raise ConfigError(
+                    f"Accelerator: it sees {self.num_processes} processes, and the model is "
+                    f"sharded over {num_ranks}; without an accelerator device it needs "
+                    "Accelerator(cpu=True) to see them"
+                )
+        known = {id(p) for a in args if isinstance(a, nn.Module) for p in a.parameters()}
+        for optimizer in (a for a in args if isinstance(a, torch.optim.Optimizer)):
+            if sharded and not known & {id(p) for p in _params_of(optimizer)}:
+                raise ConfigError(
+                    f"prepare(): no parameter of the {type(optimizer).__name__} belongs to the "
+                    "models; build it after shard(), from model.parameters()"
+                )
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model. See Note [What accelerate must not do to a sharded model].
+
+        **Raises** ConfigError for a model with a sharded part, which has no accumulation window.
+        """
+        if is_sharded(model):
+            return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if any(isinstance(p, ShardTensor) for p in model.parameters()):
+            raise ConfigError(
+                f"prepare(): a part of this {type(model).__name__} is sharded; give shard() and "
+                "prepare() the same module"
+            )
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Run a micro-batch that is not the last one before a step."""
+        with accumulate(_inner(model), last=False) if is_sharded(model) else super().no_sync(model):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Let the backward pass inside be the last of its window, whatever surrounds it."""
+        stock = _Accelerator.trigger_sync_in_backward
+        with accumulate(_inner(model), last=True) if is_sharded(model) else stock(model):
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict, on the CPU of the main process; other ranks get an empty one.
+
+        Every rank calls it. ``save_model`` does.
+
+        **Cost** one gather per parameter, one in memory at a time; the main process keeps all.
+        """
+        if not is_sharded(model):
+            found: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return found
+        state = _inner(model).state_dict(keep_vars=True)
+        fulls: dict[int, Any] = {}
+        for value in state.values():
+            if id(value) not in fulls:  # tied parameters stay one tensor
+                full = _full(value)
+                fulls[id(value)] = full if self.is_main_process else None
+        return {k: fulls[id(v)] for k, v in state.items()} if self.is_main_process else {}
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+    ) -> Any:
+        """Save everything that was prepared; sharded models and their optimizers as checkpoints.
+
+        Every rank calls it. They are in the subfolder ``shardwise``, written by all ranks and
+        loadable on any number of them.
+        """
+        with self._optimizers_apart():
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Load what `save_state` saved, into what was prepared; every rank calls it."""
+        with self._optimizers_apart():
+            super().load_state(input_dir, *args, **kwargs)
+
+    @contextmanager
+    def _optimizers_apart(self) -> Iterator[None]:
+        """Hide the optimizers of sharded models from accelerate, which would pickle them."""
+        every = self._optimizers
+        self._apart = [o for o in every if any(isinstance(p, ShardTensor) for p in _params_of(o))]
+        self._optimizers = [o for o in every if o not in self._apart]
+        try:
+            yield
+        finally:
+            self._optimizers, self._apart = every, []
+
+    def _save_sharded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        """Save the sharded models, and take their weights from those that accelerate saves."""
+        for path, model, optimizer in self._pairs(models, output_dir):
+            save(path, model, optimizer, replace=True)
+        weights[:] = [w for w, m in zip(weights, models, strict=True) if not is_sharded(m)]
+
+    def _load_sharded(self, models: list[Any], input_dir: str) -> None:
+        """Load the sharded models, and take them from those that accelerate loads."""
+        for path, model, optimizer in self._pairs(models, input_dir):
+            load(path, model, optimizer, restore_generators=False)  # accelerate restores its own
+        models[:] = [m for m in models if not is_sharded(m)]
+
+    def _pairs(self, models: list[Any], folder: str) -> Iterator[tuple[Path, nn.Module, Any]]:
+        """Yield each sharded model with the folder and the optimizer that are its own."""
+        sharded = [_inner(m) for m in models if is_sharded(m)]
+        for number, model in enumerate(sharded):
+            ids = {id(p) for p in model.parameters()}
+            own = [o for o in self._apart if ids & {id(p) for p in _params_of(o)}]
+            if len(own) > 1:
+                raise ConfigError(
+                    f"save_state, load_state: {len(own)} optimizers were prepared for one sharded "
+                    "model; use one optimizer with several parameter groups"
+                )
+            name = f"{FOLDER}_{number}" if number else FOLDER
+            yield Path(folder) / name, model, _plain(own[0]) if own else None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether the module, compiled or not, was given to ``shard()``."""
+    try:
+        engine_of(_inner(model))
+    except ConfigError:
+        return False
+    return True
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    found: nn.Module = model.__dict__.get("_modules", {}).get("_orig_mod", model)
+    return found
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that accelerate's wrapper holds."""
+    found: torch.optim.Optimizer = optimizer.optimizer
+    return found
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, ShardTensor):
+        return value.full_tensor().cpu()
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,214 @@
+"""The blocks ``fp16`` and ``bf16``: a precision of ``shard()`` and a loss scaler of torch.
+
+Note [Two loss scalers]
+~~~~~~~~~~~~~~~~~~~~~~~
+Both skip the step after an overflow, halve the scale, and double it after a window of good steps.
+DeepSpeed lets ``hysteresis - 1`` overflows pass before it halves, never goes below
+``min_loss_scale``, and waits one step more the first time; a static scale it never changes. Torch's
+scaler has none of that. A run that overflows may therefore use other scales; a run that does not
+takes the same steps, as scales are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.interop.deepspeed.reading import Handler, Reader
+from shardwise.plan.foreign_keys import Key
+
+_NEVER = 2**31 - 1
+_CASTS = "inputs of a unit are always cast"
+_LARGEST_POWER = 127
+
+FP16: dict[str, Key] = {
+    "enabled": Key("any", "", ""),
+    "auto_cast": Key("flag", "", _CASTS),
+    **dict.fromkeys(
+        (
+            *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
+            *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
+        ),
+        Key("any", "", ""),
+    ),
+}
+BF16: dict[str, Key] = {
+    "enabled": Key("any", "", ""),
+    "immediate_grad_update": Key("flag", "", "gradients are summed as they come"),
+    "check_grad_overflow": Key("flag", "", "no step is skipped; look at the norm of the gradients"),
+    "bf16_master_weights_and_grads": Key("any", "", ""),
+    "bf16_optimizer_states": Key("any", "", ""),
+}
+_AUTOS = {"enabled": "the precision: give precision= to shard(), or auto="}
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Arguments of torch's GradScaler; see Note [Two loss scalers]."""
+
+    init_scale: float = 65536.0
+    growth_interval: int = 1000
+
+
+@dataclass(frozen=True)
+class PrecisionChoice:
+    """``name`` is a precision of ``shard()``, None while it is left to the caller.
+
+    ``bf16_master``: what the optimizer updates is bf16 too.
+    """
+
+    name: str | None
+    bf16_master: bool = False
+    loss_scale: LossScale | None = None
+
+
+def read_precision(reader: Reader, content: Mapping[str, Any]) -> PrecisionChoice:
+    """Read both blocks; DeepSpeed's old name for the second is taken too.
+
+    **Raises** ConfigError where both are on, or one asks for what a scaler of torch cannot do.
+    """
+    found: dict[str, Any] = {}
+    if {"bf16", "bfloat16"} <= content.keys():
+        raise reader.refusal("bfloat16", "it is the old name of bf16; give one of them")
+    for name in ("bf16", "bfloat16", "fp16"):
+        if content.get(name) is None:
+            continue
+        if name == "fp16":
+            _read_fp16(reader, content[name], found)
+        else:
+            _read_bf16(reader, name, content[name], found)
+    fp16, bf16 = found.get("fp16", False), found.get("bf16", False)
+    if fp16 is True and bf16 is True:
+        raise reader.refusal("fp16.enabled", "bf16 is on as well; turn one of them off")
+    if fp16 is True:
+        scale = LossScale(found.get("scale", 65536.0), found.get("window", 1000))
+        return PrecisionChoice("fp16", loss_scale=scale)
+    if bf16 is True:
+        return PrecisionChoice("bf16", bf16_master=found.get("bf16_master", False))
+    return PrecisionChoice(None if "auto" in (fp16, bf16) else "fp32")
+
+
+def _enabled(reader: Reader, kind: str, found: dict[str, Any]) -> Handler:
+    def take(name: str, value: Any) -> None:
+        found[kind] = reader.flag(name, value)
+        text = f"shard(precision={kind!r}), masters and sums in fp32" if value else "off"
+        reader.mapped(name, value, text)
+
+    return take
+
+
+def _read_bf16(reader: Reader, block: str, values: Any, found: dict[str, Any]) -> None:
+    found["bf16"] = "auto" if isinstance(values, Mapping) and "enabled" in values else False
+
+    def master(name: str, value: Any) -> None:
+        if not reader.flag(name, value):
+            reader.mapped(name, value, "masters are fp32")
+        elif found["bf16"] is not True:
+            reader.ignored(name, value, "bf16 is off")
+        else:
+            found["bf16_master"] = True
+            text = "shard(precision=Precision(bf16, bf16, bf16)), optimizer state too"
+            reader.mapped(name, value, text)
+
+    def states(name: str, value: Any) -> None:
+        if reader.flag(name, value) and not found.get("bf16_master") and found["bf16"] is True:
+            raise reader.refusal(name, "it needs bf16_master_weights_and_grads to be true")
+        reader.mapped(name, value, "optimizer state has the dtype of the masters")
+
+    handlers: dict[str, Handler] = {
+        "enabled": _enabled(reader, "bf16", found),
+        "bf16_master_weights_and_grads": master,
+        "bf16_optimizer_states": states,
+    }
+    ordered = _in_order(reader.mapping(block, values), BF16)
+    reader.walk(ordered, f"{block}.", BF16, handlers, _AUTOS)
+
+
+class _Fp16:
+    """The block ``fp16`` being read: ``found`` gets scale and window, and whether it is static."""
+
+    def __init__(self, reader: Reader, found: dict[str, Any]) -> None:
+        self._reader = reader
+        self._found = found
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return what takes each key; while fp16 is off, none has an effect."""
+        takers: dict[str, Handler] = {
+            "loss_scale": self._scale,
+            "initial_scale_power": self._power,
+            "loss_scale_window": self._window,
+            "hysteresis": self._hysteresis,
+            "consecutive_hysteresis": self._consecutive,
+            "min_loss_scale": self._least,
+            "fp16_master_weights_and_grads": self._master,
+        }
+        found = {name: self._when_on(take) for name, take in takers.items()}
+        return {"enabled": _enabled(self._reader, "fp16", self._found), **found}
+
+    def _when_on(self, take: Handler) -> Handler:
+        def taken(name: str, value: Any) -> None:
+            if self._found["fp16"] is False:
+                self._reader.ignored(name, value, "fp16 is off")
+            else:
+                take(name, value)
+
+        return taken
+
+    def _scale(self, name: str, value: Any) -> None:
+        number = self._reader.number(name, value, least=0)
+        if number == 0:
+            self._reader.mapped(name, value, "dynamic: torch's GradScaler")
+            return
+        self._found |= {"scale": float(number), "window": _NEVER, "static": True}
+        text = "GradScaler(init_scale=) that never grows; an overflow halves it"
+        self._reader.mapped(name, value, text)
+
+    def _power(self, name: str, value: Any) -> None:
+        exponent = self._reader.whole(name, value)
+        if exponent > _LARGEST_POWER:
+            raise self._reader.refusal(name, f"expected at most {_LARGEST_POWER}, got {value!r}")
+        self._set(name, value, "scale", 2.0**exponent, f"GradScaler(init_scale={2.0**exponent:g})")
+
+    def _window(self, name: str, value: Any) -> None:
+        steps = self._reader.whole(name, value, least=1)
+        self._set(name, value, "window", steps, f"GradScaler(growth_interval={steps})")
+
+    def _set(self, name: str, value: Any, what: str, number: float, text: str) -> None:
+        if "static" in self._found:
+            self._reader.ignored(name, value, "loss_scale is static")
+        else:
+            self._found[what] = number
+            self._reader.mapped(name, value, text)
+
+    def _hysteresis(self, name: str, value: Any) -> None:
+        if self._reader.whole(name, value, least=1) == 1:
+            self._reader.mapped(name, value, "every overflow halves the scale")
+        else:
+            reason = "torch's scaler halves at every overflow, as with 1"
+            self._reader.ignored(name, value, reason)
+
+    def _consecutive(self, name: str, value: Any) -> None:
+        self._reader.flag(name, value)
+        self._reader.ignored(name, value, "torch's scaler has no hysteresis")
+
+    def _least(self, name: str, value: Any) -> None:
+        self._reader.number(name, value, least=0)
+        self._reader.ignored(name, value, "torch's scaler has no lower bound")
+
+    def _master(self, name: str, value: Any) -> None:
+        if self._reader.flag(name, value):
+            raise self._reader.refusal(name, "masters are fp32 under fp16; leave it out")
+        self._reader.mapped(name, value, "masters are fp32")
+
+
+def _read_fp16(reader: Reader, values: Any, found: dict[str, Any]) -> None:
+    found["fp16"] = "auto" if isinstance(values, Mapping) and "enabled" in values else False
+    ordered = _in_order(reader.mapping("fp16", values), FP16)
+    reader.walk(ordered, "fp16.", FP16, _Fp16(reader, found).handlers(), _AUTOS)
+
+
+def _in_order(values: Mapping[str, Any], table: Mapping[str, Key]) -> dict[str, Any]:
+    """Put known keys in the table's order: what follows depends on ``enabled``, ``loss_scale``."""
+    known = {name: values[name] for name in table if name in values}
+    return {**known, **values}

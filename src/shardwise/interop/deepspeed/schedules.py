@@ -1,0 +1,84 @@
+"""The block ``scheduler``: one of DeepSpeed's five curves, or a scheduler of torch by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed.reading import Reader
+from shardwise.keys import nearest
+from shardwise.plan.foreign_keys import Key
+from shardwise.train.curves import CURVES, Curve, make_curve
+
+_BLOCK: dict[str, Key] = {"type": Key("any", "", ""), "params": Key("any", "", "")}
+_TORCHS = (
+    *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR"),
+    *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
+)
+# What an option left at "auto" falls back to; for all others scheduler() wants a value.
+_AUTO_FALLBACKS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "log"}
+
+
+@dataclass(frozen=True)
+class TorchSchedule:
+    """A class of torch.optim.lr_scheduler, with its arguments."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def read_schedule(reader: Reader, block: Any) -> Curve | TorchSchedule | None:
+    """Return the schedule. **Raises** ConfigError naming the option, with the nearest known one."""
+    block = reader.mapping("scheduler", block)
+    params = block.get("params") or {}
+    found: list[Curve | TorchSchedule] = []
+
+    def take_type(key: str, value: Any) -> None:
+        options = reader.fill("scheduler.params.", reader.mapping("scheduler.params", params))
+        found.append(_choose(reader, reader.word(key, value), options))
+
+    def take_params(key: str, value: Any) -> None:
+        if "type" not in block:
+            raise reader.refusal("scheduler.type", f"expected a name, such as WarmupLR, for {key}")
+
+    handlers = {"type": take_type, "params": take_params}
+    reader.walk(block, "scheduler.", _BLOCK, handlers, {"type": "build the scheduler yourself"})
+    return found[0] if found else None
+
+
+def _choose(reader: Reader, name: str, options: dict[str, Any]) -> Curve | TorchSchedule:
+    if name in _TORCHS:
+        reader.mapped("scheduler.type", name, f"torch.optim.lr_scheduler.{name}")
+        for key, value in options.items():
+            if value == "auto":
+                raise reader.refusal(f"scheduler.params.{key}", "give a value by auto=")
+            reader.mapped(f"scheduler.params.{key}", value, f"{name}({key}=)")
+        return TorchSchedule(name, options)
+    if name not in CURVES:
+        near = nearest(name, [*CURVES, *_TORCHS])
+        hint = f"; did you mean {near!r}?" if near else ""
+        known = ", ".join(CURVES)
+        raise reader.refusal("scheduler.type", f"expected one of {known}, got {name!r}{hint}")
+    auto = {key for key, value in options.items() if value == "auto"}
+    try:
+        curve = make_curve(
+            name,
+            {key: _AUTO_FALLBACKS.get(key, 1) if key in auto else v for key, v in options.items()},
+            "scheduler.params",
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{reader.source}: {error}") from None
+    curve = curve.without(auto - _AUTO_FALLBACKS.keys())
+    reader.mapped("scheduler.type", name, "the same curve")
+    for key, value in options.items():
+        if key not in auto:
+            reader.mapped(f"scheduler.params.{key}", value, "an option of the curve")
+        elif key in _AUTO_FALLBACKS:
+            rest = _AUTO_FALLBACKS[key]
+            what = "the optimizer's learning rate" if rest is None else rest
+            reader.add("auto", f"scheduler.params.{key}", "auto", f"{what}, or auto=")
+        else:
+            reader.add("auto", f"scheduler.params.{key}", "auto", f"give {key}= to scheduler()")
+    return curve

@@ -1,0 +1,235 @@
+"""``from_deepspeed()``: a DeepSpeed config as arguments of ``shard()``, and what a loop needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed.batch import KEYS as BATCH_KEYS
+from shardwise.interop.deepspeed.batch import Batch, resolve
+from shardwise.interop.deepspeed.optimizers import OptimizerChoice, read_optimizer
+from shardwise.interop.deepspeed.others import DEFAULT_CLIPPING, other_handlers
+from shardwise.interop.deepspeed.precisions import PrecisionChoice, read_precision
+from shardwise.interop.deepspeed.reading import Handler, Reader
+from shardwise.interop.deepspeed.report import Report
+from shardwise.interop.deepspeed.schedules import TorchSchedule, read_schedule
+from shardwise.interop.deepspeed.zero import read_zero
+from shardwise.plan.foreign_keys import DEEPSPEED, load_json
+from shardwise.train.curves import Curve
+from shardwise.train.optimizers import optimizer_class
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
+
+_AUTOS = {
+    "train_micro_batch_size_per_gpu": "micro_batch= of from_deepspeed(), or your data loader",
+    "gradient_accumulation_steps": "accumulation= of from_deepspeed(), or your loop",
+    "train_batch_size": "global_batch= of from_deepspeed(), or it follows from the others",
+    "gradient_clipping": f"{DEFAULT_CLIPPING:g}, DeepSpeed's default, or auto=",
+}
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """What a DeepSpeed config says, for a loop with ``shard()``.
+
+    ``batch`` has the three sizes; None is what the number of ranks, or the caller, decides;
+    ``micro_batch``, ``accumulation`` and ``global_batch`` are the same, never None.
+    ``gradient_clipping`` is the largest norm, 0 for none. ``activation_checkpointing`` is that
+    block as it stands; it turns nothing on. ``report`` has every key of the file: ``print()`` it.
+    """
+
+    batch: Batch
+    zero: Mapping[str, int]
+    precision: PrecisionChoice
+    gradient_clipping: float
+    optimizer_choice: OptimizerChoice | None
+    schedule: Curve | TorchSchedule | None
+    activation_checkpointing: Mapping[str, Any]
+    report: Report = field(repr=False)
+
+    @property
+    def shard(self) -> dict[str, Any]:
+        """Arguments of ``shard()``: ``shard(model, **settings.shard)``."""
+        arguments: dict[str, Any] = dict(self.zero)
+        if self.precision.bf16_master:
+            import torch
+
+            from shardwise.config import Precision
+
+            arguments["precision"] = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+        elif self.precision.name is not None:
+            arguments["precision"] = self.precision.name
+        return arguments
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one rank in one forward pass. **Raises** ConfigError while undecided."""
+        return self._size("micro_batch")
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes per step. **Raises** ConfigError while undecided."""
+        return self._size("accumulation")
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step over all ranks. **Raises** ConfigError while undecided."""
+        return self._size("global_batch")
+
+    def _size(self, name: str) -> int:
+        size: int | None = getattr(self.batch, name)
+        if size is None:
+            raise ConfigError(
+                f"{self.report.source}: {name} is not decided: give it to from_deepspeed(), "
+                "or call that after init_process_group(), or with world_size="
+            )
+        return size
+
+    def optimizer(self, params: Iterable[Any], **overrides: Any) -> torch.optim.Optimizer:
+        """Build the optimizer on parameters or groups of them; ``overrides`` win over the file.
+
+        **Raises** ConfigError where the file has none, or leaves the learning rate to you.
+        """
+        choice = self.optimizer_choice
+        if choice is None:
+            raise ConfigError(
+                f"{self.report.source}: it has no optimizer; make your own from model.parameters()"
+            )
+        if "lr" in choice.auto - overrides.keys():
+            raise ConfigError(
+                f'{self.report.source}: optimizer.params.lr is "auto"; give lr= to optimizer()'
+            )
+        make: Any = optimizer_class(choice.name)
+        made: torch.optim.Optimizer = make(params, **{**choice.arguments, **overrides})
+        return made
+
+    def scheduler(self, optimizer: torch.optim.Optimizer, **overrides: Any) -> LRScheduler:
+        """Build the scheduler; call its ``step()`` after each update. ``overrides`` are options.
+
+        **Raises** ConfigError where the file has none, or an option that it needs is missing.
+        """
+        schedule = self.schedule
+        if schedule is None:
+            raise ConfigError(f"{self.report.source}: it has no scheduler")
+        if isinstance(schedule, TorchSchedule):
+            from torch.optim import lr_scheduler
+
+            make = getattr(lr_scheduler, schedule.name)
+            made: LRScheduler = make(optimizer, **{**schedule.options, **overrides})
+            return made
+        from shardwise.interop.deepspeed.stepper import CurveScheduler
+
+        return CurveScheduler(optimizer, schedule.given_too(overrides))
+
+    def scaler(self, device_type: str = "cuda") -> torch.amp.GradScaler:
+        """Build torch's loss scaler; it does nothing where fp16 is off.
+
+        It and DeepSpeed's differ after an overflow: see Note [Two loss scalers].
+        """
+        import torch
+
+        scale = self.precision.loss_scale
+        if scale is None:
+            return torch.amp.GradScaler(device_type, enabled=False)
+        return torch.amp.GradScaler(
+            device_type, init_scale=scale.init_scale, growth_interval=scale.growth_interval
+        )
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+
+def from_deepspeed(
+    config: Mapping[str, Any] | str | Path,
+    *,
+    world_size: int | None = None,
+    micro_batch: int | None = None,
+    accumulation: int | None = None,
+    global_batch: int | None = None,
+    auto: Mapping[str, Any] | None = None,
+) -> DeepSpeedSettings:
+    """Read a DeepSpeed config, a dict or the path of a JSON file.
+
+    Every key is mapped, ignored with a reason, left to you ("auto"), or refused: ``report`` of
+    what returns has them all. ``world_size`` is the number of ranks (default: of the process group,
+    if there is one; without, sizes of a batch that depend on it stay None). ``micro_batch``,
+    ``accumulation`` and ``global_batch`` stand for what the file leaves out or at "auto"; ``auto``
+    has values for other keys at "auto", by their full names, such as ``optimizer.params.lr``.
+
+    **Raises** ConfigError naming file and key: unknown, with the nearest known name; of a wrong
+    type; contradicting another; or asking for what is not there.
+    """
+    source = "config" if isinstance(config, Mapping) else str(config)
+    content = config if isinstance(config, Mapping) else load_json(Path(config))
+    given = {"micro_batch": micro_batch, "accumulation": accumulation, "global_batch": global_batch}
+    if world_size is None:
+        world_size = _world_size()
+    return read_content(content, source, world_size, given, auto or {})
+
+
+def read_content(
+    content: Mapping[str, Any],
+    source: str,
+    world_size: int | None,
+    given: Mapping[str, int | None],
+    auto: Mapping[str, Any],
+) -> DeepSpeedSettings:
+    """Read what is loaded already; see `from_deepspeed`. Errors start with ``source``."""
+    reader = Reader(source, auto)
+    sizes = {n: reader.whole(n, size, least=1) for n, size in given.items() if size is not None}
+    found: dict[str, Any] = {}
+    precision = read_precision(reader, content)
+
+    def take_size(name: str, value: Any) -> None:
+        size = reader.whole(name, value, least=1)
+        ours = BATCH_KEYS[name]
+        if sizes.setdefault(ours, size) != size:
+            why = f"got {size}, and {ours}={sizes[ours]} as an argument; give one of them"
+            raise reader.refusal(name, why)
+        reader.mapped(name, value, ours)
+
+    handlers: dict[str, Handler] = {
+        **dict.fromkeys(BATCH_KEYS, take_size),
+        "zero_optimization": lambda name, value: found.update(
+            zero=read_zero(reader, value, precision.name)
+        ),
+        "optimizer": lambda name, value: found.update(optimizer=read_optimizer(reader, value)),
+        "scheduler": lambda name, value: found.update(schedule=read_schedule(reader, value)),
+        **other_handlers(reader, found),
+    }
+    rest = {k: v for k, v in content.items() if k not in ("fp16", "bf16", "bfloat16")}
+    reader.walk(rest, "", DEEPSPEED, handlers, _AUTOS)
+    _note_defaults(reader, found)
+    return DeepSpeedSettings(
+        batch=resolve(sizes, world_size, source),
+        zero=found.get("zero", {"stage": 0}),
+        precision=precision,
+        gradient_clipping=found.get("gradient_clipping", DEFAULT_CLIPPING),
+        optimizer_choice=found.get("optimizer"),
+        schedule=found.get("schedule"),
+        activation_checkpointing=found.get("activation_checkpointing", {}),
+        report=reader.report(),
+    )
+
+
+def _note_defaults(reader: Reader, found: Mapping[str, Any]) -> None:
+    """Tell what DeepSpeed does where the file says nothing, as far as it changes the steps."""
+    if "zero" not in found:
+        reader.add("default", "zero_optimization", None, "shard(stage=0)")
+    if "gradient_clipping" not in found:
+        text = "DeepSpeed's default since 0.19; 0 turns clipping off"
+        reader.add("default", "gradient_clipping", DEFAULT_CLIPPING, text)
+
+
+def _world_size() -> int | None:
+    """Return the size of the process group; without torch there is none."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return int(distributed.get_world_size())

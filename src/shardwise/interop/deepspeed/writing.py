@@ -1,0 +1,119 @@
+"""The way back: keys of `shardwise train` as a DeepSpeed config."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shardwise.interop.deepspeed.batch import KEYS as BATCH_KEYS
+from shardwise.interop.deepspeed.report import Line, Report
+from shardwise.train.config import TrainConfig
+from shardwise.train.optimizers import OPTIMIZERS
+
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_SCRIPT = "the script's: model, data and loop are not in such a file"
+_NO_KEY = "DeepSpeed has no such key"
+_LEFT_OUT = {
+    "layout": "DeepSpeed cuts flat ranges",
+    "reduce_every": _NO_KEY,
+    "activation_checkpointing": "call deepspeed.checkpointing in the model",
+    "replicas": "DeepSpeed has no hybrid shards; zero_hpz_partition_size is another thing",
+    "units": "DeepSpeed gathers module by module",
+    "ranks": "the launcher says it",
+    "bucket_bytes": "reduce_bucket_size counts elements of another buffer",
+}
+
+
+def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Report]:
+    """Return a DeepSpeed config that means the same, and what became of each key of ours.
+
+    Only keys that the run was given are reported; those with defaults are written where DeepSpeed
+    would do something else.
+    """
+    lines: list[Line] = []
+    given = config.model_fields_set
+
+    def note(key: str, text: str, fate: Any = "mapped") -> None:
+        if key in given:
+            lines.append(Line(key, getattr(config, key), fate, text))
+
+    out: dict[str, Any] = {}
+    for theirs, ours in BATCH_KEYS.items():
+        if getattr(config, ours) is not None:
+            out[theirs] = getattr(config, ours)
+            note(ours, theirs)
+    out["gradient_clipping"] = config.grad_clip
+    note("grad_clip", "gradient_clipping")
+    out["zero_optimization"] = _zero(config)
+    note("stage", "zero_optimization.stage")
+    note("prefetch_bytes", "zero_optimization.stage3_prefetch_bucket_size, in elements")
+    out |= _precision(config)
+    note("precision", config.precision if config.precision != "fp32" else "neither fp16 nor bf16")
+    if config.precision == "fp16":
+        note("loss_scale", "fp16.initial_scale_power, the nearest power of 2")
+        note("loss_scale_window", "fp16.loss_scale_window")
+    out["optimizer"] = _optimizer(config)
+    for key in ("optimizer", "optimizer_options", "lr", "beta1", "beta2", "weight_decay"):
+        note(key, "optimizer" if key != "weight_decay" else "optimizer, of all parameters there")
+    _write_schedule(config, out, note)
+    for key, reason in _LEFT_OUT.items():
+        note(key, reason, "ignored")
+    told = {line.key for line in lines}
+    for key in TrainConfig.model_fields:
+        if key not in told:
+            note(key, _SCRIPT, "ignored")
+    return out, Report(source, tuple(lines))
+
+
+def _zero(config: TrainConfig) -> dict[str, Any]:
+    block: dict[str, Any] = {"stage": config.stage}
+    if config.prefetch_bytes is not None:
+        elements = config.prefetch_bytes // _COMPUTE_BYTES[config.precision]
+        block["stage3_prefetch_bucket_size"] = elements
+    return block
+
+
+def _precision(config: TrainConfig) -> dict[str, Any]:
+    if config.precision == "fp32":
+        return {}
+    block: dict[str, Any] = {"enabled": True}
+    if config.precision == "fp16":
+        block["initial_scale_power"] = max(0, round(math.log2(config.loss_scale)))
+        block |= {"loss_scale_window": config.loss_scale_window, "hysteresis": 1}
+    found: dict[str, Any] = {config.precision: block}
+    if config.stage > 0:  # DeepSpeed refuses it at stage 0
+        found["data_types"] = {"grad_accum_dtype": "fp32"}
+    return found
+
+
+def _optimizer(config: TrainConfig) -> dict[str, Any]:
+    title, arguments = OPTIMIZERS[config.optimizer]
+    options = dict(config.optimizer_options or {})
+    params: dict[str, Any] = {"lr": config.lr}
+    if "betas" in arguments:
+        params["betas"] = [config.beta1, config.beta2]
+    params["weight_decay"] = config.weight_decay
+    params |= options
+    if config.optimizer == "adam":
+        params["adam_w_mode"] = False
+    if config.optimizer in ("adam", "adamw") and options.keys() - {"eps"}:
+        params["torch_adam"] = True  # its own kernels take no others
+    return {"type": title, "params": params}
+
+
+def _write_schedule(config: TrainConfig, out: dict[str, Any], note: Any) -> None:
+    curve = config.curve
+    if curve is not None:
+        options = dict(curve.given)
+        out["scheduler"] = {"type": curve.name, "params": options}
+        note("schedule", "scheduler.type")
+        note("schedule_options", "scheduler.params")
+        note("steps", "scheduler.params.total_num_steps, where the curve has it")
+    elif config.schedule == "constant" and not config.warmup_steps:
+        note("schedule", "no scheduler")
+    else:
+        why = "DeepSpeed has no such curve; make the scheduler in the script"
+        for key in ("schedule", "warmup_steps", "min_lr"):
+            note(key, why, "ignored")
+        if "schedule" not in config.model_fields_set:
+            note("lr", "optimizer; the schedule, cosine by default, is left out")

@@ -1,0 +1,226 @@
+"""``fully_shard``: from a module, or several, to sharded ones, in place."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed._composable import contract
+from torch.distributed._composable.contract import STATE_KEY, _get_registry
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _get_root_modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardwise.device import current_device
+from shardwise.interop.fsdp2.group import GroupUnit
+from shardwise.interop.fsdp2.meshes import (
+    Spread,
+    axes_of,
+    chosen_placement,
+    default_mesh,
+    spread_over,
+)
+from shardwise.interop.fsdp2.module import sharded_class
+from shardwise.interop.fsdp2.settings import group_settings
+from shardwise.interop.fsdp2.state import State, state_of
+from shardwise.layout.units import ParamUse
+from shardwise.versions import warn_if_untested
+from shardwise.mesh import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims  # torch 2.11 lacks it
+
+_NO_CASTS = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
+
+@contract(state_cls=State)
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_CASTS,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: "DataParallelMeshDims | None" = None,
+) -> Any:
+    """Shard a module's parameters, or a list of modules' as one group, in place; return it.
+
+    It means what ``torch.distributed.fsdp.fully_shard`` means, and takes torch's policy objects:
+    call it from the inside out, last on the model. Parameters become DTensors, every rank keeping
+    its chunk of its own values.
+
+    **Cost** nothing is sent.
+
+    **Raises** ValueError for containers without a forward, scalar parameters, and meshes that do
+    not fit; NotImplementedError for parameters that cannot be cut.
+    """
+    _check_container(module)
+    warn_if_untested("torch")
+    spread = spread_over(mesh or default_mesh(), dp_mesh_dims)
+    modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
+    device = torch.device("cpu")
+    if spread.mesh.device_type != "cpu":
+        device = current_device(spread.mesh.device_type)
+    managed = list(_managed_modules(modules, ignored_params))
+    params = _managed_params(managed, ignored_params or set())
+    _move(managed, params, device)
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    units: dict[Spread, GroupUnit] = {}
+    uses = _uses_of(modules, params)
+
+    def unit_on(where: Spread) -> GroupUnit:
+        if where not in units:
+            settings = group_settings(*_checked_reshard(reshard_after_forward, where), mp_policy)
+            units[where] = GroupUnit(modules, where, device, offload, settings)
+        return units[where]
+
+    if not params:
+        unit_on(spread)  # for its hooks: the root may have nothing of its own
+    for param in params:
+        dim, where = chosen_placement(param, shard_placement_fn, spread)
+        unit_on(where).take(uses[param], param, dim)
+    for unit in units.values():
+        unit.adopt()
+    state: State = fully_shard.state(modules[0])
+    state.attach(modules, list(units.values()))
+    for inner in managed:
+        inner._is_fsdp_managed_module = True  # type: ignore[assignment]  # dynamo asks for it
+        inner._fsdp_use_orig_params = True  # type: ignore[assignment]
+    for each in modules:
+        each.__class__ = sharded_class(type(each))
+        # torch.distributed.pipelining asks torch's own function for the state
+        vars(each)[STATE_KEY][torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    return module
+
+
+def _check_container(module: Any) -> None:
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if is_container and type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {module}"
+        )
+
+
+def _checked_reshard(asked: bool | int | None, spread: Spread) -> tuple[bool | None, Axis | None]:
+    """Return whether parameters are freed after forward, and over what they stay spread.
+
+    None leaves the first to where the module is. An int makes a mesh of groups of that many ranks.
+    """
+    if asked is None or isinstance(asked, bool):
+        return asked, None
+    size = spread.axes.shard.size
+    if not isinstance(asked, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {asked}"
+        )
+    if spread.spmd is not None:
+        raise NotImplementedError(
+            "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+        )
+    if asked < 1 or asked > size or size % asked:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {size}, not "
+            f"{asked}"
+        )
+    if asked in (1, size):
+        return asked != 1, None
+    return True, axes_of(
+        DeviceMesh(spread.mesh.device_type, spread.mesh.mesh.view(-1, asked))
+    ).shard
+
+
+def _managed_modules(
+    roots: tuple[nn.Module, ...], ignored: set[nn.Parameter] | None
+) -> Iterator[nn.Module]:
+    """Yield the modules that no earlier call has taken, children first."""
+    seen: set[int] = set()
+    skipped: dict[int, bool] = {}
+
+    def is_ignored(module: nn.Module) -> bool:
+        if id(module) not in skipped:
+            own = list(module.parameters(recurse=False))
+            skipped[id(module)] = (
+                next(module.buffers(recurse=False), None) is None
+                and all(p in (ignored or ()) for p in own)
+                and all(is_ignored(child) for child in module.children())
+            )
+        return skipped[id(module)]
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        if module not in roots and state_of(module) is not None:
+            return
+        if _is_replicated(module):
+            return
+        seen.add(id(module))
+        for child in module.children():
+            if id(child) not in seen:
+                yield from walk(child)
+        if ignored is None or not is_ignored(module):
+            yield module
+
+    for root in roots:
+        yield from walk(root)
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """Tell whether torch's ``replicate`` has taken the module."""
+    return "replicate" in (_get_registry(module) or {})
+
+
+def _managed_params(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter]
+) -> dict[nn.Parameter, None]:
+    params: dict[nn.Parameter, None] = {}
+    for module in modules:
+        for name, param in module.named_parameters(recurse=False):
+            if param in ignored:
+                continue
+            if not param.shape:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. Change "
+                    f"{name} to a 1D tensor with numel equal to 1."
+                )
+            params[param] = None
+    return params
+
+
+def _uses_of(
+    roots: tuple[nn.Module, ...], params: Iterable[nn.Parameter]
+) -> dict[nn.Parameter, tuple[ParamUse, ...]]:
+    """Return every place below the modules that uses each parameter."""
+    found: dict[nn.Parameter, list[ParamUse]] = {param: [] for param in params}
+    for root in roots:
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for attribute, param in module._parameters.items():
+                if param is not None and param in found:
+                    name = f"{prefix}.{attribute}" if prefix else attribute
+                    found[param].append(ParamUse(module, attribute, name))
+    return {param: tuple(uses) for param, uses in found.items()}
+
+
+def _move(
+    modules: Iterable[nn.Module], params: Iterable[nn.Parameter], device: torch.device
+) -> None:
+    """Move parameters and buffers to the device; those on meta stay there."""
+    buffers = {id(b): b for m in modules for b in m.buffers(recurse=False)}
+    for tensor in (*params, *buffers.values()):
+        if tensor.device == device or tensor.is_meta:
+            continue
+        if isinstance(tensor, DTensor):
+            raise ValueError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{tensor.device_mesh.device_type} for DTensor and {device.type} for FSDP"
+            )
+        if is_traceable_wrapper_subclass(tensor):
+            with torch.no_grad():
+                moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
+        else:
+            tensor.data = tensor.to(device)

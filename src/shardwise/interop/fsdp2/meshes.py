@@ -1,0 +1,211 @@
+"""From torch's meshes and placements to our axes, and what a sharded parameter's DTensor says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise.errors import ConfigError
+from shardwise.mesh import Axes, Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims  # torch 2.11 lacks it
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where a call's parameters are sharded: the axes, and the mesh that their DTensors name.
+
+    ``spmd`` is the full mesh of ``dp_mesh_dims``, on which parameters are DTensors already.
+    ``shards`` is false where the mesh only replicates.
+    """
+
+    mesh: DeviceMesh
+    axes: Axes
+    shards: bool = True
+    spmd: DeviceMesh | None = None
+    dims: "DataParallelMeshDims | None" = None
+
+    @property
+    def reduced_dims(self) -> tuple[int, ...]:
+        """The axes of ``spmd`` that gradients are reduced over; none without it."""
+        if self.spmd is None or self.dims is None:
+            return ()
+        names = self.spmd.mesh_dim_names or ()
+        chosen = (*self.dims.shard_names, *self.dims.replicate_names)
+        return tuple(names.index(name) for name in chosen)
+
+    def __hash__(self) -> int:
+        """Hash by the process groups: parameters with equal ones travel together."""
+        return hash(tuple(id(axis.group) for axis in self.axes.all))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the process groups."""
+        if not isinstance(other, Spread):
+            return False
+        ours, theirs = self.axes.all, other.axes.all
+        return [id(a.group) for a in ours] == [id(a.group) for a in theirs]
+
+
+def default_mesh() -> DeviceMesh:
+    """Return a mesh of all ranks on the accelerator there is, else on the CPU."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(found.type if found else "cpu", (dist.get_world_size(),))
+
+
+def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> Spread:
+    """Return the axes of a mesh: (shard), (replicate, shard), or those that ``dims`` names.
+
+    **Raises** ConfigError (a ValueError) for another number of axes, or names that it lacks.
+    """
+    if dims is not None:
+        return _named(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ConfigError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified: init_device_mesh(..., "
+            "mesh_dim_names=('replicate', 'shard'))"
+        )
+    return Spread(mesh, axes_of(mesh))
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """Return a mesh's axes: the last one shards, one before it replicates."""
+    shard = _axis(mesh, mesh.ndim - 1, "shard")
+    return Axes(mesh, shard, _axis(mesh, 0, "replicate") if mesh.ndim == 2 else None)
+
+
+def _axis(mesh: DeviceMesh, dim: int, role: str) -> Axis:
+    group = mesh.get_group(dim)
+    return Axis(role, group, mesh.get_local_rank(dim), mesh.size(dim), str(dist.get_backend(group)))
+
+
+def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> Spread:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ConfigError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ConfigError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+
+    def part(chosen: tuple[str, ...]) -> DeviceMesh:
+        found: DeviceMesh = mesh[chosen[0]]
+        if len(chosen) > 1:
+            found = mesh[chosen]._flatten("_".join(chosen))
+        return found
+
+    if not dims.shard_names:
+        replicas = part(dims.replicate_names)
+        axis = _axis(replicas, 0, "replicate")
+        alone = replace(axis, name="shard", rank=0, size=1)
+        return Spread(replicas, Axes(replicas, alone, axis), False, mesh, dims)
+    shards = part(dims.shard_names)
+    if not dims.replicate_names:
+        return Spread(shards, axes_of(shards), True, mesh, dims)
+    both = DeviceMesh._concatenate([part(dims.replicate_names), shards])
+    return Spread(both, axes_of(both), True, mesh, dims)
+
+
+def chosen_placement(
+    param: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None, spread: Spread
+) -> tuple[int, Spread]:
+    """Return the dim that a parameter is cut along and where, as ``shard_placement_fn`` says.
+
+    It answers None, a ``Shard``, or torch's ShardPlacementResult with a mesh of its own.
+    """
+    answer = choose(param) if choose is not None else None
+    info = getattr(answer, "mesh_info", None)
+    placement = getattr(answer, "placement", answer) if info is not None else answer
+    if info is not None and info.mesh is not spread.mesh:
+        spread = Spread(info.mesh, axes_of(info.mesh))
+    if placement is None:
+        return 0, spread
+    if not isinstance(placement, Shard):
+        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
+    return placement.dim + param.ndim if placement.dim < 0 else placement.dim, spread
+
+
+def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: Spread) -> DTensorSpec:
+    """Return the description of the parameter once it is sharded along ``dim``.
+
+    A DTensor (tensor parallelism) gets one more axis, or two, in front of its own.
+    """
+    placed: Placement = Shard(dim)
+    if not isinstance(param, DTensor):
+        if spread.spmd is not None:
+            raise ConfigError(
+                "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD "
+                f"mesh (e.g. via distribute_module). Got plain tensor for parameter '{name}'."
+            )
+        meta = TensorMeta(param.size(), param.stride(), param.dtype)
+        return DTensorSpec(spread.mesh, _in_front(spread, placed), tensor_meta=meta)
+    own = param._spec
+    if spread.spmd is not None:
+        return _spmd_spec(own, dim, spread)
+    mesh = DeviceMesh._concatenate([spread.mesh, own.mesh])
+    if len(own.placements) > 2:
+        raise NotImplementedError(
+            f"parameter '{name}': {own.placements}: fully_shard takes DTensors with one or two axes"
+        )
+    pieces = own.num_shards_map[dim]
+    if pieces > 1:
+        placed = _StridedShard(dim, split_factor=pieces)
+    placements = (*_in_front(spread, placed), *own.placements)
+    return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
+
+
+def _in_front(spread: Spread, placed: Placement) -> tuple[Placement, ...]:
+    if not spread.shards:
+        return (Replicate(),)
+    return (Replicate(), placed) if spread.axes.replicate is not None else (placed,)
+
+
+def _spmd_spec(own: DTensorSpec, dim: int, spread: Spread) -> DTensorSpec:
+    """Replace Replicate by Shard on the data-parallel axes of the parameter's own mesh."""
+    assert spread.spmd is not None and spread.dims is not None
+    mesh, dims = spread.spmd, spread.dims
+    names = mesh.mesh_dim_names or ()
+    if own.mesh is not mesh:
+        raise ConfigError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
+            "different mesh objects"
+        )
+    for role, chosen in (("shard", dims.shard_names), ("replicate", dims.replicate_names)):
+        for name in chosen:
+            index = names.index(name)
+            if not isinstance(own.placements[index], Replicate):
+                raise ConfigError(
+                    f"Expected Replicate() on DP {role} dim '{name}' (index {index}) but got "
+                    f"{own.placements[index]}"
+                )
+    placements: list[Placement] = list(own.placements)
+    for name in dims.shard_names:
+        index = names.index(name)
+        pieces = 1
+        for behind in range(index + 1, mesh.ndim):
+            at = own.placements[behind]
+            if isinstance(at, Shard | _StridedShard) and at.dim == dim:
+                pieces *= mesh.size(behind)
+        placements[index] = _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
+    if len(dims.shard_names) <= 1:
+        return DTensorSpec(mesh, tuple(placements), tensor_meta=own.tensor_meta)
+    meshes: list[DeviceMesh] = []
+    merged: list[Placement] = []
+    for name, placed in zip(names, placements, strict=True):
+        if name == dims.shard_names[0]:
+            meshes.append(spread.mesh)
+            merged += [Replicate()] * (spread.axes.replicate is not None) + [placed]
+        elif name not in (*dims.shard_names, *dims.replicate_names):
+            meshes.append(mesh[name])
+            merged.append(placed)
+    return DTensorSpec(DeviceMesh._concatenate(meshes), tuple(merged), tensor_meta=own.tensor_meta)

@@ -1,0 +1,207 @@
+"""The gradients of one ``fully_shard`` call on their way to ``param.grad``.
+
+Note [What is reduced]
+The parameters that have a gradient on this rank, packed into one buffer, by one reduce-scatter; a
+parameter without one is left out, so all ranks must have used the same ones, unless
+``set_reduce_scatter_unused_params`` asks for zeros. That is FSDP2's contract, and its price is less
+than that of `engine.reductions`, which also asks every rank who has what.
+"""
+
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.pending import Pending
+from shardwise.engine.schedule import ReduceQueue
+from shardwise.interop.fsdp2.group import GroupUnit
+from shardwise.interop.fsdp2.slot import GroupSlot
+from shardwise.trace import span
+from shardwise.unit.states import GradState
+from shardwise.unit.unit import Unit
+
+
+class GroupReductions:
+    """What the engine gives units to when their backward has passed."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._queue: ReduceQueue[GroupUnit, GroupReduction] = ReduceQueue(
+            lambda units: GroupReduction(units[0]), 0, max_in_flight, settles_at_close=True
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means that are not in ``param.grad`` yet."""
+        return sum(r.out.nbytes for r in self._queue.in_flight if r.out is not None)
+
+    def is_waiting(self, unit: Unit) -> bool:
+        """Tell that no unit waits for others: each is reduced alone, at once."""
+        return False
+
+    def add(self, unit: Unit) -> None:
+        """Reduce a unit's gradients, which may wait for an earlier reduction."""
+        assert isinstance(unit, GroupUnit)
+        if any(s.has_grad for s in unit.slots) or unit.settings.zero_fill:
+            self._queue.add(unit)
+
+    def keep(self, unit: Unit) -> None:
+        """Keep a unit's gradients on this rank, added to those of the window so far."""
+        assert isinstance(unit, GroupUnit)
+        for slot in unit.slots:
+            slot.keep_grad(slot.reduce_dtype)
+        unit.enter_grad_state(GradState.PARTIAL)
+
+    def close(self) -> None:
+        """Complete what is under way, at the end of a backward pass: ``param.grad`` is there."""
+        self._queue.close()
+        self._queue.settled.clear()
+
+    def finish(self) -> None:
+        """Complete every reduction."""
+        self.close()
+
+    def drop(self) -> None:
+        """Complete every reduction and forget the results, after a pass that was cut short."""
+        for reduction in self._queue.in_flight:
+            reduction.is_dropped = True
+        self.close()
+
+
+class GroupReduction:
+    """One unit's gradients, from where autograd wrote them to ``param.grad``."""
+
+    def __init__(self, unit: GroupUnit) -> None:
+        self.unit = unit
+        self.out: torch.Tensor | None = None
+        self.is_dropped = False
+        self._slots: list[GroupSlot] = []
+        self._pending: Pending | None = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Pack the gradients and hand them to the transport. **State** PARTIAL -> REDUCING."""
+        unit, settings = self.unit, self.unit.settings
+        for state in (GradState.PARTIAL, GradState.REDUCING):
+            unit.enter_grad_state(state)
+        for slot in unit.slots:
+            wanted = slot.has_grad or (settings.zero_fill and slot.param.requires_grad)
+            if wanted and slot.leaf is not None:
+                self._slots.append(slot)
+        if not self._slots:
+            return
+        axis = unit.spread.axes.shard
+        with span("reduce", unit.name):
+            packed = self._pack(axis.size)
+            self._before, self._after, op = _division(unit, packed.dtype)
+            if self._before != 1:
+                packed.div_(self._before)
+            if axis.size == 1:
+                self.out = packed
+                return
+            self.out = self._allocate(packed.numel() // axis.size, packed.dtype)
+            site = unit.comm.site("reduce_scatter", unit.name, unit.index)
+            self._pending = unit.comm.scatter_packed(
+                packed, self.out, axis, site, op, settings.reduce_scatter
+            )
+
+    def _pack(self, num_ranks: int) -> torch.Tensor:
+        """Return the gradients, chunk by chunk, in the dtype that they are reduced in."""
+        grads = [slot.take_grad() for slot in self._slots]
+        dtypes = [s.reduce_dtype or g.dtype for s, g in zip(self._slots, grads, strict=True)]
+        dtype = reduce(torch.promote_types, dtypes)
+        widths = [prod(slot.padded_size) for slot in self._slots]
+        packed = self._allocate(sum(widths) * num_ranks, dtype)
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        columns = packed.view(num_ranks, -1).split(widths, dim=1)
+        for slot, grad, column in zip(self._slots, grads, columns, strict=True):
+            for rank, chunk in enumerate(_chunks(grad, num_ranks, slot)):
+                place = column[rank]
+                if chunk.numel():
+                    places.append(place[: chunk.numel()].view(chunk.shape))
+                    sources.append(chunk)
+                place[chunk.numel() :].zero_()
+        torch._foreach_copy_(places, sources)
+        return packed
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        transfer = self.unit.settings.reduce_scatter
+        if transfer is None:
+            return torch.empty(numel, dtype=dtype, device=self.unit.device)
+        return transfer.allocate((numel,), dtype=dtype, device=self.unit.device)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait; sum over replicas; divide; set ``param.grad``. **State** REDUCING -> REDUCED."""
+        unit = self.unit
+        if self._pending is not None:
+            with span("wait_reduce", unit.name):
+                self._pending.wait()
+            self._pending = None
+        if self.out is not None and not self.is_dropped:
+            values = self._over_replicas(self.out)
+            if values is not None:
+                self._deliver(values)
+        self.out = None
+        if unit.grad_state is GradState.REDUCING:
+            unit.enter_grad_state(GradState.REDUCED)
+            unit.enter_grad_state(GradState.EMPTY)
+
+    def _over_replicas(self, values: torch.Tensor) -> torch.Tensor | None:
+        """Complete the sum over the replicate axis; None while only shards are to be summed."""
+        unit = self.unit
+        axis = unit.spread.axes.replicate
+        if axis is None:
+            return values
+        if unit.unreduced is not None:
+            values += unit.unreduced
+            unit.unreduced = None
+        if not unit.settings.all_reduces:
+            unit.unreduced = values
+            return None
+        site = unit.comm.site("all_reduce", unit.name, unit.index)
+        _, _, op = _division(unit, values.dtype)
+        unit.comm.sum_replicas(
+            values, axis, site, dist.ReduceOp.SUM if unit.settings.divisor else op
+        )
+        return values
+
+    def _deliver(self, values: torch.Tensor) -> None:
+        if self.unit.settings.after_reduce is not None:
+            self.unit.settings.after_reduce(values)
+        if self._after != 1:
+            values.div_(self._after)
+        pieces = values.split([prod(slot.padded_size) for slot in self._slots])
+        for slot, piece in zip(self._slots, pieces, strict=True):
+            slot.deliver(piece[: prod(slot.local_shape)].to(slot.param.dtype))
+
+
+def _chunks(grad: torch.Tensor, num_ranks: int, slot: GroupSlot) -> list[torch.Tensor]:
+    """Return every rank's part of a full gradient."""
+    rows = slot.padded_size[slot.dim]
+    found = list(grad.split(rows, dim=slot.dim)) if rows else []
+    return found + [grad.new_empty(0)] * (num_ranks - len(found))
+
+
+def _division(unit: GroupUnit, dtype: torch.dtype) -> tuple[float, float, Any]:
+    """Return what the addends and the sums are divided by, and the operation of the collective.
+
+    In fp32 and bf16 the backend takes the mean. Half precision divides by about the root of the
+    number of ranks before and after, so that neither addends nor sums leave its range.
+    """
+    sizes = [axis.size for axis in unit.spread.axes.all]
+    divisor = unit.settings.divisor
+    is_wide = dtype in (torch.float32, torch.bfloat16)
+    if divisor is None and is_wide and not unit.settings.sums_only and prod(sizes) > 1:
+        return 1, 1, dist.ReduceOp.AVG
+    if prod(sizes) == 1:
+        return 1, divisor or 1, dist.ReduceOp.SUM
+    divisor = float(prod(sizes)) if divisor is None else divisor
+    if is_wide:
+        return 1, divisor, dist.ReduceOp.SUM
+    before = 1.0
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return before, divisor / before, dist.ReduceOp.SUM

@@ -1,0 +1,235 @@
+"""What a ``fully_shard`` call leaves on its modules: its units, and the engine they run on.
+
+Note [The engine comes with the first forward pass]
+Calls come one by one, from the inside out, so which units belong together is known only when a
+module runs that is inside no other: it is the root, and all units below it get one engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import (
+    _get_module_state,
+    _insert_module_state,
+    _State,
+)
+from torch.distributed.utils import _to_kwargs
+
+from shardwise.config import ShardConfig
+from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
+from shardwise.engine.nest import map_tensors
+from shardwise.engine.runtime import Engine
+from shardwise.interop.fsdp2.group import GroupUnit
+from shardwise.interop.fsdp2.reduce import GroupReductions
+from shardwise.interop.fsdp2.slot import tie_free
+from shardwise.trace import FullBytes
+from shardwise.unit.states import GradState
+from shardwise.unit.unit import Unit
+
+
+class GroupEngine(Engine):
+    """The engine of all units below one root, with FSDP2's checks instead of ours."""
+
+    def __init__(self, states: "Sequence[State]") -> None:
+        self.all_states = states
+        units = [unit for state in states for unit in state.units]
+        settings = units[0].settings
+        stage = settings.stage
+        config = ShardConfig(stage, "rows", units[0].precision, stage.reduce_every)
+        in_flight = max(unit.settings.max_in_flight for unit in units)
+        super().__init__(config, units[0].comm, FullBytes(), GroupReductions(in_flight))
+        self.is_last_micro_batch = False  # each unit's settings say whether it reduces
+        for index, unit in enumerate(units):
+            unit.index, unit.scheduler = index, self
+        self.settle(list(units), order=())
+
+    def allows_transform(self, kind: Any) -> bool:
+        """Allow ``jvp`` too where nothing is freed: backward through it does not pass our hooks."""
+        stays = not any(unit.settings.stage.frees_after_forward for unit in self.units)
+        is_jvp = kind == torch._C._functorch.TransformType.Jvp
+        return (is_jvp and stays) or super().allows_transform(kind)
+
+    def check_parameters(self, unit: Unit) -> None:
+        """Allow parameters that no unit owns: they are the caller's (``ignored_params``)."""
+
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that are there, wherever they came from; free what is full."""
+        for unit in [unit for state in self.all_states for unit in state.units]:
+            if unit.grad_state is GradState.EMPTY and any(s.has_grad for s in unit.slots):
+                unit.enter_grad_state(GradState.PARTIAL)
+        self.end_backward()
+
+    def reset(self) -> None:
+        """Forget a pass that was cut short, with its gradients."""
+        self._recover()
+
+
+class Member:
+    """One module of a call, for the hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+class State(_State):
+    """The units of one call: one, or one per mesh that ``shard_placement_fn`` names."""
+
+    suspended = False
+    _comm_ctx: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: tuple[nn.Module, ...] = ()
+        self.units: list[GroupUnit] = []
+        self.engine: GroupEngine | None = None
+        self._modules_to_run_forward: set[nn.Module] = set()
+
+    def attach(self, modules: tuple[nn.Module, ...], units: list[GroupUnit]) -> None:
+        """Take the units over and watch the modules."""
+        self.modules, self.units = modules, units
+        for module in modules:
+            _insert_module_state(module, self)
+        for module in modules:
+            register_hooks(self, Member(module))
+        owners = {use.module for unit in units for slot in unit.slots for use in slot.uses}
+        for owner in owners:
+            register_state_dict_hooks(owner, self.reshard, self.adopt)
+
+    def change(self, **changes: Any) -> None:
+        """Replace fields of the units' settings."""
+        for unit in self.units:
+            unit.settings = replace(unit.settings, **changes)
+
+    def change_stage(self, **changes: Any) -> None:
+        """Replace fields of the row of the stage table in the units' settings."""
+        for unit in self.units:
+            unit.settings = unit.settings.with_stage(**changes)
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for unit in self.units:
+            unit.reshard()
+
+    def adopt(self) -> None:
+        """Take over what stands in the modules."""
+        for unit in self.units:
+            unit.adopt()
+
+    # -- the root
+    def lazy_init(self) -> GroupEngine:
+        """Make the engine, for this call's modules as the root, unless it is made."""
+        if self.engine is not None:
+            return self.engine
+        if len(self.modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        states = self._states_below()
+        for unit in self.units:
+            if unit.settings.auto_reshard:
+                unit.settings = unit.settings.with_stage(frees_after_forward=False)
+        units = [unit for state in states for unit in state.units]
+        tie_free(slot for unit in units for slot in unit.slots)
+        for unit in units:
+            if not unit.is_unsharded:
+                unit.adopt()
+            unit.check_device()
+        engine = GroupEngine(states)
+        for state in states:
+            state.engine = engine
+        return engine
+
+    def _states_below(self) -> list["State"]:
+        """Return the states of the module tree, this one first; name units and parameters."""
+        found: dict[int, State] = {}
+        names: dict[int, str] = {}
+        for name, module in self.modules[0].named_modules():
+            names[id(module)] = name
+            state = state_of(module)
+            if state is None:
+                continue
+            if state is not self and state.engine is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\nFSDP requires "
+                    "running forward through the root module first"
+                )
+            found.setdefault(id(state), state)
+        for state in found.values():
+            known = [names[id(m)] for m in state.modules if id(m) in names]
+            for unit in state.units:
+                unit.name = ", ".join(known)
+                for slot in unit.slots:
+                    place = names.get(id(slot.uses[0].module), "")
+                    slot.name = ".".join(part for part in (place, slot.uses[0].attribute) if part)
+        return list(found.values())
+
+    # -- a forward pass of one of the modules (hooks.Watcher)
+    def before_forward(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Unshard the units; return the arguments on the device and in the dtype to compute in."""
+        engine = self.lazy_init()
+        device = self.units[0].device
+        if not engine.is_running() and device.type != "cpu" and (args or kwargs):
+            moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
+            args, kwargs = moved[0], moved_kwargs[0]
+        if len(self.modules) > 1 and not self._modules_to_run_forward:
+            self._modules_to_run_forward.update(self.modules)
+        mp = self.units[0].settings.mp
+        if mp.cast_forward_inputs and mp.param_dtype is not None:
+            args, kwargs = _cast(args, mp.param_dtype), _cast(kwargs, mp.param_dtype)
+        for unit in self.units:
+            args, kwargs = engine.before_forward(unit, args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, member: Member, output: Any) -> Any:
+        """Watch the output for backward, free what may be freed; return it in the dtype asked."""
+        engine = self.engine
+        if engine is None:
+            return None
+        self._modules_to_run_forward.discard(member.module)
+        goes_on = bool(self._modules_to_run_forward)
+        for unit in reversed(self.units):
+            unit.leaves_part = torch.is_grad_enabled()
+            engine.after_forward(unit, output, goes_on=goes_on)
+            unit.leaves_part = False
+        if not engine.is_running():
+            for state in engine.all_states:
+                state._modules_to_run_forward.clear()
+        dtype = self.units[0].settings.mp.output_dtype
+        return output if dtype is None or output is None else _cast(output, dtype)
+
+    # -- names that torch's own code looks for: register_fsdp_forward_method, share_comm_ctx, and
+    # torch.distributed.pipelining, which reduces gradients when all micro-batches are through
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.before_forward(Member(module), args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.after_forward(Member(module), output)
+
+    @property
+    def _state_ctx(self) -> GroupEngine:
+        return self.lazy_init()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.lazy_init().reduce_kept()
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupUnit]:
+        return [unit for unit in self.units if unit.slots]
+
+    @property
+    def _fsdp_param_group(self) -> GroupUnit | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+
+def state_of(module: nn.Module) -> State | None:
+    """Return what a call has left on a module, or None."""
+    found = _get_module_state(module)
+    return found if isinstance(found, State) else None
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(value, cast)

@@ -1,0 +1,173 @@
+"""What Lightning's checkpoints hold: the model and its optimizers in shards, the rest as values.
+
+Note [One folder per Lightning checkpoint]
+The path that Lightning gives (``.../epoch=0-step=10.ckpt``) becomes a Shardwise checkpoint, a
+folder: parameters and optimizer state by slices, verified. What else Lightning has (loops,
+callbacks, schedulers, hyperparameters) is its ``extra``, under the name ``lightning``, as plain
+values: nothing is pickled. A file that another strategy wrote is read too, on every rank.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import remove_checkpoint
+from shardwise.checkpoint.single import holds_checkpoint, load, save
+from shardwise.errors import CheckpointError, ConfigError
+
+_STRATEGY_SAVES = ("state_dict", "optimizer_states")
+_COUNTS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers: no state of an element
+
+
+class _States(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """The states of several optimizers, by parameter."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._of = {
+            id(p): optimizer.state
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        self._all = [optimizer.state for optimizer in optimizers]
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        state = self._of[id(param)]
+        if param not in state:  # a defaultdict, which would make one
+            raise KeyError
+        found: dict[str, Any] = state[param]
+        return found
+
+    def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        self._of[id(param)][param] = state
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        del self._of[id(param)][param]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (param for state in self._all for param in state)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._all))
+
+
+class _AsOne:
+    """Several optimizers seen as one: their groups in a row, their states by parameter."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
+        self.state = _States(optimizers)
+        ids = [id(p) for group in self.param_groups for p in group["params"]]
+        if len(ids) != len(set(ids)):
+            raise ConfigError(
+                "configure_optimizers: a parameter is in two optimizers, so a checkpoint could not "
+                "tell whose state is whose; give each parameter to one"
+            )
+
+
+def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Return an optimizer for `save` and `load`: the only one, or a view of all; None of none."""
+    if len(optimizers) > 1:
+        return _AsOne(optimizers)
+    return optimizers[0] if optimizers else None
+
+
+def save_lightning(
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    checkpoint: Mapping[str, Any],
+) -> None:
+    """Save what Lightning dumped, and the sharded state beside it; every rank calls it.
+
+    Without ``optimizer_states`` in ``checkpoint`` (``weights_only``) the optimizers are left out.
+    See Note [One folder per Lightning checkpoint].
+
+    **Raises** CheckpointError on all ranks; of a value that is no data, it says where that stands.
+    """
+    whole = "optimizer_states" in checkpoint
+    rest = {key: value for key, value in checkpoint.items() if key not in _STRATEGY_SAVES}
+    optimizer = _as_one(optimizers) if whole else None
+    save(path, module, optimizer, extra={"lightning": rest}, replace=True)
+
+
+def load_lightning(
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    """Load the sharded state; return what else Lightning had saved. Every rank calls it.
+
+    ``weights_only`` is torch.load's, for a file of another strategy.
+
+    **Raises** CheckpointError naming the path when it is neither.
+    """
+    if path.is_file():
+        return _load_file(path, module, optimizers, strict=strict, weights_only=weights_only)
+    loaded = load(path, module, _as_one(optimizers), strict=strict)
+    rest = loaded.extra.get("lightning")
+    if not isinstance(rest, dict):
+        raise CheckpointError(
+            f"{path}: a checkpoint, but not one that a Lightning Trainer saved; load its state "
+            "with shardwise.load() in your LightningModule's on_fit_start, without ckpt_path="
+        )
+    return rest
+
+
+def remove_lightning(path: Path) -> None:
+    """Remove a checkpoint that `save_lightning` wrote; one rank calls it. Others are left alone."""
+    files = RealFiles()
+    if holds_checkpoint(files, path):
+        remove_checkpoint(files, path)
+
+
+def _load_file(
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    strict: bool,
+    weights_only: bool | None,
+) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(
+        path, map_location="cpu", weights_only=weights_only, mmap=True
+    )
+    module.load_state_dict(checkpoint.pop("state_dict"), strict=strict)
+    states = checkpoint.pop("optimizer_states", [])
+    if optimizers and len(states) != len(optimizers):
+        raise CheckpointError(
+            f"{path}: it has the state of {len(states)} optimizers, and there are "
+            f"{len(optimizers)} here (a file saved with weights_only=True has none: load it with "
+            "load_from_checkpoint(), and fit without ckpt_path=)"
+        )
+    for optimizer, state in zip(optimizers, states, strict=False):
+        _load_full_state(optimizer, state)
+    return checkpoint
+
+
+def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's state of full tensors, each rank its slices."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    cut: dict[int, dict[str, Any]] = {}
+    for number, param in zip(numbers, params, strict=True):
+        cut[number] = {
+            key: value if key in _COUNTS else _cut_like(param, value)
+            for key, value in saved["state"].get(number, {}).items()
+        }
+    optimizer.load_state_dict({**saved, "state": {n: s for n, s in cut.items() if s}})
+
+
+@torch.no_grad()
+def _cut_like(param: torch.Tensor, value: Any) -> Any:
+    """Return this rank's slice of a full tensor of the parameter's shape; others as they are."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        return value
+    return torch.empty_like(param, dtype=value.dtype).copy_(value)

@@ -1,0 +1,269 @@
+"""The Strategy by which a Lightning Trainer shards the LightningModule.
+
+Note [The step is a forward pass]
+Lightning calls ``training_step`` and not ``forward``, but units are gathered by hooks on forward
+passes, and a LightningModule may use parameters of its own in its step. So the step runs as the
+forward of the module that was sharded, as with Lightning's wrappers, by the same redirection. With
+manual optimization it does not: there backward and the optimizer run inside of the step, and the
+submodules that are called there are units or gathered as they are used.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, ShardConfig, resolve_config
+from shardwise.engine.accumulate import accumulate
+from shardwise.engine.api import engine_of, shard
+from shardwise.errors import ConfigError
+from shardwise.interop.lightning.checkpoints import (
+    load_lightning,
+    remove_lightning,
+    save_lightning,
+)
+from shardwise.versions import load_neighbour
+from shardwise.stages import STAGES
+
+_pl: Any = load_neighbour("lightning", "shardwise.interop.lightning").pytorch
+_DDPStrategy: Any = _pl.strategies.DDPStrategy
+_FITTING: Any = _pl.trainer.states.TrainerFn.FITTING
+
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_CONVERTED = ("32-true", "64-true", "bf16-true", "16-true")  # Lightning converts the module itself
+_DEFAULTS = {
+    "stage": 3,
+    "layout": "rows",
+    "precision": "fp32",
+    "reduce_every": None,
+    "prefetch_bytes": None,
+    "bucket_bytes": DEFAULT_BUCKET_BYTES,
+}
+
+
+class ShardwiseStrategy(_DDPStrategy):
+    """Shard the LightningModule's training state over all processes of the Trainer.
+
+    ``options`` are those of `shard`: ``stage``, ``units``, ``layout``, ``init``, ... ``mesh`` is
+    (replicas, shards) for hybrid sharding, or a `DeviceMesh`. The Trainer's ``precision`` decides
+    the dtypes of shards too, unless ``precision`` is given here: "bf16-mixed" computes with bf16
+    copies of fp32 shards, under autocast. All else (processes, samplers, logging) is as with
+    Lightning's DDPStrategy.
+
+    **Raises** ConfigError for an option that there is not, or a precision that does not go.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: tuple[int, int] | DeviceMesh | None = None,
+        cluster_environment: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        known = (*_DEFAULTS, "units", "init")
+        for name in options:
+            if name not in known:
+                raise ConfigError(
+                    f"ShardwiseStrategy({name}=): expected mesh, cluster_environment, "
+                    f"process_group_backend, timeout, {', '.join(known)}"
+                )
+        self._options = options
+        self._mesh = mesh
+        self._asked_config()  # a wrong value is told here, before any process is started
+        waits = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+            **waits,
+        )
+
+    # -- start
+    def setup_environment(self) -> None:
+        """Start the process group and make the mesh."""
+        if self._checkpoint_io is not None:
+            raise ConfigError(
+                f"plugins: {type(self._checkpoint_io).__name__} writes files of its own, and the "
+                "strategy writes shards; leave the plugin out"
+            )
+        super().setup_environment()
+        if isinstance(self._mesh, tuple):
+            names = ("replicate", "shard")
+            self._mesh = init_device_mesh(self.root_device.type, self._mesh, mesh_dim_names=names)
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, unless it is sharded already; then make the optimizers."""
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == _FITTING
+        if _is_sharded(self.lightning_module):
+            self._check_settings()
+        else:
+            self.model = self._shard(self.lightning_module, fitting)
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: nn.Module, fitting: bool) -> nn.Module:
+        options = {**self._options, "precision": self._precision(), "mesh": self._mesh}
+        if fitting and self._layer_sync:
+            module = self._layer_sync.apply(module)
+        module = self.precision_plugin.convert_module(module)
+        module._apply(lambda t: t if t.is_meta else t.to(self.root_device))
+        return shard(module, **options)
+
+    def _precision(self) -> str | Precision:
+        """Return what the Trainer's precision means for shards, or the strategy's own."""
+        if "precision" in self._options:
+            chosen: str | Precision = self._options["precision"]
+            return chosen
+        asked = self.precision_plugin.precision
+        if asked in _AUTOCAST:
+            return Precision(_AUTOCAST[asked], torch.float32, torch.float32, cast_inputs=False)
+        if asked in _CONVERTED:
+            return Precision()
+        raise ConfigError(
+            f"Trainer(precision={asked!r}): expected one of {', '.join((*_CONVERTED, *_AUTOCAST))} "
+            "with strategy='shardwise', or ShardwiseStrategy(precision=)"
+        )
+
+    def _asked_config(self) -> ShardConfig:
+        return resolve_config(**{key: self._options.get(key, _DEFAULTS[key]) for key in _DEFAULTS})
+
+    def _check_settings(self) -> None:
+        """Refuse a module that was sharded before with other settings than are asked for now."""
+        asked, has = self._asked_config(), engine_of(self.lightning_module).config
+        for name in _DEFAULTS:
+            if name in self._options and getattr(asked, name) != getattr(has, name):
+                raise ConfigError(
+                    f"ShardwiseStrategy({name}={self._options[name]!r}): the module was sharded "
+                    f"before with {getattr(has, name)}, and stays so; make a new LightningModule"
+                )
+
+    # -- steps: see Note [The step is a forward pass]
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step as its forward pass."""
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step as its forward pass."""
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step as its forward pass."""
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's predict step as its forward pass."""
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", args, kwargs)
+
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.lightning_module
+        if not module.automatic_optimization:
+            return getattr(module, name)(*args, **kwargs)
+        return self._forward_redirection(module, module, name, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Run a micro-batch that is not the last one before the step."""
+        with accumulate(self.lightning_module, last=False):
+            yield
+
+    # -- checkpoints
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Load into shards, so after they are made."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Restore the optimizers in `load_checkpoint`, not later."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the module's shards itself."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: `save_checkpoint` writes the optimizers' shards itself."""
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """Do nothing: `load_checkpoint` has read the module's shards."""
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Do nothing: `load_checkpoint` has read the optimizers' shards."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint folder at the path, every rank its slices; see `save_lightning`."""
+        if storage_options is not None:
+            raise ConfigError("storage_options: shards go to a file system that all ranks see")
+        path = self._local(self.broadcast(filepath))
+        save_lightning(path, self.lightning_module, self.optimizers, checkpoint)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint folder, or a file of another strategy; see `load_lightning`."""
+        module = self.lightning_module
+        fitting = module.trainer.state.fn == _FITTING
+        return load_lightning(
+            self._local(self.broadcast(checkpoint_path)),
+            module,
+            self.optimizers if fitting else [],
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint that this strategy wrote."""
+        if self.is_global_zero:
+            remove_lightning(self._local(filepath))
+
+    def _local(self, path: str | Path) -> Path:
+        if "://" in str(path):
+            raise ConfigError(
+                f"{path}: shards go to a file system that all ranks see; give a path, and copy "
+                "finished checkpoints elsewhere"
+            )
+        return Path(path)
+
+    # -- end
+    def teardown(self) -> None:
+        """Let go of what Lightning set up; the module stays sharded, where it is."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    try:
+        engine_of(module)
+    except ConfigError:
+        return False
+    return True
+
+
+_pl.strategies.StrategyRegistry.register(
+    "shardwise", ShardwiseStrategy, "Shardwise, stage 3 (FSDP)", override=True
+)
+for _stage in STAGES:
+    _pl.strategies.StrategyRegistry.register(
+        f"shardwise_stage_{_stage.number}",
+        ShardwiseStrategy,
+        f"Shardwise, ZeRO stage {_stage.number}",
+        override=True,
+        stage=_stage.number,
+    )

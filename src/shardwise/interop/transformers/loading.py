@@ -1,0 +1,293 @@
+"""Load weights of Hugging Face into shards: each rank reads its own, none ever has the whole model.
+
+Note [The plain loader, but for the weights]
+Of ``from_pretrained`` everything but the reading of weights is transformers' own: the config and
+its overrides, the dtype, the model built on the meta device, which keys are renamed or joined, the
+report on what is missing, the generation config. It reads the weights in two methods of the model's
+class. So it is called on a class made for the one call, which inherits all of the model's class and
+answers these two; afterwards the model gets its own class back. No class of transformers changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import build_glob_alternation
+from transformers.models.auto.auto_factory import _BaseAutoModelClass, _get_model_class
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
+from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.together import together
+from shardwise.config import Precision
+from shardwise.convert.huggingface import open_huggingface, open_weight_files
+from shardwise.engine.api import engine_of, shard
+from shardwise.engine.runtime import Engine
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.interop.transformers.fill import fill
+from shardwise.interop.transformers.missing import initialise_missing
+from shardwise.interop.transformers.prepared import prepare
+from shardwise.interop.transformers.recipes import Recipe, match_keys
+from shardwise.layout.units import UnitChoice
+
+_REFUSED = {
+    "device_map": "a sharded model is where its mesh is",
+    "distributed_config": "Shardwise does the sharding; say how by stage= and mesh=",
+    "tp_plan": "a tensor-parallel model cannot be sharded",
+    "quantization_config": "quantized weights have no shards",
+    "state_dict": "the weights are read from files; give their folder",
+    "gguf_file": "the weights are read from safetensors files",
+    "output_loading_info": "read the report that is logged",
+}
+_COMPARED_BYTES = 64 << 20
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    model_class: Any = None,
+    stage: int = 3,
+    precision: str | Precision = "fp32",
+    layout: str = "rows",
+    units: Sequence[UnitChoice] | None = None,
+    mesh: DeviceMesh | None = None,
+    reduce_every: str | None = None,
+    prefetch_bytes: int | None = None,
+    **options: Any,
+) -> Any:
+    """Load a model of transformers from local safetensors files straight into shards.
+
+    Every rank calls it and gets what `shardwise.shard` of transformers' ``from_pretrained`` would
+    give, values and dtypes to the bit, ready as after `prepare`. ``path`` is a folder with
+    ``config.json`` and ``model.safetensors`` or an index of several, or a name in the local cache
+    of the hub. ``model_class`` is a model's class or an Auto class; by default the class that
+    ``config.json`` names. The next are those of `shardwise.shard`; ``options`` go to transformers
+    (``dtype=``, ``attn_implementation=``, ``num_labels=`` and other entries of the config).
+
+    **Cost** reads this rank's part of each parameter; sources of a conversion that does not go row
+    by row are read whole (Note [Conversions by rows]), as are two copies of a tied weight, to be
+    compared. In memory: the shards, 64 MiB, and one module's parameters.
+
+    **Raises** ConfigError for options that contradict sharding; CheckpointError for weights that
+    are no safetensors; what transformers raises for a model or a shape that does not fit.
+    """
+    for name, reason in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ConfigError(f"{name}: not with sharded weights: {reason}")
+    options.setdefault("local_files_only", True)
+    own = _class_of(path, model_class, options)
+    loader = _Loader(
+        stage=stage,
+        precision=precision,
+        layout=layout,
+        units=units,
+        mesh=mesh,
+        reduce_every=reduce_every,
+        prefetch_bytes=prefetch_bytes,
+    )
+    body = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "_load_pretrained_model": staticmethod(loader.load),
+        "_finalize_model_loading": staticmethod(loader.finalize),
+    }
+    model = type(own)(own.__name__, (own,), body).from_pretrained(path, **options)
+    model.__class__ = own
+    return prepare(model)
+
+
+def load_weights(model: Any, path: str | Path) -> None:
+    """Read safetensors weights of Hugging Face into a model that is sharded already.
+
+    Every rank calls it. ``path`` is a folder, a file or an index. What is missing there stays as it
+    is, with transformers' report of it in the log.
+
+    **Cost** as of `from_pretrained`.
+
+    **Raises** CheckpointError when there are no such weights, or one has another shape.
+    """
+    engine = engine_of(model)
+    source = open_huggingface(Path(path))
+    report = _new_report(model)
+    mapping = get_model_conversion_mapping(model)
+    recipes = match_keys(model, source.tensors, mapping, report)
+    if report.mismatched_keys:
+        name, there, here = min(report.mismatched_keys)
+        raise CheckpointError(
+            f"{source.where}: '{name}' has shape {tuple(there)} there and {tuple(here)} here"
+        )
+    _read(engine, model, source, recipes, _dtypes_of(model), report)
+    for name in model.all_tied_weights_keys:
+        report.missing_keys.discard(name)
+    _finish_report(engine, model, str(path), report)
+
+
+class _Loader:
+    """What a model's class answers for one call. See Note [The plain loader, ...]."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    def load(
+        self,
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: Sequence[str] | None,
+        load_config: Any,
+        expected_keys: Any = None,
+    ) -> tuple[Any, None]:
+        """Shard the model, which is on the meta device, and read its values."""
+        if load_config.hf_quantizer is not None:
+            raise ConfigError("the weights are quantized; expected weights in a float dtype")
+        source = _open(checkpoint_files or ())
+        report = _new_report(model)
+        mapping = load_config.weight_mapping or []
+        recipes = match_keys(model, source.tensors, mapping, report)
+        model._weight_conversions = [used for used in mapping if used.was_used()]
+        _set_dtypes(model, recipes, load_config.dtype_plan or {})
+        _tie(model, source, recipes, report)
+        dtypes = _dtypes_of(model)
+        shard(model, init=_leave, **self._settings)
+        engine = engine_of(model)
+        _read(engine, model, source, recipes, dtypes, report)
+        initialise_missing(model, recipes.keys(), dtypes)
+        return report, None
+
+    def finalize(self, model: Any, load_config: Any, report: Any) -> Any:
+        """Report what was missing, unexpected or of another shape, as transformers does."""
+        where, engine = str(load_config.pretrained_model_name_or_path), engine_of(model)
+        _finish_report(engine, model, where, report, load_config.ignore_mismatched_sizes)
+        return report
+
+
+def _class_of(path: str | Path, model_class: Any, options: Mapping[str, Any]) -> Any:
+    """Return the class of the model: the one given, or what an Auto class or the config says."""
+    is_auto = isinstance(model_class, type) and issubclass(model_class, _BaseAutoModelClass)
+    if model_class is not None and not is_auto:
+        return model_class
+    where = {k: options[k] for k in ("local_files_only", "subfolder", "revision") if k in options}
+    config = options.get("config") or transformers.AutoConfig.from_pretrained(path, **where)
+    if is_auto:
+        mapping = model_class._model_mapping
+        if type(config) not in mapping:
+            raise ConfigError(f"{model_class.__name__} has no model for a {type(config).__name__}")
+        return _get_model_class(config, mapping)
+    names = getattr(config, "architectures", None) or ()
+    found = next((c for n in names if (c := getattr(transformers, n, None)) is not None), None)
+    if found is None:
+        raise ConfigError(
+            f"{path}: its config names {', '.join(names) or 'no architecture'}, which is no class "
+            "of transformers; give model_class="
+        )
+    return found
+
+
+def _open(files: Sequence[str]) -> Source:
+    others = [f for f in files if not f.endswith(".safetensors")]
+    if others or not files:
+        what = f"{others[0]} is no safetensors file" if others else "there are no weights"
+        raise CheckpointError(
+            f"{what}; load it with transformers and save_pretrained() it as safetensors"
+        )
+    return open_weight_files([Path(f) for f in files])
+
+
+def _new_report(model: nn.Module) -> Any:
+    return LoadStateDictInfo(
+        missing_keys=set(model.state_dict()),
+        unexpected_keys=set(),
+        mismatched_keys=set(),
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    )
+
+
+def _finish_report(
+    engine: Engine, model: Any, where: str, report: Any, ignores_shapes: bool = False
+) -> None:
+    """Log the report on rank 0; raise on all ranks where transformers would."""
+    log = logging.getLogger("transformers.modeling_utils")
+    if engine.comm.control.rank != 0:
+        log = logging.Logger("silent", logging.CRITICAL + 1)
+    model._adjust_missing_and_unexpected_keys(report)
+    log_state_dict_report(model, where, ignores_shapes, report, log)
+
+
+def _read(
+    engine: Engine,
+    model: nn.Module,
+    source: Source,
+    recipes: Mapping[str, Recipe],
+    dtypes: Mapping[str, torch.dtype],
+    report: Any,
+) -> None:
+    engine.broken = f"reading {source.where} did not come to its end; load the weights again"
+    together(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
+    engine.broken = None
+
+
+def _leave(module: nn.Module) -> None:
+    """Leave a module's memory as it is: its values are read, or drawn, afterwards."""
+
+
+def _dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+def _set_dtypes(
+    model: nn.Module, names: Collection[str], dtype_plan: Mapping[str, torch.dtype]
+) -> None:
+    """Give the parameters that the model keeps in another dtype that dtype; all are on meta."""
+    if not dtype_plan:
+        return
+    pattern, pattern_of_group, _ = build_glob_alternation(list(dtype_plan))
+    for name in names:
+        found = pattern.search(name)
+        if found is not None and found.lastgroup is not None:
+            path, _, attribute = name.rpartition(".")
+            module = model.get_submodule(path)
+            dtype = dtype_plan[pattern_of_group[found.lastgroup]]
+            for tensors in (module._parameters, module._buffers):
+                before = tensors.get(attribute)
+                if before is not None and before.dtype != dtype:
+                    after: Any = before.detach().to(dtype)
+                    if isinstance(before, nn.Parameter):
+                        after = nn.Parameter(after, requires_grad=before.requires_grad)
+                    tensors[attribute] = after
+
+
+def _tie(model: Any, source: Source, recipes: dict[str, Recipe], report: Any) -> None:
+    """Tie what transformers ties; where both weights are stored, only if they are the same."""
+    for target, original in list(model.all_tied_weights_keys.items()):
+        if target not in recipes or original not in recipes:
+            continue
+        if _are_equal(source, recipes[target], recipes[original]):
+            del recipes[target]
+            report.missing_keys.add(target)
+        else:
+            del model.all_tied_weights_keys[target]
+            logging.getLogger("transformers.modeling_utils").warning(
+                f"the config ties {original} to {target}, but they are stored with different "
+                "values: they are not tied. tie_word_embeddings=False silences this"
+            )
+    model.tie_weights(missing_keys=report.missing_keys, recompute_mapping=False)
+
+
+def _are_equal(source: Source, one: Recipe, other: Recipe) -> bool:
+    """Compare two stored tensors piece by piece; what is converted counts as different."""
+    if one.converter is not None or other.converter is not None:
+        return False
+    (_, a), (_, b) = one.parts[0], other.parts[0]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    step = _COMPARED_BYTES // 8
+    ranges = [(lo, min(lo + step, a.numel)) for lo in range(0, a.numel, step)]
+    return all(torch.equal(source.read(a, *r), source.read(b, *r)) for r in ranges)

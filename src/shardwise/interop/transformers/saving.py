@@ -1,0 +1,252 @@
+"""Write a sharded model of transformers as the folder that ``save_pretrained`` writes.
+
+Note [A layer at a time]
+transformers writes parameters under the names of the hub, for which it may split one of ours (the
+experts of a mixture) or join several. It does so on the whole state at once. Here its function is
+run first on tensors without memory, which gives every file's header, then on one layer after the
+other: all ranks gather the layer's parameters one by one, and those that write convert them and put
+them where the header says. If the names of the layers apart are not those of the whole, a
+conversion goes across layers, and all of the state is taken as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from shardwise.checkpoint.container import (
+    Stored,
+    build_header,
+    dtype_name,
+    element_bytes,
+    memory_of,
+    place,
+)
+from shardwise.checkpoint.together import together
+from shardwise.convert.export import split_into_shards
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError, StateError
+from shardwise.unit.tensor import ShardTensor
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+
+State = dict[str, torch.Tensor]
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: str | Path,
+    *,
+    is_main_process: bool | None = None,
+    state_dict: Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "50GB",
+    save_original_format: bool = True,
+    **options: Any,
+) -> None:
+    """Write the whole model, in its master dtype, as a folder that ``from_pretrained`` loads.
+
+    Every rank calls it, rank 0 writes. The arguments are those of transformers. With a
+    ``state_dict``, or inside ``gathered(model)``, its own method runs. Weights appear under their
+    names when all of them are written.
+
+    **Cost** one all-gather per parameter; the parameters of one layer in host memory of the ranks
+    that write, of one parameter on the others.
+
+    **Raises** ConfigError for what cannot be done; on all ranks when a write fails on one.
+    """
+    stock = type(model).save_pretrained
+    engine = engine_of(model)
+    options = {k: v for k, v in options.items() if v is not None}
+    if state_dict is not None or engine.suspended:
+        options |= {} if is_main_process is None else {"is_main_process": is_main_process}
+        stock(model, save_directory, state_dict=state_dict, **options)
+        return
+    _check(model, options)
+    writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
+    options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
+    together(engine.comm.control, lambda: stock(model, save_directory, **options))
+    plan = _Plan(model, _bytes_of(max_shard_size), save_original_format)
+    failures: list[Exception] = []
+    with ExitStack() as stack:
+        writer = None
+        if writes:
+            try:
+                writer = stack.enter_context(_Writer(Path(save_directory), plan))
+            except OSError as error:
+                failures.append(error)
+        for names in plan.groups:
+            try:
+                _write_layer(plan, names, None if failures else writer)
+            except OSError as error:  # the others gather on; they are told below
+                failures.append(error)
+
+        def finish() -> None:
+            if failures:
+                raise failures[0]
+            if writer is not None:
+                writer.finish(model)
+
+        together(engine.comm.control, finish)
+
+
+def _check(model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what would be wrong, before anything is written."""
+    broken = engine_of(model).broken
+    if broken is not None:
+        raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
+    for name in ("push_to_hub", "variant", "distributed_checkpoint"):
+        if options.get(name):
+            raise ConfigError(f"save_pretrained: {name} is not for a sharded model; save without")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ConfigError("save_pretrained: the model has adapters; save it as a PEFT model")
+
+
+def _bytes_of(size: int | str) -> int:
+    """Return the bytes of a number, or of text such as "5GB"."""
+    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    if found is None or found[2] not in _UNITS or not int(found[1]):
+        raise ConfigError(f"max_shard_size={size!r}: expected bytes, or text such as '5GB'")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> None:
+    """Gather one group of tensors; every rank takes part. See Note [A layer at a time]."""
+    layer = {name: _whole(plan.tensors[name], keep=writer is not None) for name in names}
+    if writer is not None:
+        writer.write(plan.revert(layer))
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    """Return a whole tensor in host memory; every rank takes part, the others throw it away."""
+    whole = tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor.detach()
+    return whole.cpu().contiguous() if keep else torch.empty(0)
+
+
+class _Plan:
+    """Which tensors go where. See Note [A layer at a time]."""
+
+    def __init__(self, model: Any, max_bytes: int, save_original_format: bool) -> None:
+        self._model = model
+        self._reverts = save_original_format
+        self.tensors = _without_aliases(model)
+        empty = {
+            name: torch.empty(t.shape, dtype=t.dtype, device="meta")
+            for name, t in self.tensors.items()
+        }
+        self.groups = _by_layer(empty)
+        made: State = {}
+        for names in self.groups:
+            made |= self.revert({name: empty[name] for name in names})
+        whole = self.revert(empty)
+        if {k: v.shape for k, v in made.items()} != {k: v.shape for k, v in whole.items()}:
+            self.groups, made = [list(empty)], whole
+        names = list(made)
+        dtypes = {name: dtype_name(made[name].dtype, name) for name in names}
+        sizes = [made[n].numel() * element_bytes(dtypes[n]) for n in names]
+        self.total_bytes = sum(sizes)
+        shards = split_into_shards(sizes, max_bytes)
+        self.files: dict[str, list[Stored]] = {}
+        for number, members in enumerate(shards):
+            one = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            boxes = [
+                (n, dtypes[n], tuple(made[n].shape), (0,) * made[n].dim())
+                for n in (names[i] for i in members)
+            ]
+            boxes.sort(key=lambda box: -element_bytes(box[1]))  # each aligned to its elements
+            self.files[_WEIGHTS if len(shards) == 1 else one] = place(boxes)
+
+    def revert(self, state: State) -> State:
+        """Return tensors as they are stored."""
+        if not self._reverts:
+            return state
+        found: State = revert_weight_conversion(self._model, state)
+        return found
+
+
+def _without_aliases(model: Any) -> State:
+    """Return the tensors to be saved, each under one name: that which is not tied to another."""
+    state: State = model.state_dict(keep_vars=True)
+    ignored = model._keys_to_ignore_on_save or ()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = [name for name in state if name not in ignored]
+    kept: dict[int, str] = {}
+    for name in sorted(names, key=lambda n: n in tied):
+        kept.setdefault(id(state[name]), name)
+    return {name: state[name] for name in names if kept[id(state[name])] == name}
+
+
+def _by_layer(names: Iterable[str]) -> list[list[str]]:
+    """Group names by the layer that they are in; what is in none is alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        found = _LAYER.match(name)
+        groups.setdefault(found[0] if found else name, []).append(name)
+    return list(groups.values())
+
+
+class _Writer:
+    """The files of one rank that writes; they get their names at the end."""
+
+    def __init__(self, folder: Path, plan: _Plan) -> None:
+        self._folder, self._plan = folder, plan
+        mark = secrets.token_hex(4)
+        self._temporary = {name: folder / f".{name}.{mark}.tmp" for name in plan.files}
+        self._open: dict[str, tuple[BinaryIO, int]] = {}
+        self._homes = {s.key: (name, s) for name, stored in plan.files.items() for s in stored}
+
+    def __enter__(self) -> _Writer:
+        try:
+            for name, stored in self._plan.files.items():
+                header = build_header(stored, {"format": "pt"})
+                file = self._temporary[name].open("xb")
+                self._open[name] = file, len(header)
+                file.write(header)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file, _ in self._open.values():
+            with suppress(OSError):
+                file.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def write(self, tensors: State) -> None:
+        """Put tensors where the headers say that they are."""
+        for key, tensor in tensors.items():
+            name, stored = self._homes[key]
+            file, begin = self._open[name]
+            file.seek(begin + stored.begin)
+            file.write(memory_of(tensor.contiguous()))
+
+    def finish(self, model: Any) -> None:
+        """Close the files, give them their names, and write the index if there are several."""
+        for name, (file, _) in self._open.items():
+            file.close()
+            os.replace(self._temporary[name], self._folder / name)
+        stale = _INDEX if _WEIGHTS in self._plan.files else _WEIGHTS
+        (self._folder / stale).unlink(missing_ok=True)  # of an earlier save
+        if len(self._plan.files) > 1:
+            total = {"total_parameters": model.num_parameters()}
+            index = {
+                "metadata": {**total, "total_size": self._plan.total_bytes},
+                "weight_map": {key: name for key, (name, _) in sorted(self._homes.items())},
+            }
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            (self._folder / _INDEX).write_text(text, encoding="utf-8")

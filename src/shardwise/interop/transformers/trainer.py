@@ -1,0 +1,135 @@
+"""transformers' `Trainer` for sharded models: its own loop, and checkpoints of every rank.
+
+Note [What is changed of Trainer]
+The loop, the batches, accumulation, clipping, evaluation, the callbacks and the schedule are
+transformers' own. Changed are the methods that save and load: the weights are gathered layer by
+layer into the usual files, and beside them, in the folder ``shardwise`` of each checkpoint, every
+rank writes its slices of master weights and optimizer state, from which `Trainer` goes on to the
+bit, on any number of ranks. A model that is not sharded takes the methods of transformers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from shardwise.checkpoint.single import load, save
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.interop.peft import load_adapter, save_adapter
+from shardwise.interop.transformers.loading import load_weights
+from shardwise.interop.transformers.prepared import is_sharded, prepare
+from shardwise.versions import load_neighbour
+
+FOLDER = "shardwise"  # in each of Trainer's checkpoints: master weights and optimizer, in slices
+
+
+class _Sharded:
+    """The methods that differ. See Note [What is changed of Trainer]."""
+
+    def __init__(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        load_neighbour("accelerate", wanted_by="transformers.Trainer")
+        settings = args[0] if args else kwargs.get("args")
+        if is_sharded(model):
+            prepare(model)
+            for name in ("fsdp", "deepspeed"):
+                if getattr(settings, name, None):
+                    raise ConfigError(f"TrainingArguments.{name}: the model is sharded already")
+        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+
+    def call_model_init(self: Any, trial: Any = None) -> Any:
+        """Prepare a model that ``model_init`` sharded."""
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        return prepare(model) if is_sharded(model) else model
+
+    def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let accelerate put autocast on the model, as on others, but not wrap it."""
+        model = self.model
+        if is_sharded(model) and not getattr(model, "_is_accelerate_prepared", False):
+            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model as a folder of Hugging Face; every rank takes part."""
+        folder = output_dir or self.args.output_dir
+        if is_sharded(self.model) and not isinstance(self.model, transformers.PreTrainedModel):
+            save_adapter(self.model, folder)
+            if self.args.should_save:
+                torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+                if self.processing_class is not None:
+                    self.processing_class.save_pretrained(folder)
+        elif self.args.should_save or not is_sharded(self.model):
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        else:
+            self.model.save_pretrained(folder, is_main_process=False)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        """Write every rank's slices, and the schedule."""
+        if not is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        save(Path(output_dir, FOLDER), self.model, _inner(self.optimizer), replace=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Read the weights, from the slices if they are there."""
+        if is_sharded(self.model):
+            _load_weights(self.model, Path(resume_from_checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self: Any) -> None:
+        if is_sharded(self.model):
+            _load_weights(self.model, Path(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """Read the optimizer's state; the weights come with it."""
+        if checkpoint is None or not is_sharded(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        folder = Path(checkpoint, FOLDER)
+        if folder.is_dir():
+            load(folder, self.model, _inner(self.optimizer), restore_generators=False)
+        elif Path(checkpoint, OPTIMIZER_NAME).is_file():
+            raise CheckpointError(
+                f"{checkpoint} holds the optimizer of a model that was not sharded; resume "
+                "it as it was, or start from its weights: from_pretrained() reads them"
+            )
+        schedule = Path(checkpoint, SCHEDULER_NAME)
+        if schedule.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+
+def trainer_class(base: type[Any]) -> type[Any]:
+    """Return a `Trainer` class that also takes sharded models; ``base`` is any subclass of it.
+
+    For trainers of other libraries: ``trainer_class(SFTTrainer)``.
+    See Note [What is changed of Trainer].
+    """
+    return type(base.__name__, (_Sharded, base), {"__doc__": base.__doc__})
+
+
+Trainer = trainer_class(transformers.Trainer)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer itself, without accelerate's wrapper."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def _load_weights(model: Any, checkpoint: Path) -> None:
+    folder = checkpoint / FOLDER
+    if folder.is_dir():
+        load(folder, model, restore_generators=False)
+    elif isinstance(model, transformers.PreTrainedModel):
+        load_weights(model, checkpoint)
+    else:
+        load_adapter(model, checkpoint)

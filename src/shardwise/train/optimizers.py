@@ -1,0 +1,58 @@
+"""The optimizers of torch that step on shards, by name, with their arguments; imports no torch.
+
+An optimizer is here if it works element by element. Not here: those that need a whole matrix or the
+norm of a whole parameter (Muon, Adafactor, Lamb), `Rprop`, which writes through masks, `LBFGS` and
+`SparseAdam`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ConfigError
+from shardwise.keys import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OPTIMIZERS", "check_options", "optimizer_class"]
+
+_ADAM = "lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused"
+_COMMON = "lr eps weight_decay foreach maximize capturable differentiable"
+
+# Name in lower case: (class in torch.optim, arguments after the parameters).
+OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    name.lower(): (name, tuple(arguments.split()))
+    for name, arguments in {
+        "AdamW": _ADAM,
+        "Adam": _ADAM,
+        "SGD": "lr momentum dampening weight_decay nesterov maximize foreach differentiable fused",
+        "Adagrad": "lr lr_decay weight_decay initial_accumulator_value eps foreach maximize "
+        "differentiable fused",
+        "RMSprop": f"{_COMMON} alpha momentum centered",
+        "Adadelta": f"{_COMMON} rho",
+        "Adamax": f"{_COMMON} betas",
+        "NAdam": f"{_COMMON} betas momentum_decay decoupled_weight_decay",
+        "RAdam": f"{_COMMON} betas decoupled_weight_decay",
+        "ASGD": "lr lambd alpha t0 weight_decay foreach maximize differentiable capturable",
+    }.items()
+}
+
+
+def check_options(name: str, options: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError where an argument is not one of the optimizer's, with the nearest name."""
+    title, arguments = OPTIMIZERS[name]
+    for option in options:
+        if option not in arguments:
+            near = nearest(option, list(arguments))
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(arguments)}"
+            raise ConfigError(f"{where}: unknown argument {option!r} of {title}; {hint}")
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class in torch.optim of a name of `OPTIMIZERS`."""
+    import torch
+
+    found: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name][0])
+    return found

@@ -1,0 +1,326 @@
+"""accelerate's loop on a sharded model: the steps, the files and the errors of the same loop."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from launching import run_example
+from models import Stack
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise import gathered, shard
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from trainer import full_parameters
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test extra")
+
+# Importing accelerate pulls in packages that warn about each other.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+# Stages 2 and 3 sum over ranks first where micro-batches are many; DDP sums over micro-batches.
+SETTINGS = [{"stage": stage, "reduce_every": "step"} for stage in range(4)]
+
+
+class Dropping(Stack):
+    """A Stack with dropout, so that a resumed run needs its random generators back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.25, self.training))
+
+
+@contextmanager
+def launched(rank: int, world_size: int) -> Iterator[Any]:
+    """Be a process that torchrun started; give our module, and forget accelerate's state after."""
+    from shardwise.interop import accelerate as ours
+
+    before = dict(os.environ)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the group is there already
+    os.environ |= {"OMP_NUM_THREADS": "1"}  # as torchrun sets it
+    try:
+        yield ours
+    finally:
+        os.environ.clear()
+        os.environ |= before
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+
+
+class Run:
+    """What a user's script has after ``prepare``; ``steps()`` is its loop."""
+
+    def __init__(
+        self, accelerator: Any, options: dict[str, Any] | None, clip: float | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        plain = Dropping()
+        if options is not None:
+            shard(plain, **options)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        random = torch.Generator().manual_seed(1)
+        data = TensorDataset(*(torch.randn(22, n, generator=random) for n in (8, 5)))
+        loader = DataLoader(data, batch_size=2, shuffle=True, generator=random)
+        self.plain, self.clip, self.accelerator = plain, clip, accelerator
+        self.model, self.optimizer, self.loader, self.schedule = accelerator.prepare(
+            plain, optimizer, loader, schedule
+        )
+        torch.manual_seed(accelerator.process_index)  # each rank drops what it likes
+
+    def steps(self) -> Iterator[float]:
+        for x, y in self.loader:
+            with self.accelerator.accumulate(self.model):
+                loss = (self.model(x) - y).square().mean()
+                self.accelerator.backward(loss)
+                if self.clip is not None and self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            yield loss.item()
+
+    def evaluate(self) -> Tensor:
+        """Return every sample's error, without those that fill up the last batch."""
+        self.model.eval()
+        errors = []
+        with torch.no_grad():
+            for x, y in self.loader:
+                found = (self.model(x) - y).square().mean(1)
+                errors.append(self.accelerator.gather_for_metrics(found))
+        self.model.train()
+        return torch.cat(errors)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {n: p.clone() for n, p in full_parameters(self.plain).items()}
+
+
+def compare_with_ddp(rank: int, world_size: int, mixed_precision: str) -> None:
+    with launched(rank, world_size) as ours:
+        options = {"cpu": True, "gradient_accumulation_steps": 2}
+        stock = accelerate.Accelerator(mixed_precision=mixed_precision, **options)
+        truth = Run(stock, None)
+        assert isinstance(truth.model, DistributedDataParallel)
+        losses, errors = list(truth.steps()), truth.evaluate()
+        assert len(losses) == 6 and len(errors) == 22  # the last window is half a window
+        for setting in SETTINGS:
+            accelerator = ours.Accelerator(mixed_precision=mixed_precision, **options)
+            run = Run(accelerator, setting)
+            assert run.model is run.plain
+            assert accelerator.unwrap_model(run.model) is run.plain
+            assert list(run.steps()) == losses, setting
+            assert_same_bits(run.parameters(), truth.parameters())
+            assert torch.equal(run.evaluate(), errors)
+            assert run.schedule.get_last_lr() == truth.schedule.get_last_lr()
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_accelerates_loop_takes_the_steps_of_ddp_with_a_window_and_gathers_its_metrics(
+    mixed_precision: str,
+) -> None:
+    run_ranks(compare_with_ddp, 2, mixed_precision)
+
+
+def compare_compiled(rank: int, world_size: int, folder: str) -> None:
+    options = {"cpu": True, "gradient_accumulation_steps": 2}
+    with launched(rank, world_size) as ours:
+        losses = list(Run(ours.Accelerator(**options), {"stage": 1}).steps())
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(dynamo_backend="eager", **options)
+        run = Run(accelerator, {"stage": 1})
+        assert isinstance(run.model, torch._dynamo.OptimizedModule)
+        assert list(run.steps()) == losses
+        expected = run.parameters()
+        accelerator.save_state(folder)
+        list(run.steps())
+        accelerator.load_state(folder)
+        assert_same_bits(run.parameters(), expected)
+        state = accelerator.get_state_dict(run.model)
+        assert state.keys() == (run.plain.state_dict().keys() if rank == 0 else set())
+
+
+@pytest.mark.filterwarnings("ignore:::torch")  # of torch's compiler
+def test_a_model_that_accelerate_compiles_is_prepared_saved_and_loaded(tmp_path: Path) -> None:
+    run_ranks(compare_compiled, 2, str(tmp_path))
+
+
+def compare_clipped(rank: int, world_size: int) -> None:
+    """The norm has another order of additions than DDP's, so the oracle is our own plain loop."""
+    with launched(rank, world_size) as ours:
+        for stage in (0, 3):
+            run = Run(ours.Accelerator(cpu=True), {"stage": stage}, clip=0.1)
+            losses = list(run.steps())
+            same = Run(ours.Accelerator(cpu=True), {"stage": stage})
+            optimizer, clipped = torch.optim.AdamW(same.plain.parameters(), lr=1e-2), []
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            for number, (x, y) in enumerate(same.loader):
+                loss = (same.plain(x) - y).square().mean()
+                loss.backward()
+                clipped.append(torch.nn.utils.clip_grad_norm_(same.plain.parameters(), 0.1) > 0.1)
+                optimizer.step()
+                schedule.step()  # accelerate steps its own once per rank, and two of those halve
+                optimizer.zero_grad()
+                assert loss.item() == losses[number]
+            assert all(clipped)
+            assert_same_bits(run.parameters(), same.parameters())
+
+
+def test_clipping_by_accelerate_is_clipping_by_torch() -> None:
+    run_ranks(compare_clipped, 2)
+
+
+def resume(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
+    """Go on from a state of step 3 of another run, with the steps of one that never stopped."""
+    with launched(rank, world_size) as ours:
+        project = accelerate.utils.ProjectConfiguration(
+            project_dir=folder, automatic_checkpoint_naming=True, total_limit=2
+        )
+        options = {"cpu": True, "project_config": project}
+        saved = []
+        accelerator = ours.Accelerator(**options)
+        run, beside = Run(accelerator, {"stage": 3}), Run(accelerator, None)
+        steps, others = run.steps(), beside.steps()
+        for _ in range(3):
+            next(steps), next(others)
+        accelerator.save_state()
+        seen = torch.rand(3)
+        saved += [run.parameters(), beside.parameters()]
+        losses = list(run.steps())
+        accelerate.state.GradientState._reset_state()
+        for options_of_run in ({"stage": 3}, {"stage": 1, "layout": "flat"}):
+            accelerator = ours.Accelerator(**options)
+            again, beside_again = Run(accelerator, options_of_run), Run(accelerator, None)
+            next(again.steps())  # so that there is state of an optimizer to be replaced
+            accelerator.load_state()
+            assert torch.equal(torch.rand(3), seen)
+            assert_same_bits(again.parameters(), saved[0])
+            assert_same_bits(beside_again.parameters(), saved[1])
+            assert list(again.steps()) == losses
+            assert_same_bits(again.parameters(), run.parameters())
+        return saved
+
+
+def load_on_one_rank(rank: int, world_size: int, folder: str, saved: Any) -> None:
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(cpu=True)
+        run, beside = Run(accelerator, {"stage": 3}), Run(accelerator, None)
+        accelerator.load_state(str(Path(folder, "checkpoints", "checkpoint_0")))
+        assert_same_bits(run.parameters(), saved[0])
+        assert_same_bits(beside.parameters(), saved[1])
+
+
+def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(resume, 2, str(tmp_path))[0]
+    run_ranks(load_on_one_rank, 1, str(tmp_path), saved)
+
+
+class Tied(nn.Module):
+    """Two names of one parameter, a frozen one, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 7)
+        self.second = nn.Linear(7, 7)
+        self.second.weight = self.first.weight
+        self.second.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * self.scale[0]
+
+
+def save_whole_model(rank: int, world_size: int, folder: str) -> None:
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(cpu=True)
+        torch.manual_seed(0)
+        plain = Tied()
+        model = accelerator.prepare(shard(plain, stage=3))
+        with gathered(model):
+            expected = {k: v.clone() for k, v in model.state_dict().items()}
+        state = accelerator.get_state_dict(model)
+        if rank == 0:
+            assert_same_bits(state, expected)
+            assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
+        else:
+            assert state == {}
+        accelerator.save_model(model, folder, max_shard_size=150)
+        accelerator.wait_for_everyone()
+        torch.manual_seed(5)
+        other = Tied()
+        accelerate.load_checkpoint_in_model(other, folder)
+        assert_same_bits(other.state_dict(), expected)
+
+
+def test_save_model_writes_the_whole_model_in_accelerates_files(tmp_path: Path) -> None:
+    run_ranks(save_whole_model, 2, str(tmp_path))
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+def meet_refusals(rank: int, world_size: int, folder: str) -> None:
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = Stack()
+        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard(model, stage=3)
+        with pytest.raises(ConfigError, match=r"no parameter of the SGD belongs .* after shard"):
+            accelerator.prepare(model, early)
+        with pytest.raises(ConfigError, match=r"a part of this Sequential is sharded"):
+            accelerator.prepare(nn.Sequential(model))
+        halves = list(model.parameters())
+        two = [torch.optim.SGD(halves[:4], lr=0.1), torch.optim.SGD(halves[4:], lr=0.1)]
+        model, *two = accelerator.prepare(model, *two)
+        with pytest.raises(ConfigError, match="2 optimizers were prepared for one sharded"):
+            accelerator.save_state(folder)
+        assert accelerator._optimizers == two  # what it hid meanwhile is back
+        with pytest.raises(CheckpointError, match="shardwise"):
+            ours.Accelerator.load_state(one_model(ours), folder)
+
+        run = Run(ours.Accelerator(cpu=True, gradient_accumulation_steps=2), {"stage": 1})
+        next(run.steps())
+        with pytest.raises(StateError, match="window"):
+            run.accelerator.save_state(folder)
+
+
+def one_model(ours: Any) -> Any:
+    accelerator = ours.Accelerator(cpu=True)
+    accelerator.prepare(shard(Stack(), stage=2))
+    return accelerator
+
+
+def test_what_cannot_be_right_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    run_ranks(meet_refusals, 2, str(tmp_path))
+
+
+def refuse_other_launches(rank: int, world_size: int) -> None:
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(cpu=True)
+        accelerator.state.num_processes = 1  # as without cpu=True, where there is no GPU
+        with pytest.raises(ConfigError, match=r"sees 1 processes.* over 2.*cpu=True"):
+            accelerator.prepare(shard(Stack()))
+        # As its config says on GPUs; accelerate has no FSDP on the CPU.
+        accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+        with pytest.raises(ConfigError, match=r"FSDP.* take FSDP"):
+            accelerator.prepare(shard(Stack()))
+
+
+def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused() -> None:
+    run_ranks(refuse_other_launches, 2)
+
+
+@pytest.mark.slow
+def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    out = run_example(root / "examples" / "accelerate_loop.py", "--folder", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.01
+    rates = [float(rate) for rate in re.findall(r"rate (\S+)", out)]
+    assert rates == [3e-3, 1.5e-3, 1.5e-3, 7.5e-4]  # the schedule went on where it stopped
+    assert (tmp_path / "whole" / "model.safetensors").exists()

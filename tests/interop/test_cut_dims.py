@@ -1,0 +1,167 @@
+"""Parameters that ``shard_placement_fn`` cuts along any dim: DTensor's shards, DDP's training."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ranks import run_ranks
+from shardwise.interop.fsdp2 import fully_shard
+
+# Along dims behind the first, 30 can be cut evenly for 1, 2, 3 and 5 ranks; dim 0 need not be even.
+SHAPES = {
+    "rows": ((7, 4), 0),
+    "columns": ((4, 30), 1),
+    "middle": ((2, 30, 3), 1),
+    "last": ((2, 3, 30), -1),
+    "vector": ((4,), 0),
+    "few": ((1, 2), 0),
+    "empty": ((0, 30), 1),
+}
+
+
+class Held(nn.Module):
+    """Parameters of whole numbers, so that sums over ranks have no rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, (name, (shape, _)) in enumerate(SHAPES.items()):
+            numel = torch.Size(shape).numel()
+            values = (torch.arange(numel) % 17 + number).float().reshape(shape)
+            self.register_parameter(name, nn.Parameter(values))
+
+    def forward(self, factor: float) -> Tensor:
+        total = torch.zeros(())
+        for name, param in self.named_parameters():
+            assert param.is_contiguous(), name
+            weights = torch.arange(param.numel()).reshape(param.shape)
+            total = total + (param * weights * factor).sum()
+        return total
+
+
+def place(model: nn.Module) -> Any:
+    dims = {id(p): SHAPES[name][1] for name, p in model.named_parameters()}
+    return lambda param: Shard(dims[id(param)])
+
+
+def compare_with_distribute_tensor(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    plain = Held()
+    model: Any = Held()
+    fully_shard(model, mesh=mesh, shard_placement_fn=place(model))
+    model(float(rank + 1)).backward()
+    plain((world_size + 1) / 2).backward()  # the mean of the ranks' factors
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        dim = SHAPES[name][1] % ours.ndim
+        assert ours.placements == (Shard(dim),), name
+        for mine, value in ((ours, theirs), (ours.grad, theirs.grad)):
+            assert isinstance(mine, DTensor) and value is not None
+            expected = distribute_tensor(value, mesh, [Shard(dim)])
+            assert torch.equal(mine.to_local(), expected.to_local()), name
+            assert mine.to_local().is_contiguous(), name
+            assert (mine.shape, mine.stride()) == (expected.shape, expected.stride())
+            assert torch.equal(mine.full_tensor(), value), name
+    model.unshard()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+    model.reshard()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_shards_and_gradients_along_any_dim_are_those_of_distribute_tensor(world_size: int) -> None:
+    run_ranks(compare_with_distribute_tensor, world_size)
+
+
+def cut_unevenly(rank: int, world_size: int) -> None:
+    model = nn.Linear(5, 4, bias=False)
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*weight"):
+        fully_shard(model, shard_placement_fn=lambda _: Shard(1))
+    assert type(model) is nn.Linear and type(model.weight) is nn.Parameter
+
+
+def test_an_uneven_cut_along_a_later_dim_is_refused_and_leaves_the_module_alone() -> None:
+    run_ranks(cut_unevenly, 2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+def train(model: nn.Module, rank: int) -> list[Tensor]:
+    """Take three steps; return the losses and the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.randint(0, 7, (4, 3), generator=generator))
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses + [
+        p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        for p in model.parameters()
+    ]
+
+
+def train_along_the_last_dim(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    expected = train(nn.parallel.DistributedDataParallel(copy.deepcopy(plain)), rank)
+    for offload in (False, True):
+        for reshard in (True, False):
+            model = copy.deepcopy(plain)
+            options: dict[str, Any] = {"reshard_after_forward": reshard}
+            if offload:
+                options["offload_policy"] = CPUOffloadPolicy()
+            for module in (*model.blocks, model):
+                fully_shard(
+                    module,
+                    shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None,
+                    **options,
+                )
+            found = train(model, rank)
+            for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert torch.equal(a, b), (offload, reshard, number)
+
+
+def test_training_along_another_dim_has_the_bits_of_ddp() -> None:
+    run_ranks(train_along_the_last_dim, 2)
+
+
+def train_in_bf16_along_both_dims(rank: int, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    results = []
+    for dim in (0, 1):
+        torch.manual_seed(0)
+        model = Net()
+        fully_shard(
+            model,
+            mp_policy=policy,
+            shard_placement_fn=lambda p, dim=dim: Shard(dim if p.ndim > 1 else 0),
+        )
+        results.append(train(model, rank))
+    assert dist.get_world_size() == world_size
+    for number, (a, b) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(a, b), number
+
+
+def test_in_bf16_the_dim_of_the_cut_does_not_change_a_bit() -> None:
+    run_ranks(train_in_bf16_along_both_dims, 2)

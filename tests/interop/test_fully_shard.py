@@ -1,0 +1,306 @@
+"""Bits of `fully_shard`: those of torch's own and of DDP; shards: those of `distribute_tensor`."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+from models import Block, Stack
+from ranks import run_ranks
+from shardwise import fully_shard
+
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def stack(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack()
+
+
+def apply(shards: Callable[..., Any], model: nn.Module, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        shards(block, **options)
+    shards(model, **options)
+    return model
+
+
+def steps(model: nn.Module, rank: int, *, accumulate: int = 1, num: int = 2) -> list[Tensor]:
+    """Train; return the losses, then the last gradients and the parameters, in full."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(100 + rank)
+    found = []
+    for _ in range(num):
+        optimizer.zero_grad()
+        for number in range(accumulate):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(number == accumulate - 1)
+            loss = model(torch.randn(4, 8, generator=generator)).square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        grads = [full(p.grad) for p in model.parameters()]
+        optimizer.step()
+    return found + grads + [full(p.detach()) for p in model.parameters()]
+
+
+def full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+@contextmanager
+def counted() -> Iterator[CommDebugMode]:
+    """Count collectives, without the mode's own warning about inputs that need no gradient."""
+    with warnings.catch_warnings(), CommDebugMode() as mode:
+        warnings.simplefilter("ignore", UserWarning)
+        yield mode
+
+
+def same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def against_torch(rank: int, world: int) -> None:
+    cases: list[dict[str, Any]] = [
+        {},
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+    ]
+    if world == 2:
+        cases += [{"shard_placement_fn": LARGEST_EVEN}, {"mesh": mesh_of(2, 1)}]
+    for options in cases:
+        for accumulate in (1, 2):
+            ours = steps(apply(fully_shard, stack(), **options), rank, accumulate=accumulate)
+            theirs = apply(torch_fully_shard, stack(), **options)
+            same_bits(ours, steps(theirs, rank, accumulate=accumulate))
+
+
+def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
+    return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_it_takes_the_steps_of_torchs_own_to_the_bit(world: int) -> None:
+    run_ranks(against_torch, world)
+
+
+def against_ddp(rank: int, world: int) -> None:
+    expected = steps(DistributedDataParallel(stack()), rank)
+    for options in ({}, {"reshard_after_forward": False}, {"offload_policy": OFFLOAD}):
+        same_bits(steps(apply(fully_shard, stack(), **options), rank), expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_takes_the_steps_of_ddp_to_the_bit(world: int) -> None:
+    run_ranks(against_ddp, world)
+
+
+def shards_are(rank: int, world: int) -> None:
+    mesh = mesh_of(world)
+    for choose in (None, lambda p: Shard(p.ndim - 1) if p.shape[-1] % world == 0 else None):
+        reference, model = stack(), stack()
+        names = [name for name, _ in reference.named_parameters()]
+        apply(fully_shard, model, mesh=mesh, shard_placement_fn=choose)
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        reference(batch).square().mean().backward()
+        model(batch).square().mean().backward()
+        assert [name for name, _ in model.named_parameters()] == names
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            place = (choose(theirs) if choose else None) or Shard(0)
+            for mine, wanted in ((ours, theirs.detach()), (ours.grad, theirs.grad)):
+                assert isinstance(mine, DTensor) and mine.placements == (place,)
+                expected = distribute_tensor(wanted, mesh, [place]).to_local()
+                assert mine.to_local().is_contiguous()
+                torch.testing.assert_close(mine.to_local(), expected)
+                assert torch.equal(mine.redistribute(mesh, [Shard(0)]).full_tensor(), full(mine))
+            assert torch.equal(ours.to_local(), distribute_tensor(theirs, mesh, [place]).to_local())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shards_are_those_of_distribute_tensor(world: int) -> None:
+    run_ranks(shards_are, world)
+
+
+def counts_of(rank: int, world: int) -> None:
+    c10d = torch.ops.c10d
+    for reshards, in_forward, in_backward in ((None, 4, 3), (True, 4, 4), (False, 4, 0)):
+        model = apply(fully_shard, stack(), reshard_after_forward=reshards)
+        for _ in range(3):  # what is learnt in the first steps changes no count
+            with counted() as forward:
+                loss = model(torch.randn(4, 8)).sum()
+            with counted() as backward:
+                loss.backward()
+            assert forward.get_comm_counts()[c10d._allgather_base_] == in_forward
+            counts = dict(backward.get_comm_counts())
+            assert counts.pop(c10d._allgather_base_, 0) == in_backward
+            assert counts == {c10d._reduce_scatter_base_: 4}
+
+
+def test_a_group_costs_one_gather_and_one_reduction() -> None:
+    run_ranks(counts_of, 2)
+
+
+def hybrid(rank: int, world: int) -> None:
+    mesh = mesh_of(2, 2)
+    expected = steps(apply(torch_fully_shard, stack(), mesh=mesh), rank)
+    for options in ({}, {"reshard_after_forward": True}, {"offload_policy": OFFLOAD}):
+        same_bits(steps(apply(fully_shard, stack(), mesh=mesh, **options), rank), expected)
+    model = apply(fully_shard, stack(), mesh=mesh)
+    reference = stack()
+    c10d = torch.ops.c10d
+    for number in range(2):  # summed over shards in both, over replicas in the last
+        model.set_requires_all_reduce(number == 1)
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+        with counted() as mode:
+            model(batch).square().mean().backward()
+        assert mode.get_comm_counts()[c10d._reduce_scatter_base_] == 4
+        assert mode.get_comm_counts().get(c10d.allreduce_, 0) == 4 * number
+        reference(batch).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(full(ours.grad), theirs.grad / world)
+    spread_over_two(rank)
+    tensor_parallel(rank)
+    pipelined(rank)
+    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
+        named_axes_and_two_meshes(rank)
+
+
+def spread_over_two(rank: int) -> None:
+    """With an int, backward gathers over that many ranks, and steps are the same."""
+    same_bits(
+        steps(apply(fully_shard, stack(), reshard_after_forward=2), rank),
+        steps(apply(fully_shard, stack()), rank),
+    )
+    model = apply(fully_shard, stack(), reshard_after_forward=2)
+    loss = model(torch.randn(4, 8)).sum()
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    sizes = []
+
+    def gather(output: Tensor, packed: Tensor, **kwargs: Any) -> Any:
+        sizes.append(output.numel() // packed.numel())
+        return gathers(output, packed, **kwargs)
+
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gathers = getattr(dist, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, gather)
+        loss.backward()
+    assert sizes == [2] * 4
+
+
+def tensor_parallel(rank: int) -> None:
+    """A DTensor parameter gets one more axis in front of its own; the numbers stay."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    reference = Block()
+    reference.up, reference.down = nn.Linear(8, 12), nn.Linear(12, 8)
+    model = copy.deepcopy(reference)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank // 2))
+    model(batch).square().mean().backward()
+    reference(batch).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert ours.device_mesh.mesh_dim_names == ("dp", "tp")
+        dist.all_reduce(theirs.grad, group=mesh["dp"].get_group())
+        assert torch.equal(full(ours.detach()), theirs)
+        torch.testing.assert_close(full(ours.grad), theirs.grad / 2)
+
+
+def pipelined(rank: int) -> None:
+    """A pipeline reduces what its micro-batches left, when all are through."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place = mesh["pp"].get_local_rank()
+    found = []
+    for shards in (fully_shard, torch_fully_shard):
+        torch.manual_seed(place)
+        part: nn.Module = nn.Linear(8, 8) if place == 0 else Stack()
+        shards(part, mesh=mesh["dp"], reshard_after_forward=False)
+        stage = PipelineStage(part, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.mse_loss)
+        generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+        x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 5, generator=generator)
+        schedule.step(x) if place == 0 else schedule.step(target=y)
+        found.append([full(p.grad) for p in part.parameters()])
+    same_bits(*found)
+
+
+def named_axes_and_two_meshes(rank: int) -> None:
+    """Parameters on a full mesh, and a group on two meshes, take the steps of torch's own."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, pair = mesh_of(4), mesh["tp"]
+    found: list[list[Tensor]] = []
+    for shards in (fully_shard, torch_fully_shard):
+        model = stack().head
+        for name, param in list(model.named_parameters()):
+            placed = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
+            setattr(model, name, nn.Parameter(placed))
+        shards(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        x = DTensor.from_local(torch.ones(3, 8) * rank, mesh, [Shard(0), Replicate()])
+        model(x).full_tensor().square().sum().backward()
+        infos = FSDPMeshInfo(whole, shard_mesh_dim=0), FSDPMeshInfo(pair, shard_mesh_dim=0)
+        place = functools.partial(placed_by_rank, infos, ShardPlacementResult)
+        both = apply(shards, stack(), mesh=whole, shard_placement_fn=place)
+        assert {p.device_mesh.size() for p in both.parameters()} == {2, 4}
+        found.append([full(p.grad) for p in model.parameters()] + steps(both, rank))
+    same_bits(*found)
+
+
+def placed_by_rank(infos: Any, result: Any, param: nn.Parameter) -> Any:
+    return result(Shard(0), infos[param.ndim - 1])
+
+
+def test_replicas_of_shards_ints_and_tensor_parallelism() -> None:
+    run_ranks(hybrid, 4)
+
+
+def windows(rank: int, world: int) -> None:
+    """Kept gradients are reduced once, by what autograd would have summed."""
+    model, reference = apply(fully_shard, stack()), stack()
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        model.set_is_last_backward(number == 2)
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+        model(batch).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert all((p.grad is None) == (number < 2) for p in model.parameters())
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(full(ours.grad), theirs.grad / world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_a_window_are_reduced_at_its_end(world: int) -> None:
+    run_ranks(windows, world)

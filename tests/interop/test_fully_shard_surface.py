@@ -1,0 +1,330 @@
+"""What users of torch's `fully_shard` call besides training: methods, state, errors."""
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from models import Block, Stack
+from ranks import run_ranks
+from shardwise import fully_shard, stats
+from shardwise.errors import ConfigError
+
+
+def sharded(**options: Any) -> Stack:
+    torch.manual_seed(0)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def are_sharded(module: nn.Module) -> set[bool]:
+    return {isinstance(p, DTensor) for p in module.parameters()}
+
+
+def lifetimes(rank: int, world: int) -> None:
+    """Modules hold full parameters from the gather until they are resharded."""
+    model = sharded()
+    reference = [p.full_tensor() for p in model.blocks[0].parameters()]
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    assert are_sharded(model.blocks[0]) == {False}
+    full = list(model.blocks[0].parameters())
+    assert all(torch.equal(a, b) for a, b in zip(full, reference, strict=True))
+    model.state_dict()  # asks for shards, whatever stands there
+    assert are_sharded(model.blocks[0]) == {True}
+    model(batch())
+    assert are_sharded(model.head) == {False}  # the root stays for its backward
+    assert are_sharded(model.blocks[0]) == {True}
+    model.reshard()
+    assert are_sharded(model) == {True}
+    model.set_reshard_after_forward(False)
+    loss = model(batch()).sum()
+    assert are_sharded(model) == {False}
+    model.set_reshard_after_backward(False)
+    loss.backward()
+    assert are_sharded(model) == {False}
+    model.set_reshard_after_backward(True)
+    model(batch()).sum().backward()
+    assert are_sharded(model) == {True}
+
+
+def settings(rank: int, world: int) -> None:
+    """Divide factors, prefetch lists, zero fill, the hook and the caller's own collectives."""
+    plain = sharded()
+    plain(batch(rank)).sum().backward()
+    grads = [p.grad.full_tensor() for p in plain.parameters()]
+
+    def check(model: nn.Module, factor: float = 1.0) -> None:
+        model(batch(rank)).sum().backward()
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(param.grad.full_tensor(), grad * factor)
+
+    divided = sharded()
+    for module in (*divided.blocks, divided):
+        module.set_gradient_divide_factor(2.0 * world)
+    check(divided, 0.5)
+    half = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    half(batch(rank)).sum().backward()  # divides before and after the sum
+    for param, grad in zip(half.parameters(), grads, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), grad, rtol=2e-3, atol=2e-3)
+    ahead = sharded()
+    ahead.set_modules_to_forward_prefetch(list(ahead.blocks))
+    ahead.blocks[2].set_modules_to_backward_prefetch([ahead.blocks[1], ahead.blocks[0]])
+    check(ahead)
+    hooked = sharded()
+    seen: list[int] = []
+    hooked.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    check(hooked)
+    assert len(seen) == 1
+    custom = sharded()
+    calls: list[str] = []
+    custom.set_custom_all_gather(Gather(calls))
+    custom.set_custom_reduce_scatter(Scatter(calls))
+    check(custom)
+    assert calls == (["gather", "scatter"] if world > 1 else [])
+    accepted = sharded()
+    accepted.set_force_sum_reduction_for_comms(True)
+    accepted.set_separate_reduce_scatter_group()
+    accepted.set_post_optim_event(torch.Event("cpu"))
+    accepted.set_reduce_scatter_max_input_buffers(2)
+    share_comm_ctx([accepted, sharded()])
+    check(accepted)
+
+
+class Gather:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any) -> None:
+        self._calls.append("gather")
+        dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group)
+
+
+class Scatter(Gather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:  # type: ignore[override]
+        self._calls.append("scatter")
+        dist.all_reduce(input_tensor, op, group)
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def unused(rank: int, world: int) -> None:
+    """Where ranks use other parameters, zeros stand in, if that is asked for."""
+    block = fully_shard(Block())
+    block.set_reduce_scatter_unused_params(True)
+    out = block(batch())
+    (out if rank == 0 else out.detach() + block.down.bias).sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+    assert torch.equal(block.down.bias.grad.full_tensor(), torch.full((8,), 4.0))
+
+
+def states(rank: int, world: int) -> None:
+    """Meta, casts, loads and state dicts; what optimizers and clipping do with the DTensors."""
+    torch.manual_seed(0)
+    whole = Stack().state_dict()
+    with torch.device("meta"):
+        model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="materialized from meta device"):
+        model(batch())
+    model.to_empty(device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # DTensor's, about draws on the CPU
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    set_model_state_dict(model, dict(whole), options=StateDictOptions(full_state_dict=True))
+    for name, tensor in get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True)
+    ).items():
+        assert torch.equal(tensor, whole[name])
+    for name, tensor in model.state_dict().items():
+        assert (
+            tensor.to_local().data_ptr()
+            == dict(model.named_parameters())[name]._local_tensor.data_ptr()
+        )
+    expected = sharded()(batch())
+    assert torch.equal(model(batch()), expected)
+    for name, tensor in copy.deepcopy(model.state_dict()).items():  # as pickling, storage by storage
+        assert torch.equal(tensor.full_tensor(), whole[name])
+    file = io.BytesIO()
+    torch.save({name: tensor.to_local() for name, tensor in model.state_dict().items()}, file)
+    rows = sum(t.to_local().nbytes for t in model.state_dict().values())
+    assert file.getbuffer().nbytes < rows + 2048 * len(whole)  # each its own bytes, not the unit's
+    pieces = {
+        name: distribute_tensor(whole[name] * 2, p.device_mesh, p.placements)
+        for name, p in model.state_dict().items()
+    }
+    model.load_state_dict(pieces, assign=True)
+    assert torch.equal(model.head.weight.full_tensor(), whole["head.weight"] * 2)
+    doubled = copy.deepcopy(whole)
+    reference = Stack()
+    reference.load_state_dict({k: v * 2 for k, v in doubled.items()})
+    torch.testing.assert_close(model(batch()), reference(batch()))
+    model.to(torch.float64)
+    reference.to(torch.float64)
+    torch.testing.assert_close(model(batch().double()), reference(batch().double()))
+    model.reshard()  # there was no backward pass, so the root is full
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (model, reference)]
+    for _ in range(3):
+        for each, optimizer in zip((model, reference), optimizers, strict=True):
+            each(batch().double()).square().sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            norms = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    assert norms > 0
+    assert set(get_optimizer_state_dict(model, optimizers[0])["state"]) == set(whole)
+    torch.testing.assert_close(model(batch().double()), reference(batch().double()))
+
+
+def compositions(rank: int, world: int) -> None:
+    """Tied, frozen and ignored parameters, lists, checkpointing, other forward methods, errors."""
+    torch.manual_seed(0)
+    plain = Wide()
+    model = copy.deepcopy(plain)
+    model.body.up.weight.requires_grad_(False)
+    ignored = {model.body.down.bias}
+    fully_shard([model.embed, model.head], mp_policy=MixedPrecisionPolicy())
+    fully_shard(model.body, ignored_params=ignored)
+    fully_shard(model, ignored_params=ignored)
+    register_fsdp_forward_method(model, "score")
+    assert not isinstance(model.body.down.bias, DTensor)
+    ids = torch.arange(5)
+    for run in (lambda m: m(ids), lambda m: m.score(ids)):
+        for each in (plain, model):
+            each.zero_grad()
+            run(each).square().sum().backward()
+        torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+        assert model.embed.weight is model.head.weight
+        assert model.body.up.weight.grad is None
+        assert torch.equal(model.body.down.bias.grad, plain.body.down.bias.grad)
+    with torch.inference_mode():
+        model(ids)
+    model.body.fails = True
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model(ids)
+    model.body.fails = False
+    model.reset_iter_state()
+    model.zero_grad()
+    model(ids).square().sum().backward()
+    plain.zero_grad()
+    plain(ids).square().sum().backward()
+    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+
+
+class Wide(nn.Module):
+    """A tied head, a checkpointed body, and a second forward method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8)
+        self.body = Fallible()
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, self.embed(ids), use_reentrant=False))
+
+    def score(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(ids)))
+
+
+class Fallible(Block):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return super().forward(x)
+
+
+def everything(rank: int, world: int) -> None:
+    lifetimes(rank, world)
+    settings(rank, world)
+    states(rank, world)
+    compositions(rank, world)
+    if world > 1:
+        unused(rank, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_methods_state_and_compositions_mean_what_torchs_do(world: int) -> None:
+    run_ranks(everything, world)
+
+
+def refusals(rank: int, world: int) -> None:
+    model = sharded()
+    assert isinstance(model, FSDPModule) and type(model).__name__ == "FSDPStack"
+    assert isinstance(model, Stack) and fully_shard.state(model) is not None
+    with pytest.raises(AssertionError, match="applied to a module once"):
+        fully_shard(model)
+    with pytest.raises(ConfigError, match=r"fully_shard use torch\.distributed\.checkpoint"):
+        stats(sharded())
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="containers that do not implement forward"):
+        fully_shard(nn.ModuleList([Block()]))
+    scalar = Block()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="Change scale to a 1D tensor"):
+        fully_shard(scalar)
+    with pytest.raises(NotImplementedError, match="uneven sharding on dim 1"):
+        fully_shard(nn.Linear(5, 4), shard_placement_fn=lambda p: Shard(p.ndim - 1))
+    strided = nn.Linear(4, 6)
+    strided.weight = nn.Parameter(torch.randn(4, 6).t())
+    with pytest.raises(NotImplementedError, match="non-contiguous"):
+        fully_shard(strided)
+    with pytest.raises(ValueError, match="factor of 2, not 3"):
+        fully_shard(Block(), reshard_after_forward=3)
+    tied = Wide()
+    fully_shard(tied.embed), fully_shard(tied.head), fully_shard(tied)
+    with pytest.raises(ValueError, match=r"'head.weight' is shared .* use fully_shard\(\["):
+        tied(torch.arange(3))
+    inner = sharded()
+    inner.blocks[0](batch())
+    with pytest.raises(RuntimeError, match=r"already been lazily initialized for blocks\.0"):
+        inner(batch())
+    for call in (
+        lambda: model.set_reshard_after_forward(1),
+        lambda: model.set_modules_to_forward_prefetch([nn.Linear(1, 1)]),
+        lambda: model.set_reduce_scatter_max_input_buffers(0),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    offloaded = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert {p.device.type for p in offloaded.parameters()} == {"cpu"}
+
+
+def test_what_torch_refuses_is_refused_with_its_errors() -> None:
+    run_ranks(refusals, 2)

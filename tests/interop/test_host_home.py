@@ -1,0 +1,220 @@
+"""Slices with a home on the host: other memory than the full copies, the same training."""
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from ranks import run_ranks
+from shardwise import ShardTensor, shard
+from shardwise.interop.fsdp2 import fully_shard
+from shardwise.layout.segments import build_layout
+from shardwise.stages import STAGES
+from shardwise.trace import FullBytes
+from shardwise.unit import materialize
+from shardwise.unit.storage import Storage
+
+CPU = torch.device("cpu")
+FP32 = (torch.float32, torch.float32)
+BF16 = (torch.float32, torch.bfloat16)
+
+
+def make_storage(stage: int, num_ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Storage:
+    layout = build_layout("rows", [(5, 3), (4,)], num_ranks)
+    return Storage(layout, 0, STAGES[stage], dtypes, CPU, FullBytes(), home=CPU)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtypes", [FP32, BF16])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_slices_at_home_share_no_memory_with_the_full_copy(
+    stage: int, dtypes: tuple[torch.dtype, torch.dtype], num_ranks: int
+) -> None:
+    storage = make_storage(stage, num_ranks, dtypes)
+    full = torch.arange(15.0).reshape(5, 3)
+    storage.fill(0, full)
+    assert not storage.aliased
+    assert storage.master.untyped_storage().data_ptr() != (
+        storage.full.untyped_storage().data_ptr()
+    )
+    shape = (5, 3) if num_ranks == 1 or stage == 0 else (3, 3)
+    local = storage.local(0, shape)
+    assert torch.equal(local, full[: shape[0]])
+    storage.prepare_gather()  # alone, this rank's own rows are all that it brings
+    leaf = storage.leaf(0, False)
+    assert torch.equal(leaf[: shape[0]], full[: shape[0]].to(dtypes[1]))
+    with torch.no_grad():
+        leaf.zero_()
+    assert torch.equal(local, full[: shape[0]])  # the copy is not the value
+    storage.free()
+    assert torch.equal(local, full[: shape[0]])
+
+
+def test_slices_with_a_storage_of_their_own_are_the_same_memory() -> None:
+    layout = build_layout("rows", [(5, 3), (4,), (0, 2)], 2)
+    for home in (None, CPU):
+        storage = Storage(layout, 1, STAGES[3], FP32, CPU, FullBytes(), home)
+        for index, shape in enumerate([(2, 3), (2,), (0, 2)]):
+            apart, local = storage.local_apart(index, shape), storage.local(index, shape)
+            apart.add_(index + 1)
+            assert torch.equal(apart, local)
+            assert apart.storage_offset() == 0
+            assert apart.untyped_storage().nbytes() == apart.nbytes
+        assert storage.master.sum() == 2 * 3 * 1 + 2 * 2
+
+
+def gather(storages: list[Storage]) -> None:
+    """Do what an all-gather does: every rank's slots go to their place on every rank."""
+    items = [storage.prepare_gather() for storage in storages]
+    for storage_items in items:
+        for number, item in enumerate(storage_items):
+            slot = item.segment.slot_numel
+            for rank, of_rank in enumerate(items):
+                item.full[rank * slot : (rank + 1) * slot].copy_(of_rank[number].source)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=4),
+    st.sampled_from(["rows", "flat"]),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from([FP32, BF16]),
+    st.sampled_from([None, CPU]),
+)
+def test_full_copies_follow_the_slices_wherever_those_live(
+    shapes: list[tuple[int, ...]],
+    kind: Any,
+    num_ranks: int,
+    stage: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    home: torch.device | None,
+) -> None:
+    layout = build_layout(kind, shapes, num_ranks)
+    ledger = FullBytes()
+    storages = [
+        Storage(layout, r, STAGES[stage], dtypes, CPU, ledger, home) for r in range(num_ranks)
+    ]
+    values = [torch.arange(prod(s)).reshape(s).float() + 9 * i for i, s in enumerate(shapes)]
+    for storage in storages:
+        for index, value in enumerate(values):
+            storage.fill(index, value)
+    leaves = [[s.leaf(i, True) for i in range(len(shapes))] for s in storages]
+    for added in (0, 1):
+        for rank, storage in enumerate(storages):
+            for index in range(len(shapes)):
+                storage.local(index, (layout.piece(index, rank).numel,)).add_(added)
+            storage.free()
+        gather(storages)
+        for of_rank in leaves:
+            for leaf, value in zip(of_rank, values, strict=True):
+                assert leaf.shape == value.shape
+                assert torch.equal(leaf, (value + added).to(dtypes[1]))
+
+
+def test_means_are_copied_home_in_the_dtype_of_the_slices() -> None:
+    storage = make_storage(3, 2, BF16)
+    means = torch.arange(8.0).to(torch.bfloat16)
+    brought = storage.bring_home(means)
+    assert brought.dtype == torch.float32 and torch.equal(brought, means.float())
+    storage = make_storage(3, 2, FP32)
+    means = torch.arange(8.0)
+    assert storage.bring_home(means).data_ptr() != means.data_ptr()
+
+
+def test_without_a_home_the_means_stay_where_they_are() -> None:
+    layout = build_layout("rows", [(5, 3)], 2)
+    means = torch.arange(9.0)
+    storage = Storage(layout, 0, STAGES[3], FP32, CPU, FullBytes())
+    assert storage.bring_home(means) is means
+
+
+class Net(nn.Module):
+    """Uneven rows, a frozen weight, a scalar parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.frozen = nn.Linear(5, 3).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.frozen(x).square().mean() * self.scale
+
+
+def train(model: nn.Module, rank: int) -> list[Tensor]:
+    """Take three steps of two micro-batches; return losses, gradients and parameters, in full."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    found: list[Tensor] = []
+    for _ in range(3):
+        for _ in range(2):
+            loss = model(torch.randint(0, 7, (4, 3), generator=generator))
+            loss.backward()
+            found.append(loss.detach())
+        grads: list[Any] = [p.grad for p in model.parameters() if p.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        found.append(torch.as_tensor(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        found += [g.full_tensor() for g in grads]
+        optimizer.step()
+        optimizer.zero_grad()
+    values: list[Any] = list(model.parameters())
+    return found + [v.full_tensor().detach() for v in values]
+
+
+def assert_same_bits(ours: list[Tensor], theirs: list[Tensor], what: object) -> None:
+    assert len(ours) == len(theirs)
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), (what, number)
+
+
+def train_shard_with_and_without_a_home(rank: int, world_size: int) -> None:
+    for stage in (0, 1, 2, 3):
+        for precision in ("fp32", "bf16"):
+            results = []
+            for home in (None, CPU):
+                torch.manual_seed(0)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(materialize, "Storage", partial(Storage, home=home))
+                    model = shard(Net(), stage=stage, precision=precision)
+                homes = {
+                    p._owner.storage.home  # type: ignore[union-attr]
+                    for p in model.parameters()
+                    if isinstance(p, ShardTensor)
+                }
+                assert homes == {home}
+                results.append(train(model, rank))
+            assert_same_bits(results[0], results[1], (stage, precision))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(world_size: int) -> None:
+    run_ranks(train_shard_with_and_without_a_home, world_size)
+
+
+def train_fully_shard_with_and_without_offload(rank: int, world_size: int) -> None:
+    results = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy()):
+        torch.manual_seed(0)
+        model = Net()
+        model.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard refuses scalars
+        for block in model.blocks:
+            fully_shard(block, offload_policy=policy)
+        fully_shard(model, offload_policy=policy)
+        results.append(train(model, rank))
+    assert_same_bits(results[0], results[1], "fully_shard")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_offload_policy_of_torch_gives_the_same_bits(world_size: int) -> None:
+    run_ranks(train_fully_shard_with_and_without_offload, world_size)

@@ -1,0 +1,385 @@
+"""A Lightning Trainer with strategy="shardwise" takes the steps that it takes with "ddp"."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("lightning")
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+
+from models import Block
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise import Precision, gathered, save, shard
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, ConfigError, ShardError
+from shardwise.interop.lightning import ShardwiseStrategy
+
+# Lightning advises on workers, log intervals, batch sizes; some of its imports are deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_SAMPLES, BATCH = 24, 2
+
+
+class Regression(L.LightningModule):
+    """Units, a parameter of the module's own, dropout, a schedule, and metrics over ranks."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.dropout = nn.Dropout(dropout)
+        self.seen: list[float] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return (self.head(x) * self.scale - y).square().mean()
+
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+        loss = self.loss(batch)
+        self.seen.append(loss.item())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], number: int) -> None:
+        loss = self.loss(batch)
+        self.seen.append(loss.item())
+        self.log("validation", loss, sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+
+
+class TwoNetworks(L.LightningModule):
+    """Manual optimization: two networks, each with its optimizer, in one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer, sign in zip(optimizers, (1.0, -1.0), strict=True):
+            self.toggle_optimizer(optimizer)
+            loss = sign * self.critic(self.generator(batch[0])).mean()
+            self.seen.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.AdamW(self.generator.parameters(), lr=1e-2),
+            torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
+        ]
+
+
+class Late(Regression):
+    """Makes its layers in configure_model, without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.blocks = nn.ModuleList()
+
+    def configure_model(self) -> None:
+        if not self.blocks:
+            with torch.device("meta"):
+                self.blocks.extend(Block() for _ in range(2))
+
+
+def loader(batch_size: int = BATCH) -> DataLoader[Any]:
+    random = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(NUM_SAMPLES, n, generator=random) for n in (8, 3))
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+@contextmanager
+def launched(rank: int, world_size: int) -> Iterator[None]:
+    """Look like a process that a launcher started, as Lightning wants to see it."""
+    own = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world_size}
+    before = dict(os.environ)
+    os.environ.update({key: str(value) for key, value in own.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def trainer(strategy: Any, world_size: int, max_epochs: int = 2, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=max_epochs,
+        **{
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "num_sanity_val_steps": 0,
+            **options,
+        },
+    )
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in module.named_parameters()
+    }
+
+
+def fit(
+    strategy: Any,
+    rank: int,
+    world_size: int,
+    make: Callable[[], Any] = Regression,
+    ckpt_path: Any = None,
+    **options: Any,
+) -> tuple[Any, L.Trainer]:
+    module = make()
+    torch.manual_seed(10 + rank)  # each rank draws dropout masks of its own
+    fitted = trainer(strategy, world_size, **options)
+    fitted.fit(module, loader(), loader(4), ckpt_path=ckpt_path)
+    return module, fitted
+
+
+def assert_same_fit(ours: tuple[Any, L.Trainer], theirs: tuple[Any, L.Trainer]) -> None:
+    assert ours[0].seen == theirs[0].seen
+    assert ours[1].callback_metrics == theirs[1].callback_metrics
+    assert_same_bits(parameters_of(ours[0]), parameters_of(theirs[0]))
+
+
+def fit_like_ddp(rank: int, world_size: int) -> None:
+    with launched(rank, world_size):
+        plain = fit("ddp", rank, world_size)
+        assert len(set(plain[0].seen)) > 10
+        for strategy in (
+            "shardwise",
+            *(f"shardwise_stage_{stage}" for stage in range(3)),
+            ShardwiseStrategy(stage=3, layout="flat", units=[Block]),
+        ):
+            sharded = fit(strategy, rank, world_size)
+            assert_same_fit(sharded, plain)
+        assert [u.name for u in engine_of(sharded[0]).units] == ["", "blocks.0", "blocks.1"]
+        windows = fit("ddp", rank, world_size, accumulate_grad_batches=4)
+        for strategy in ("shardwise_stage_1", ShardwiseStrategy(reduce_every="step")):
+            sharded = fit(strategy, rank, world_size, accumulate_grad_batches=4)
+            assert_same_fit(sharded, windows)
+        manual = fit("ddp_find_unused_parameters_true", rank, world_size, TwoNetworks)
+        assert_same_fit(fit("shardwise", rank, world_size, TwoNetworks), manual)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_stage_takes_the_steps_of_ddp(world_size: int) -> None:
+    run_ranks(fit_like_ddp, world_size, timeout_s=120)
+
+
+class Recording(Regression):
+    """Keeps the batches of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.batches: list[list[Tensor]] = []
+
+    def on_train_batch_start(self, batch: list[Tensor], number: int) -> None:
+        self.batches.append(batch)
+
+
+def clip_like_a_loop(rank: int, world_size: int) -> None:
+    """The same steps by hand, on the batches that Lightning's sampler gave this rank."""
+    options = {"max_epochs": 1, "gradient_clip_val": 0.1}
+    with launched(rank, world_size):
+        module, _ = fit("shardwise", rank, world_size, Recording, **options)
+    by_hand = Recording()
+    shard(by_hand)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-2)
+    norms = []
+    for batch in module.batches:
+        optimizer.zero_grad()
+        by_hand.loss(batch).backward()
+        norms.append(nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1).item())
+        optimizer.step()
+    assert len(norms) == 6 and min(norms) > 0.1
+    assert_same_bits(parameters_of(module), parameters_of(by_hand))
+
+
+def test_clipping_by_norm_is_that_of_the_whole_gradient() -> None:
+    run_ranks(clip_like_a_loop, 2)
+
+
+def resume(rank: int, world_size: int, folder: Path) -> None:
+    with launched(rank, world_size):
+        whole, _ = fit("shardwise", rank, world_size, max_epochs=4)
+        keep = ModelCheckpoint(folder / "kept", monitor="validation", save_last=True, save_top_k=1)
+        options = {"callbacks": [keep], "enable_checkpointing": True}
+        first, _ = fit("shardwise", rank, world_size, max_epochs=2, **options)
+        assert {p.name for p in (folder / "kept").iterdir()} == {
+            Path(keep.best_model_path).name,
+            "last.ckpt",
+        }
+        for strategy in ("shardwise", "shardwise_stage_1"):
+            last = folder / "kept" / "last.ckpt"
+            second, _ = fit(strategy, rank, world_size, max_epochs=4, ckpt_path=last)
+            assert first.seen + second.seen == whole.seen
+            assert_same_bits(parameters_of(second), parameters_of(whole))
+        check_best(rank, world_size, keep)
+
+        plain, ended = fit("ddp", rank, world_size)
+        ended.save_checkpoint(folder / "ddp.ckpt")
+        plain, _ = fit("ddp", rank, world_size, max_epochs=4, ckpt_path=folder / "ddp.ckpt")
+        second, ended = fit(
+            "shardwise", rank, world_size, max_epochs=4, ckpt_path=folder / "ddp.ckpt"
+        )
+        assert second.seen == plain.seen
+        assert_same_bits(parameters_of(second), parameters_of(plain))
+
+        ended.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+        ended.save_checkpoint(folder / "weights.ckpt", weights_only=True)  # over the first
+        again = Regression()
+        trainer("shardwise", world_size).validate(
+            again, loader(), ckpt_path=folder / "weights.ckpt", verbose=False
+        )
+        assert_same_bits(parameters_of(again), parameters_of(second))
+
+
+def check_best(rank: int, world_size: int, keep: ModelCheckpoint) -> None:
+    """A Trainer that has not fitted loads the best checkpoint's parameters alone."""
+    module = Regression()
+    (metrics,) = trainer("shardwise", world_size).test(
+        module, loader(4), ckpt_path=keep.best_model_path, verbose=False
+    )
+    assert metrics["validation"] == keep.best_model_score
+
+
+def test_a_resumed_fit_goes_on_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(resume, 2, tmp_path, timeout_s=120)
+
+
+def resume_manual(rank: int, world_size: int, folder: Path) -> None:
+    with launched(rank, world_size):
+        whole, _ = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=3)
+        first, ended = fit("shardwise", rank, world_size, TwoNetworks, max_epochs=1)
+        ended.save_checkpoint(folder / "two.ckpt")
+        second, _ = fit(
+            "shardwise",
+            rank,
+            world_size,
+            TwoNetworks,
+            max_epochs=3,
+            ckpt_path=folder / "two.ckpt",
+        )
+        assert first.seen + second.seen == whole.seen
+        assert_same_bits(parameters_of(second), parameters_of(whole))
+
+
+def test_several_optimizers_are_saved_and_resumed(tmp_path: Path) -> None:
+    run_ranks(resume_manual, 2, tmp_path)
+
+
+def fit_in_precisions(rank: int, world_size: int) -> None:
+    with launched(rank, world_size):
+        for precision in ("64-true", "bf16-true", "bf16-mixed"):
+            plain = fit("ddp", rank, world_size, precision=precision)
+            keeps_fp32 = ShardwiseStrategy(precision="fp32")
+            strategy = keeps_fp32 if precision == "bf16-mixed" else "shardwise"
+            assert_same_fit(fit(strategy, rank, world_size, precision=precision), plain)
+
+        # bf16 copies are what autocast makes of a matrix anyway; of a bare parameter it does not
+        options = {"make": TwoNetworks, "precision": "bf16-mixed"}
+        plain = fit("ddp_find_unused_parameters_true", rank, world_size, **options)
+        sharded = fit("shardwise", rank, world_size, **options)
+        assert_same_fit(sharded, plain)
+        expected = Precision(torch.bfloat16, torch.float32, torch.float32, cast_inputs=False)
+        assert engine_of(sharded[0]).config.precision == expected
+        assert {p.dtype for p in sharded[0].parameters()} == {torch.float32}
+
+
+def test_the_trainers_precision_is_that_of_ddp() -> None:
+    run_ranks(fit_in_precisions, 2)
+
+
+def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
+    with launched(rank, world_size):
+        plain = fit("ddp", rank, world_size)
+        hybrid = fit(ShardwiseStrategy(mesh=(2, 1)), rank, world_size)
+        assert_same_fit(hybrid, plain)
+        axes = engine_of(hybrid[0]).comm.axes
+        assert axes.replicate is not None and (axes.replicate.size, axes.shard.size) == (2, 1)
+
+        late = [fit(f"shardwise_stage_{stage}", rank, world_size, Late) for stage in (3, 1)]
+        assert_same_fit(*late)  # what meta is filled with does not depend on the stage
+        assert late[0][0].seen[-1] < late[0][0].seen[0]
+
+        with pytest.raises(ShardError, match="copy_ into a plain tensor"):
+            fit("shardwise", rank, world_size, callbacks=[WeightAveraging()])
+
+        module, ended = fit("shardwise", rank, world_size)
+        with pytest.raises(ConfigError, match="sharded before"):
+            trainer("shardwise_stage_1", world_size).fit(module, loader())
+        trainer("shardwise", world_size, 1).fit(module, loader())  # goes on where it is
+        module.hparams["activation"] = nn.ReLU()
+        with pytest.raises(CheckpointError, match=r"lightning.*hyper_parameters.*activation"):
+            ended.save_checkpoint(folder / "a.ckpt")
+        assert not (folder / "a.ckpt").exists()
+        with pytest.raises(ConfigError, match="file system"):
+            ended.save_checkpoint("s3://bucket/a.ckpt")
+        save(folder / "plain", module)
+        with pytest.raises(CheckpointError, match="not one that a Lightning Trainer saved"):
+            trainer("shardwise", world_size).test(module, loader(), ckpt_path=folder / "plain")
+        with gathered(module):
+            assert module.blocks[0].up.weight.shape == (11, 8)
+
+
+def test_what_does_not_go_is_said(tmp_path: Path) -> None:
+    run_ranks(fit_hybrid, 2, tmp_path)
+
+
+def test_options_are_checked_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match=r"ShardwiseStrategy\(stages=\): expected mesh"):
+        ShardwiseStrategy(stages=3)
+    with pytest.raises(ConfigError, match="stage=5"):
+        ShardwiseStrategy(stage=5)
+
+
+@pytest.mark.slow
+def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "lightning_fit.py", "--folder", tmp_path / "saved"],
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^epoch \d  loss (.*)$", done.stdout, re.M)]
+    assert len(losses) == 4 and losses[-1] < 0.01 < losses[0], done.stdout
+    assert "Restored all states" in done.stderr
+    assert (tmp_path / "saved" / "last.ckpt" / "manifest.json").is_file()

@@ -1,0 +1,243 @@
+"""Adapters of a sharded model: saved, loaded, switched and merged as PEFT does on a plain one."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from launching import run_example
+from oracle import assert_same_bits
+from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
+from ranks import run_ranks
+from shardwise import gathered, shard
+from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.interop.peft import load_adapter, save_adapter
+from shardwise.unit.tensor import ShardTensor
+from trainer import events_of, full_parameters
+
+peft = pytest.importorskip("peft", reason="peft is in the test extra")
+pytest.importorskip("transformers", reason="transformers is in the test extra")
+
+# Importing a model class pulls in packages that warn about each other.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
+)
+
+IDS = torch.arange(16).view(2, 8)
+BF16 = torch.bfloat16
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of everything, whatever is gathered."""
+    return {name: value.detach().clone() for name, value in full_parameters(model).items()}
+
+
+def logits(model: nn.Module) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def train(model: nn.Module, num_steps: int = 2) -> list[float]:
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(num_steps):
+        loss = loss_of(model, torch.randint(64, (2, 8)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_and_load(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+    names = ("default", "second")
+    embedding = {"modules_to_save": ["norm"], "targets": ("q_proj", "embed_tokens")}
+    model = shard(lora_llama(BF16, names, **embedding), **options)
+    train(model)
+    ours, stock = Path(folder, "ours"), Path(folder, "stock")
+    events = events_of(model)
+    save_adapter(model, ours)
+    saved = ("lora_", "modules_to_save", "embed_tokens.base_layer")  # it is targeted
+    num_saved = sum(any(part in name for part in saved) for name, _ in model.named_parameters())
+    assert len(events) == num_saved + 1  # a gather each, none of the base, and one last question
+    with gathered(model):
+        model.save_pretrained(str(stock), is_main_process=rank == 0)
+    dist.barrier()
+    for part in ("", "second"):
+        file = Path(part, "adapter_model.safetensors")
+        assert_same_bits(load_file(ours / file), load_file(stock / file))
+        config = Path(part, "adapter_config.json")
+        assert json.loads((ours / config).read_text()) == json.loads((stock / config).read_text())
+    save_adapter(model, Path(folder, "one"), ["second"])
+    assert [p.name for p in Path(folder, "one").iterdir() if p.is_dir()] == ["second"]
+
+    # Stock PEFT reads it.
+    torch.manual_seed(0)
+    base = make_llama().to(BF16)
+    plain = peft.PeftModel.from_pretrained(base, str(ours))
+    plain.load_adapter(str(ours / "second"), "second")
+    expected = values(model)
+    assert_same_bits(dict(plain.named_parameters()), expected)
+
+    # A sharded model reads it, whatever its stage.
+    for stage in (0, 3):
+        fresh = shard(lora_llama(BF16, names, **embedding), stage=stage)
+        load_adapter(fresh, ours)
+        load_adapter(fresh, ours / "second", "second")
+        assert_same_bits(values(fresh), expected)
+        assert all(isinstance(p, ShardTensor) for p in fresh.parameters())
+        assert torch.equal(logits(fresh), logits(plain))
+        assert len(set(train(fresh))) == 2  # it goes on learning
+
+    # So does PEFT's own call, where parameters are cut by rows.
+    fresh = shard(lora_llama(BF16, names, **embedding), stage=3)
+    for name, path in zip(names, (ours, ours / "second"), strict=True):
+        fresh.load_adapter(str(path), name)
+    assert_same_bits(values(fresh), expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(2, {"stage": 3}), (3, {"stage": 2, "layout": "flat"})]
+)
+def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base(
+    tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    run_ranks(save_and_load, world_size, str(tmp_path), options)
+
+
+def meet_refusals(rank: int, world_size: int, folder: str) -> None:
+    model = shard(lora_llama(targets=("q_proj",)), stage=3)
+    before = values(model)
+    for other, why in (
+        (lora_llama(targets=("v_proj",)), "v_proj"),  # other layers
+        (lora_llama(targets=("q_proj", "v_proj")), "v_proj"),  # more layers
+    ):
+        if rank == 0:
+            other.save_pretrained(folder)
+        dist.barrier()
+        with pytest.raises(ConfigError, match=f"does not fit adapter 'default'.*{why}"):
+            load_adapter(model, folder)
+        dist.barrier()
+    if rank == 0:
+        path = Path(folder, "adapter_model.safetensors")
+        save_file({k: v[:1].clone() for k, v in load_file(path).items() if "q_proj" in k}, path)
+    dist.barrier()
+    with pytest.raises(ConfigError, match="size mismatch"):
+        load_adapter(model, folder)
+    assert_same_bits(values(model), before)
+    with pytest.raises(ConfigError, match="adapter 'nobody': the model has 'default'"):
+        save_adapter(model, folder, ["nobody"])
+    with pytest.raises(CheckpointError, match=r"rank 0: .*should be a directory"):
+        save_adapter(model, Path(folder, "adapter_model.safetensors"))
+    with pytest.raises(ConfigError, match="Stack is no PeftModel"):
+        save_adapter(shard(Stack(HandLora)), folder)
+    with pytest.raises(ConfigError, match="not sharded"):
+        save_adapter(lora_llama(), folder)
+    with pytest.raises(StateError, match="added or replaced after shard"):
+        model.add_adapter("late", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        model.set_adapter("late")
+        model(input_ids=IDS)
+
+
+def test_adapters_that_do_not_fit_change_nothing_and_say_why(tmp_path: Path) -> None:
+    run_ranks(meet_refusals, 2, str(tmp_path))
+
+
+def switch(rank: int, world_size: int) -> None:
+    """Train one adapter, then the other; look at the base in between."""
+    plain = lora_llama(adapters=("first", "second"))
+    base = logits(lora_llama(adapters=("first", "second")).unload())
+    trace: list[Any] = []
+    for name in ("first", "second", "first"):
+        plain.set_adapter(name)
+        trace += [train(DistributedDataParallel(plain)), logits(plain)]
+    for options in ({"stage": 1}, {"stage": 3}):
+        model, found = shard(lora_llama(adapters=("first", "second")), **options), []
+        for name in ("first", "second", "first"):
+            model.set_adapter(name)
+            found += [train(model), logits(model)]
+            with model.disable_adapter():
+                assert torch.equal(logits(model), base)
+            assert torch.equal(logits(model), found[-1])
+        for ours, theirs in zip(found, trace, strict=True):
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+        assert_same_bits(values(model), dict(plain.named_parameters()))
+
+
+def test_switching_and_disabling_adapters_is_that_of_the_plain_model() -> None:
+    run_ranks(switch, 2)
+
+
+def merge(rank: int, world_size: int) -> None:
+    for dtype, options in ((torch.float32, {"stage": 3, "layout": "flat"}), (BF16, {"stage": 1})):
+        model, plain = shard(lora_llama(dtype), **options), lora_llama(dtype)
+        for work in ("merge_adapter", "unmerge_adapter"):  # each rank merges its own rows
+            getattr(model, work)()
+            getattr(plain, work)()
+            assert torch.equal(logits(model), logits(plain))
+            assert_same_bits(values(model), dict(plain.named_parameters()))
+        assert_same_bits(values(model), dict(plain.named_parameters()))
+        expected = plain.merge_and_unload().state_dict()
+        with gathered(model, writeback=True):
+            merged = model.merge_and_unload()
+            assert_same_bits(merged.state_dict(), expected)
+        assert torch.equal(logits(model), logits(plain))
+
+
+def test_merging_is_that_of_the_plain_model() -> None:
+    run_ranks(merge, 2)
+
+
+def merge_without_writeback(rank: int, world_size: int) -> None:
+    model = shard(lora_llama(), stage=3)
+    with (
+        pytest.raises(StateError, match=r"q_proj\.base_layer\.weight.*writeback=True"),
+        gathered(model),
+    ):
+        model.merge_adapter()
+
+
+def test_a_merge_that_would_be_lost_is_refused() -> None:
+    run_ranks(merge_without_writeback, 2)
+
+
+def checkpoint_activations(rank: int, world_size: int, reentrant: bool) -> None:
+    def make() -> nn.Module:
+        model = lora_llama(BF16)
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return model
+
+    losses = train(DistributedDataParallel(make()))
+    for stage in (1, 3):
+        assert train(shard(make(), stage=stage)) == losses
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reentrant: bool) -> None:
+    run_ranks(checkpoint_activations, 2, reentrant)
+
+
+@pytest.mark.slow
+def test_the_example_learns_and_its_adapter_is_peft_s(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    out = run_example(root / "examples" / "lora.py", "--folder", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    assert (tmp_path / "adapter_config.json").exists()
+    state = load_file(tmp_path / "adapter_model.safetensors")
+    trained, every, held = map(int, re.findall(r"\d+", out.splitlines()[-1]))
+    assert trained == sum(t.numel() for t in state.values())
+    assert held == (2 * (every - trained) + 4 * trained) // 2  # bf16 and fp32, on two ranks

