@@ -1,4 +1,11 @@
-"""Spans for the profiler and the ledger of bytes; shared by the engine and the reports."""
+"""Labels for the profiler and the ledger of bytes; shared by the engine and the reports.
+
+Note [Marks]
+A span is always left in the call that entered it. torch writes the end of a span into memory of
+the profile in which it began; if that profile is over and another one runs, the process dies. What
+one hook begins and another ends (a unit's forward and backward pass) may stay open when the pass is
+cut short, so it has two labels of no length: ``backward`` and ``backward_end``.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -15,37 +22,13 @@ def span(phase: str, *units: str) -> AbstractContextManager[object]:
     """Label what runs inside as ``shardwise.<phase>(<units>)``; free when no profiler runs."""
     if not torch.autograd._profiler_enabled():
         return _NO_SPAN
-    return _record(phase, *units)
-
-
-def _record(phase: str, *units: str) -> record_function:
     return record_function(f"shardwise.{phase}({', '.join(name or '(root)' for name in units)})")
 
 
-class Spans:
-    """Labels that one hook begins and another ends: forward and backward passes of units."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, list[record_function]] = {}
-
-    def begin(self, phase: str, unit: str) -> None:
-        """Begin ``shardwise.<phase>(<unit>)``; free when no profiler runs."""
-        if torch.autograd._profiler_enabled():
-            record = _record(phase, unit)
-            record.__enter__()
-            self._open.setdefault(unit, []).append(record)
-
-    def end(self, unit: str) -> None:
-        """End the unit's newest label, if there is one: the profiler may have started later."""
-        if self._open and (records := self._open.get(unit)):
-            records.pop().__exit__(None, None, None)
-
-    def end_all(self) -> None:
-        """End what a pass that was cut short has left open, the newest of each unit first."""
-        for unit, records in self._open.items():
-            while records:
-                self.end(unit)
-        self._open.clear()
+def mark(phase: str, unit: str) -> None:
+    """Put the label ``shardwise.<phase>(<unit>)`` where it is called; see Note [Marks]."""
+    with span(phase, unit):
+        pass
 
 
 @dataclass(frozen=True)

@@ -149,4 +149,5 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     """Return the next-token loss, of Llama's output or of bare logits."""
     output = model(input_ids=ids)
     logits = output if isinstance(output, Tensor) else output.logits
+    logits = logits[:, -ids.shape[1] :]  # those of a prompt come first
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())

@@ -17,7 +17,7 @@ from launching import run_example
 from models import Stack
 from oracle import assert_same_bits
 from ranks import run_ranks
-from shardwise import gathered, shard
+from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from trainer import full_parameters
 
@@ -270,8 +270,11 @@ def meet_refusals(rank: int, world_size: int, folder: str) -> None:
         model = Stack()
         early = torch.optim.SGD(model.parameters(), lr=0.1)
         shard(model, stage=3)
-        with pytest.raises(ConfigError, match=r"no parameter of the SGD belongs .* after shard"):
-            accelerator.prepare(model, early)
+        beside = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        for optimizer in (early, beside):
+            with pytest.raises(ConfigError, match=r"no parameter of the SGD .* a call of its own"):
+                accelerator.prepare(model, optimizer)
+        accelerator.prepare(beside)
         with pytest.raises(ConfigError, match=r"a part of this Sequential is sharded"):
             accelerator.prepare(nn.Sequential(model))
         halves = list(model.parameters())
@@ -279,7 +282,7 @@ def meet_refusals(rank: int, world_size: int, folder: str) -> None:
         model, *two = accelerator.prepare(model, *two)
         with pytest.raises(ConfigError, match="2 optimizers were prepared for one sharded"):
             accelerator.save_state(folder)
-        assert accelerator._optimizers == two  # what it hid meanwhile is back
+        assert accelerator._optimizers[-2:] == two  # what it hid meanwhile is back
         with pytest.raises(CheckpointError, match="shardwise"):
             ours.Accelerator.load_state(one_model(ours), folder)
 
@@ -287,6 +290,68 @@ def meet_refusals(rank: int, world_size: int, folder: str) -> None:
         next(run.steps())
         with pytest.raises(StateError, match="window"):
             run.accelerator.save_state(folder)
+
+
+def save_in_a_window(rank: int, world_size: int, folder: str) -> None:
+    """The refused call deletes nothing and leaves nothing in the way of the next ones."""
+    with launched(rank, world_size) as ours:
+        project = accelerate.utils.ProjectConfiguration(
+            project_dir=folder, automatic_checkpoint_naming=True, total_limit=1
+        )
+        accelerator = ours.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, project_config=project
+        )
+        run = Run(accelerator, {"stage": 3, "reduce_every": "step"})
+        checkpoints = Path(folder, "checkpoints")
+        accelerator.save_state()
+        steps = run.steps()
+        for expected in (["checkpoint_0"], ["checkpoint_1"]):
+            next(steps)
+            with pytest.raises(StateError, match="window"):
+                accelerator.save_state()
+            accelerator.wait_for_everyone()
+            assert [path.name for path in checkpoints.iterdir()] == expected
+            next(steps)
+            accelerator.save_state()
+            accelerator.wait_for_everyone()
+
+
+def test_a_save_that_is_refused_in_a_window_touches_no_file(tmp_path: Path) -> None:
+    run_ranks(save_in_a_window, 2, str(tmp_path))
+
+
+def load_from_nowhere(rank: int, world_size: int, folder: str) -> None:
+    with launched(rank, world_size) as ours:
+        project = accelerate.utils.ProjectConfiguration(
+            project_dir=str(Path(folder, str(rank))), automatic_checkpoint_naming=True
+        )
+        accelerator = ours.Accelerator(cpu=True, project_config=project)
+        run = Run(accelerator, {"stage": 3})
+        if rank == 0:
+            Path(folder, "0", "checkpoints", "checkpoint_0").mkdir(parents=True)
+        for given in (str(Path(folder, "0" if rank == 0 else "absent")), None):
+            with pytest.raises(CheckpointError, match=r"rank 1: load_state: .*no saved state"):
+                accelerator.load_state(given)
+        assert len(set(run.steps())) > 1  # it goes on
+
+
+def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(load_from_nowhere, 2, str(tmp_path))
+
+
+def prepare_fully_sharded(rank: int, world_size: int) -> None:
+    with launched(rank, world_size) as ours:
+        accelerator = ours.Accelerator(cpu=True)
+        model = Stack()
+        fully_shard(model)
+        with pytest.raises(ConfigError, match=r"Stack are DTensors, as fully_shard\(\) makes"):
+            accelerator.prepare(model)
+        assert accelerator._models == []
+        assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def test_a_model_of_fully_shard_is_refused_for_training() -> None:
+    run_ranks(prepare_fully_sharded, 2)
 
 
 def one_model(ours: Any) -> Any:

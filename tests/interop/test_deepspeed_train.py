@@ -164,5 +164,11 @@ def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path: Path
     config = load_config(both, {}, (file, keys))
     assert {name: getattr(config, name) for name in ours} == ours
     assert (config.lr, config.weight_decay, config.beta1) == (0.5, 0.0, 0.9)
+    silent = {"zero_optimization": {"overlap_comm": True}, "fp16": {"enabled": False}}
+    file = write(tmp_path, "ds.json", {**content, **silent})
+    keys, _ = read_train_keys(file, read_keys(both), {}, 1)
+    config = load_config(both, {}, (file, keys))
+    assert {name: getattr(config, name) for name in ours} == ours
+    file = write(tmp_path, "ds.json", content)
     alone, _ = read_train_keys(file, {}, {}, 1)
     assert (alone["schedule"], alone["stage"], alone["grad_clip"]) == ("constant", 0, 1.0)

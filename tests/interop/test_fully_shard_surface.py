@@ -3,6 +3,7 @@
 import copy
 import io
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -175,7 +176,9 @@ def states(rank: int, world: int) -> None:
         )
     expected = sharded()(batch())
     assert torch.equal(model(batch()), expected)
-    for name, tensor in copy.deepcopy(model.state_dict()).items():  # as pickling, storage by storage
+    for name, tensor in copy.deepcopy(
+        model.state_dict()
+    ).items():  # as pickling does
         assert torch.equal(tensor.full_tensor(), whole[name])
     file = io.BytesIO()
     torch.save({name: tensor.to_local() for name, tensor in model.state_dict().items()}, file)
@@ -237,10 +240,29 @@ def compositions(rank: int, world: int) -> None:
     model.body.fails = False
     model.reset_iter_state()
     model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for made in (copy.deepcopy(optimizer), copy.deepcopy(dict(model.named_parameters()))):
+        assert made is not None  # on every rank; a DTensor of a view could not be copied
+    torch.save(list(model.parameters()), io.BytesIO())
     model(ids).square().sum().backward()
     plain.zero_grad()
     plain(ids).square().sum().backward()
     torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+
+
+@dataclass
+class Output:
+    """What many models return."""
+
+    logits: Tensor
+
+
+class Returning(nn.Linear):
+    """A model that returns a dataclass and takes one."""
+
+    def forward(self, output: Output) -> Output:  # type: ignore[override]
+        assert output.logits.dtype is torch.bfloat16
+        return Output(super().forward(output.logits))
 
 
 class Wide(nn.Module):
@@ -269,11 +291,19 @@ class Fallible(Block):
         return super().forward(x)
 
 
+def casts(rank: int, world: int) -> None:
+    """Inputs and outputs are cast inside dataclasses too."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    model = fully_shard(Returning(4, 4), mp_policy=policy)
+    assert model(Output(torch.ones(2, 4))).logits.dtype is torch.float32
+
+
 def everything(rank: int, world: int) -> None:
     lifetimes(rank, world)
     settings(rank, world)
     states(rank, world)
     compositions(rank, world)
+    casts(rank, world)
     if world > 1:
         unused(rank, world)
 

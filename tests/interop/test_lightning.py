@@ -69,6 +69,17 @@ class Regression(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
 
 
+class Normed(Regression):
+    """Has statistics of batches, which are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.norm = nn.BatchNorm1d(8)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss([self.norm(batch[0]), batch[1]])
+
+
 class TwoNetworks(L.LightningModule):
     """Manual optimization: two networks, each with its optimizer, in one step."""
 
@@ -341,10 +352,17 @@ def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
             fit("shardwise", rank, world_size, callbacks=[WeightAveraging()])
 
         module, ended = fit("shardwise", rank, world_size)
-        with pytest.raises(ConfigError, match="sharded before"):
-            trainer("shardwise_stage_1", world_size).fit(module, loader())
-        trainer("shardwise", world_size, 1).fit(module, loader())  # goes on where it is
+        refuse_other_settings(module, rank, world_size)
+        same = ShardwiseStrategy(stage=3, units=[Block], mesh=None, precision="fp32")
+        trainer(same, world_size, 1).fit(module, loader())  # goes on where it is
+        module.hparams["places"] = {"data": [Path("here") / "there"]}
+        ended.save_checkpoint(folder / "paths.ckpt")
+        saved = ended.strategy.load_checkpoint(folder / "paths.ckpt")
+        assert saved["hyper_parameters"] == {"places": {"data": [str(Path("here") / "there")]}}
         module.hparams["activation"] = nn.ReLU()
+        options = {"enable_checkpointing": True, "default_root_dir": folder}
+        with pytest.raises(ConfigError, match=r"Regression.hparams\['activation'\].*ignore="):
+            trainer("shardwise", world_size, 4, **options).fit(module, loader())
         with pytest.raises(CheckpointError, match=r"lightning.*hyper_parameters.*activation"):
             ended.save_checkpoint(folder / "a.ckpt")
         assert not (folder / "a.ckpt").exists()
@@ -355,6 +373,37 @@ def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
             trainer("shardwise", world_size).test(module, loader(), ckpt_path=folder / "plain")
         with gathered(module):
             assert module.blocks[0].up.weight.shape == (11, 8)
+
+
+def refuse_other_settings(module: nn.Module, rank: int, world_size: int) -> None:
+    """A module that was sharded stays so: what is asked for later must be the same."""
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
+        ("mesh=", ShardwiseStrategy(mesh=(world_size, 1)), {}),
+        ("units=", ShardwiseStrategy(units=[nn.Linear]), {}),
+        ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
+        ("precision='bf16'", ShardwiseStrategy(precision="bf16"), {}),
+        ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
+        ("'bf16-true'.*torch.float32", "shardwise", {"precision": "bf16-true"}),
+        ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
+    ]
+    for wanted, strategy, options in cases:
+        with pytest.raises(ConfigError, match=wanted):
+            trainer(strategy, world_size, **options).fit(module, loader())
+    module, _ = fit("shardwise_stage_1", rank, world_size, max_epochs=1)
+    with pytest.raises(ConfigError, match=r"stage=3\): .* before with 1,"):
+        trainer("shardwise", world_size).fit(module, loader())
+
+    normed = Normed()
+    one = trainer("shardwise", world_size)
+    one.validate(normed, loader(), verbose=False)
+    one.test(normed, loader(), verbose=False)  # the same again is no other setting
+    synced = trainer("shardwise", world_size, sync_batchnorm=True)
+    with pytest.raises(ConfigError, match="sync_batchnorm"):
+        synced.validate(normed, loader(), verbose=False)
+    normed = Normed()
+    trainer("shardwise", world_size, sync_batchnorm=True).validate(normed, loader(), verbose=False)
+    assert type(normed.norm) is nn.SyncBatchNorm
 
 
 def test_what_does_not_go_is_said(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from oracle import assert_same_bits
 from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
 from ranks import run_ranks
 from shardwise import gathered, shard
-from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.unit.tensor import ShardTensor
 from trainer import events_of, full_parameters
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
     "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
 )
 
 IDS = torch.arange(16).view(2, 8)
@@ -147,12 +148,130 @@ def meet_refusals(rank: int, world_size: int, folder: str) -> None:
         save_adapter(lora_llama(), folder)
     with pytest.raises(StateError, match="added or replaced after shard"):
         model.add_adapter("late", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        model(input_ids=IDS)  # it is frozen until it is active
         model.set_adapter("late")
         model(input_ids=IDS)
 
 
 def test_adapters_that_do_not_fit_change_nothing_and_say_why(tmp_path: Path) -> None:
     run_ranks(meet_refusals, 2, str(tmp_path))
+
+
+def meet_missing_folders(rank: int, world_size: int, folder: str) -> None:
+    """A folder that one rank alone does not see is refused on both, and both can go on."""
+    model = shard(lora_llama(targets=("q_proj",)), stage=3)
+    here = Path(folder, f"of rank {rank}")
+    if rank == 0:
+        lora_llama(targets=("q_proj",)).save_pretrained(str(here))
+    dist.barrier()
+    with pytest.raises(ConfigError, match=r"rank 1: .*of rank 1 is no folder with an adapter_mod"):
+        load_adapter(model, here)
+    if rank == 1:
+        here.mkdir()
+        (here / "adapter_model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(CheckpointError, match=r"rank 1: Safetensor"):
+        load_adapter(model, here)
+    if rank == 1:
+        lora_llama(targets=("v_proj",)).save_pretrained(str(here))
+    before = values(model)
+    with pytest.raises(ConfigError, match=r"rank 1: .*does not fit adapter 'default'.*v_proj"):
+        load_adapter(model, here)
+    assert_same_bits(values(model), before)
+    with pytest.raises(ConfigError, match=r"mistyped is no folder"):
+        load_adapter(model, Path(folder, "mistyped"))
+    load_adapter(model, Path(folder, "of rank 0"))
+    assert len(set(train(model))) == 2
+
+
+def test_a_folder_that_one_rank_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(meet_missing_folders, 2, str(tmp_path))
+
+
+TIED = {
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+}
+
+
+def tied_llama(seed: int, options: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    base = make_llama()
+    base.config.tie_word_embeddings = True
+    base.tie_weights()
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    torch.manual_seed(seed)
+    return peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False, **options))
+
+
+def load_tied(rank: int, world_size: int, folder: str) -> None:
+    for name, options in TIED.items():
+        model = shard(tied_llama(1, options), stage=3)
+        train(model)
+        save_adapter(model, Path(folder, name))
+        dist.barrier()
+        fresh = shard(tied_llama(2, options), stage=3)
+        load_adapter(fresh, Path(folder, name))
+        assert_same_bits(values(fresh), values(model))
+
+
+def test_adapters_of_tied_embeddings_are_loaded_from_what_was_saved(tmp_path: Path) -> None:
+    run_ranks(load_tied, 2, str(tmp_path))
+
+
+PROMPTS = {
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "layers": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def prompted_llama(seed: int, name: str) -> nn.Module:
+    torch.manual_seed(0)
+    base = make_llama()
+    torch.manual_seed(seed)
+    return peft.get_peft_model(base, PROMPTS[name]())
+
+
+def save_prompts(rank: int, world_size: int, folder: str) -> None:
+    for name in PROMPTS:
+        path, plain = Path(folder, name), prompted_llama(1, name)
+        losses = train(DistributedDataParallel(plain))
+        # The encoder, too, may be a unit of its own: it runs when its prompt is saved.
+        encoder = [type(plain.prompt_encoder["default"]).__name__]
+        for units in (None, ["LlamaDecoderLayer", *encoder]):
+            model = shard(prompted_llama(1, name), stage=3, units=units)
+            assert train(model) == losses
+            save_adapter(model, path)
+            dist.barrier()
+            expected = peft.get_peft_model_state_dict(plain)
+            assert_same_bits(load_file(path / "adapter_model.safetensors"), expected)
+            fresh = shard(prompted_llama(2, name), stage=3, units=units)
+            if name == "layers":
+                with pytest.raises(ConfigError, match=r"computes its prompt by layers.*load\(\)"):
+                    load_adapter(fresh, path)
+                continue
+            load_adapter(fresh, path)
+            assert_same_bits(values(fresh), dict(plain.named_parameters()))
+            with pytest.raises(ConfigError, match="does not fit adapter 'default'"):
+                load_adapter(fresh, Path(folder, "lora"))
+            assert_same_bits(values(fresh), dict(plain.named_parameters()))
+
+
+def test_prompts_are_saved_as_stock_peft_saves_them_and_loaded(tmp_path: Path) -> None:
+    lora_llama().save_pretrained(str(tmp_path / "lora"))
+    run_ranks(save_prompts, 2, str(tmp_path))
+
+
+def write_inside(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"])
+    model = shard(peft.get_peft_model(make_llama(), config), stage=3)
+    with pytest.raises(ShardError, match="written inside the forward pass"):
+        model(input_ids=IDS)
+
+
+def test_adapters_of_parameters_are_refused_in_the_first_forward_pass() -> None:
+    run_ranks(write_inside, 2)
 
 
 def switch(rank: int, world_size: int) -> None:

@@ -49,6 +49,7 @@ def compare_generated(rank: int, world_size: int, name: str) -> None:
         for way, tokens in zip(ways, expected, strict=True):
             assert torch.equal(generate(model, rank, rank, **way), tokens), (stage, way)
         assert model.to("cpu") is model
+        assert type(model).to(model, "cpu:0") is model.to(torch.device("cpu", 0)) is model
         with pytest.raises(ShardError, match="dtype or device of a sharded model"):
             model.to(torch.bfloat16)
 

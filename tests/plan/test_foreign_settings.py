@@ -187,6 +187,36 @@ def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path: Path) -> Non
     assert "--activation-checkpointing full" in found.ignored["activation_checkpointing"]
 
 
+@pytest.mark.parametrize(("strategy", "stage"), [("HYBRID_SHARD_ZERO2", 2), ("5", 2), ("4", 3)])
+def test_every_hybrid_strategy_has_replicas(tmp_path: Path, strategy: str, stage: int) -> None:
+    text = f"num_machines: 2\nfsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
+    found = read_accelerate(write_yaml(tmp_path, text))
+    assert found.values == {"stage": stage, "replicas": 2}
+
+
+@pytest.mark.parametrize("text", ["'false'", "'False'", "false"])
+def test_a_flag_in_quotes_is_a_flag(tmp_path: Path, text: str) -> None:
+    keys = ("fsdp_activation_checkpointing", "fsdp_offload_params", "fsdp_reshard_after_forward")
+    lines = "".join(f"  {key}: {text}\n" for key in keys)
+    found = read_accelerate(write_yaml(tmp_path, f"fsdp_config:\n{lines}"))
+    assert found.values == {"activation_checkpointing": "none", "stage": 2}
+    on = f"fsdp_config:\n{lines}".replace("false", "true").replace("False", "True")
+    found = read_accelerate(write_yaml(tmp_path, on))
+    assert found.values["activation_checkpointing"] == "full"
+    assert found.values["offload"] == Offload("host", "host")
+
+
+def test_a_mesh_of_accelerate_is_planned_with_its_replicas(tmp_path: Path) -> None:
+    sizes = {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2}
+    lines = "".join(f"  parallelism_config_{name}: {size}\n" for name, size in sizes.items())
+    text = f"num_processes: 8\nparallelism_config:\n{lines}"
+    found = read_accelerate(write_yaml(tmp_path, text))
+    assert found.values == {"replicas": 2, "ranks": 8}
+    assert found.ignored["parallelism_config.parallelism_config_tp_size"].endswith(
+        "--tensor-parallel"
+    )
+
+
 def test_hybrid_shards_have_a_replica_per_node(tmp_path: Path) -> None:
     text = "num_machines: 4\nfsdp_config:\n  fsdp_sharding_strategy: {}\nnum_processes: 32\n"
     found = read_accelerate(write_yaml(tmp_path, text.format("HYBRID_SHARD")))
@@ -215,6 +245,14 @@ def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
         ("- a\n", "expected `key: value` lines"),
         ("1: 2\n", "unknown key '1'"),
         ("deepspeed_config:\n  zero_stage: 7\n", "expected 0, 1, 2 or 3"),
+        ("fsdp_config:\n  fsdp_offload_params: maybe\n", "fsdp_offload_params: got 'maybe'"),
+        ("fsdp_config:\n  fsdp_activation_checkpointing: 1\n", "fsdp_activation_checkpointing"),
+        ("parallelism_config:\n  parallelism_config_dp_size: 1\n", "did you mean"),
+        ("deepspeed_config: {deepspeed_config_file: x, zero_stage: 1}\n", "x decides it"),
+        (
+            "deepspeed_config: {gradient_accumulation_steps: 4}\ngradient_accumulation_steps: 8\n",
+            "got 4 here and 8 in another place",
+        ),
         ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHRD\n", "did you mean FULL_SHARD"),
         ("a: [\n", "expected YAML"),
     ],

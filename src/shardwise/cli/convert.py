@@ -99,26 +99,35 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
     else:
         from shardwise.interop.accelerate_yaml import to_accelerate
 
-        content, written = to_accelerate(config, str(file))
+        open_keys = {"precision"} - keys.keys() if form is Form.DEEPSPEED else set()
+        content, written = to_accelerate(config, str(file), open_keys)
         text = yaml.safe_dump(content, sort_keys=False)
     return text, written if form is Form.SHARDWISE else _both(report, written)
 
 
 def _both(read: Report, written: Report) -> Report:
-    """Join what was read with what could not be written again."""
+    """Join what was not taken over, or left open, with what became of the rest."""
     from shardwise.interop.deepspeed.report import Report
 
-    return Report(read.source, (*read.lines, *(x for x in written.lines if x.fate == "ignored")))
+    lost = (x for x in read.lines if x.fate in ("ignored", "auto"))
+    return Report(read.source, (*written.lines, *lost))
 
 
 def _form_of(file: Path) -> Form:
-    """Tell the form of a file by its name and its keys."""
-    from shardwise.interop.accelerate_yaml import is_accelerate
-    from shardwise.plan.foreign_keys import load_yaml
+    """Tell the form of a file by its keys: most of them are of that form."""
+    from shardwise.plan.foreign_keys import ACCELERATE, DEEPSPEED, load_keys
+    from shardwise.train.config import TrainConfig
 
-    if file.suffix == ".json":
-        return Form.DEEPSPEED
-    return Form.ACCELERATE if is_accelerate(load_yaml(file)) else Form.SHARDWISE
+    content = load_keys(file)
+    theirs = {"optimizer"} if isinstance(content.get("optimizer"), dict) else set()
+    known = {
+        Form.SHARDWISE: TrainConfig.model_fields.keys() - theirs,
+        Form.DEEPSPEED: DEEPSPEED.keys(),
+        Form.ACCELERATE: ACCELERATE.keys(),
+    }
+    if file.suffix == ".json":  # decides where the keys do not
+        known = {Form.DEEPSPEED: known.pop(Form.DEEPSPEED), **known}
+    return max(known, key=lambda form: len(known[form] & content.keys()))
 
 
 def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Report]:

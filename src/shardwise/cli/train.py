@@ -118,7 +118,7 @@ def _with_deepspeed(
         num_ranks = place.world_size
     else:
         ranks = flags.get("ranks", values.get("ranks"))
-        num_ranks = int(ranks) if str(ranks).isdecimal() else 1
+        num_ranks = max(1, int(ranks)) if str(ranks).isdecimal() else 1
     found, report = read_train_keys(file, values, flags, num_ranks)
     return load_config(config_file, flags, (file, found)), report
 

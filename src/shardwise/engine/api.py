@@ -13,6 +13,7 @@ from shardwise.comm.control import control_over
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
+from shardwise.engine.entrances import register_entrances
 from shardwise.engine.hooks import register_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
@@ -85,15 +86,17 @@ def shard(
     engine.settle(built)
     for unit in built:
         register_hooks(engine, unit)
-    _mark(model, engine)
+    _mark((model, *register_entrances(engine, built)), engine)
     return model
 
 
-def _mark(model: nn.Module, engine: Engine) -> None:
-    setattr(model, _ATTRIBUTE, engine)
-    if callable(getattr(model, "generate", None)):
-        # transformers asks for it: ranks then generate until all are through.
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]
+def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
+    """Note on the model whose it is, and on it and what it merely wraps how to generate."""
+    setattr(ways_in[0], _ATTRIBUTE, engine)
+    for module in ways_in:
+        if callable(getattr(module, "generate", None)):
+            # transformers asks for it: ranks then generate until all are through.
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _tell_other_ranks(
@@ -141,8 +144,8 @@ def engine_of(model: nn.Module) -> Engine:
     if engine is None:
         if any(type(p.data) is DTensor for p in model.parameters()):
             raise ConfigError(
-                f"model: this {type(model).__name__} was not sharded by shard(), its parameters are "
-                "plain DTensors; for models of fully_shard use torch.distributed.checkpoint"
+                f"model: this {type(model).__name__} was not sharded by shard(), its parameters "
+                "are plain DTensors; for models of fully_shard use torch.distributed.checkpoint"
             )
         raise ConfigError(
             f"model: this {type(model).__name__} is not sharded; pass the module that was given to "

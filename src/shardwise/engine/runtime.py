@@ -22,7 +22,7 @@ from shardwise.engine.nest import map_tensors, tensors_in
 from shardwise.engine.reductions import Collected, Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
-from shardwise.trace import FullBytes, Spans
+from shardwise.trace import FullBytes, mark
 from shardwise.unit.states import GradState
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit, Use
@@ -41,6 +41,8 @@ def _changed_since_forward(unit: Unit) -> StateError:
 
 class Engine:
     """Runs the units of one model; `hooks` calls it, nobody else."""
+
+    where_full = "inside `with shardwise.gathered(model):`"
 
     def __init__(
         self,
@@ -61,11 +63,10 @@ class Engine:
         self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
         self._stack: list[tuple[Unit, Use | None, bool]] = []
         self._backward_task: int | None = None
-        self._unhooked: list[tuple[Unit, Use]] = []
+        self._unhooked: list[tuple[Unit, Use, int]] = []
         self._reductions: Collected = reductions or Reductions(config, comm)
         self._schedule: Schedule[Unit] = Schedule(config.prefetch_bytes, self._reductions)
         self._num_calls = 0
-        self._spans = Spans()
 
     def settle(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
@@ -102,7 +103,7 @@ class Engine:
         backward_is_next = self._schedule.before_forward(
             unit, in_backward=in_backward, records=records
         )
-        self._spans.begin("recompute" if in_backward else "forward", unit.name)
+        mark("recompute" if in_backward else "forward", unit.name)
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not recomputes:
@@ -119,7 +120,13 @@ class Engine:
         if transform is not None and not self.allows_transform(transform.key()):
             raise StateError(
                 f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
-                "come and go during the call; use it inside `with shardwise.gathered(model):`"
+                f"come and go during the call; use it {self.where_full}"
+            )
+        if transform is not None and records and self._frees_after_forward:
+            raise StateError(
+                "torch.vmap of a sharded model with gradients: its parameters are freed before "
+                f"backward. Use torch.no_grad(), do it {self.where_full}, or keep them full "
+                "(a stage below 3, reshard_after_forward=False)"
             )
         if self.broken is not None:
             raise StateError(f"the model's parameters are not to be used: {self.broken}")
@@ -129,9 +136,12 @@ class Engine:
             check()
         self._num_calls += 1
         if not self._num_calls & (self._num_calls - 1):
-            self.check_parameters(
-                unit
-            )  # in the 1st, 2nd, 4th, 8th ... call: it costs a millisecond
+            # in the 1st, 2nd, 4th, 8th ... call only: it costs a millisecond
+            self.check_parameters(unit)
+
+    @property
+    def _frees_after_forward(self) -> bool:
+        return any(unit.settings.stage.frees_after_forward for unit in self.units)
 
     def allows_transform(self, kind: Any) -> bool:
         """Tell whether a forward pass may run inside this transform of torch.func."""
@@ -172,7 +182,7 @@ class Engine:
         if not self._stack or self._stack[-1][0] is not unit:
             return
         _, use, backward_is_next = self._stack.pop()
-        self._spans.end(unit.name)
+        mark("recompute_end" if _in_backward() else "forward_end", unit.name)
         written = unit.unbind()
         if output is not None and written:
             raise ShardError(
@@ -207,7 +217,10 @@ class Engine:
             # changed in place later gets a new node; its base keeps the old one (pytorch#181832).
             for made in (tensor, tensor._base):
                 if made is not None and made.grad_fn is not None:
-                    made.grad_fn.register_prehook(lambda _: self.before_backward(unit, use))
+                    node = made.grad_fn._sequence_nr()
+                    made.grad_fn.register_prehook(
+                        lambda _, node=node: self.before_backward(unit, use, node)
+                    )
         return found
 
     # -- what slots ask (unit.Scheduler)
@@ -223,7 +236,7 @@ class Engine:
         But one without an input hook may be closed before the gradient of this use is there.
         """
         unit.finish_unshard()
-        waits = any(unhooked is unit for unhooked, _ in self._unhooked)
+        waits = any(unhooked is unit for unhooked, _, _ in self._unhooked)
         if unit.in_backward and _in_backward() and not waits:
             return
         if torch.is_grad_enabled():
@@ -248,39 +261,40 @@ class Engine:
             self._schedule.begin_backward()
             Variable._execution_engine.queue_callback(self.end_backward)
 
-    def before_backward(self, unit: Unit, use: Use) -> None:
-        """Unshard the unit for its backward, start gathering those that follow."""
+    def before_backward(self, unit: Unit, use: Use, node: int) -> None:
+        """Unshard the unit for its backward, which begins at ``node``; gather those that follow."""
         self._ensure_callback()
         if use.begun:
             return
         if torch.is_grad_enabled():
             raise StateError(
                 "backward(create_graph=True) through a sharded model: its parameters are freed "
-                "during the pass. Compute gradient penalties inside `with shardwise.gathered(...)`"
+                f"during the pass. Compute gradient penalties {self.where_full}"
             )
         is_first = not unit.in_backward
         use.begun = unit.in_backward = True
         use.done = False
         if use.versions != unit.read_versions():
             raise _changed_since_forward(unit)
-        self._close_unhooked(unit, use)
+        self._close_unhooked(unit, use, node)
         if not use.has_input_hook and unit is not self.units[0]:
-            self._unhooked.append((unit, use))
+            self._unhooked.append((unit, use, node))
         self._schedule.before_backward(unit)
         if is_first:
-            self._spans.begin("backward", unit.name)
+            mark("backward", unit.name)
 
-    def _close_unhooked(self, begun: Unit, its_use: Use) -> None:
+    def _close_unhooked(self, begun: Unit, its_use: Use, node: int) -> None:
         """Close the units without an input hook whose backward must be over by now.
 
         Backward takes nodes in the reverse order of forward, so a unit is over when one that is not
         inside it begins. Never close one because its gradients are all there: which are there may
-        differ from rank to rank, and the order of reductions must not.
+        differ from rank to rank, and the order of reductions must not. Two units begin at one node
+        where the later one hands the earlier one's output on as it came: neither is over then.
         """
         waiting, self._unhooked = self._unhooked, []
-        for unit, use in waiting:
-            if unit in its_use.enclosing or unit.contains(begun):
-                self._unhooked.append((unit, use))
+        for unit, use, at in waiting:
+            if at == node or unit in its_use.enclosing or unit.contains(begun):
+                self._unhooked.append((unit, use, at))
             else:
                 self.after_use(unit, use)
 
@@ -298,7 +312,7 @@ class Engine:
             use.done = True
         unit.num_grads = 0
         unit.in_backward = False
-        self._spans.end(unit.name)
+        mark("backward_end", unit.name)
         self._schedule.after_backward(unit, is_last=self.is_last_micro_batch)
 
     def end_backward(self) -> None:
@@ -312,6 +326,10 @@ class Engine:
                 self._after_backward(unit)
         self._reductions.close()
         self._reset_pass()
+        if self.comm.device.type == "cpu" and torch.autograd._profiler_enabled():
+            # gloo labels a collective until its end, which must not come after the profile's: see
+            # Note [Marks] in trace
+            self.finish_reductions()
 
     def _reset_pass(self) -> None:
         for unit in self.units:
@@ -321,7 +339,6 @@ class Engine:
                 use.end_pass()
             unit.unbind_all()
         self._schedule.end_pass()
-        self._spans.end_all()
         self._stack.clear()
         self._unhooked.clear()
         self._backward_task = None

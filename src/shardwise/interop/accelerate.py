@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.single import load, save
+from shardwise.checkpoint.single import NOTHING, collect_together, load, save
+from shardwise.checkpoint.together import together
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
-from shardwise.errors import ConfigError
-from shardwise.versions import load_neighbour
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.unit.tensor import ShardTensor
+from shardwise.versions import load_neighbour
 
 load_neighbour("accelerate", "shardwise.interop.accelerate")
 from accelerate import Accelerator as _Accelerator  # noqa: E402  # absent, the line above says what to do
@@ -50,7 +52,7 @@ class Accelerator(_Accelerator):
         """Prepare as accelerate does; a sharded model comes back as it is.
 
         **Raises** ConfigError where accelerate was told to shard too or does not see the ranks, and
-        where an optimizer was built before ``shard()``: its parameters are nobody's any more.
+        where no parameter of an optimizer is the models', as after a late ``shard()``.
         """
         sharded = [a for a in args if isinstance(a, nn.Module) and is_sharded(a)]
         if sharded and self.distributed_type in _OWN_ENGINES:
@@ -71,7 +73,8 @@ class Accelerator(_Accelerator):
             if sharded and not known & {id(p) for p in _params_of(optimizer)}:
                 raise ConfigError(
                     f"prepare(): no parameter of the {type(optimizer).__name__} belongs to the "
-                    "models; build it after shard(), from model.parameters()"
+                    "models; if it was built before shard(), build it after shard(), from "
+                    "model.parameters(); else prepare it in a call of its own"
                 )
         return super().prepare(*args, device_placement=device_placement)
 
@@ -80,7 +83,8 @@ class Accelerator(_Accelerator):
     ) -> nn.Module:
         """Prepare one model. See Note [What accelerate must not do to a sharded model].
 
-        **Raises** ConfigError for a model with a sharded part, which has no accumulation window.
+        **Raises** ConfigError for a model with a sharded part, which has no accumulation window,
+        and for one of `fully_shard`.
         """
         if is_sharded(model):
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -89,7 +93,20 @@ class Accelerator(_Accelerator):
                 f"prepare(): a part of this {type(model).__name__} is sharded; give shard() and "
                 "prepare() the same module"
             )
+        cut_elsewhere = any(isinstance(p, DTensor) for p in model.parameters())
+        if cut_elsewhere and not evaluation_mode and not self._takes_dtensors():
+            raise ConfigError(
+                f"prepare(): the parameters of this {type(model).__name__} are DTensors, as "
+                "fully_shard() makes them, and accelerate would wrap it in "
+                "DistributedDataParallel; use shard(model), or leave it out of prepare(): it "
+                "trains as it is, and torch.distributed.checkpoint saves it"
+            )
         return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def _takes_dtensors(self) -> bool:
+        """Tell whether accelerate was told what the model's DTensors are."""
+        config = getattr(self, "parallelism_config", None)
+        return self.distributed_type in _OWN_ENGINES or bool(config and config.tp_enabled)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -130,14 +147,37 @@ class Accelerator(_Accelerator):
 
         Every rank calls it. They are in the subfolder ``shardwise``, written by all ranks and
         loadable on any number of them.
+
+        **Raises** StateError in the middle of an accumulation window, before anything is written
+        or deleted.
         """
         with self._optimizers_apart():
+            for _, model, optimizer in self._pairs(self._models, ""):
+                collect_together(model, optimizer, NOTHING)  # raises what `save` would
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved, into what was prepared; every rank calls it."""
+        """Load what `save_state` saved, into what was prepared; every rank calls it.
+
+        **Raises** CheckpointError on all ranks where one has no such folder, or what is in it does
+        not fit.
+        """
+        sharded = [_inner(m) for m in self._models if is_sharded(m)]
+        if sharded:
+            together(engine_of(sharded[0]).comm.control, lambda: self._check_folder(input_dir))
         with self._optimizers_apart():
             super().load_state(input_dir, *args, **kwargs)
+
+    def _check_folder(self, input_dir: str | None) -> None:
+        """Raise where this rank has nothing to load from."""
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser()
+        elif self.project_configuration.automatic_checkpoint_naming:
+            folder = Path(self.project_dir, "checkpoints")
+        else:
+            return  # accelerate says so, on all ranks
+        if not folder.is_dir() or (input_dir is None and not any(folder.iterdir())):
+            raise CheckpointError(f"load_state: {folder}: there is no saved state")
 
     @contextmanager
     def _optimizers_apart(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ become keys, and every key of the file is reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,23 @@ from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.train_keys import read_train_keys
 from shardwise.plan.candidate import Offload
-from shardwise.plan.foreign_keys import ACCELERATE, ACCELERATE_DEEPSPEED, FSDP, load_yaml
-from shardwise.plan.foreign_settings import read_accelerate
+from shardwise.plan.foreign_keys import (
+    ACCELERATE,
+    ACCELERATE_DEEPSPEED,
+    FSDP,
+    PARALLELISM,
+    load_keys,
+)
+from shardwise.plan.foreign_settings import ForeignSettings, read_accelerate
 from shardwise.train.config import TrainConfig
 
-__all__ = ["is_accelerate", "read_accelerate_keys", "to_accelerate"]
+__all__ = ["read_accelerate_keys", "to_accelerate"]
 
-_BLOCKS = {"fsdp_config": FSDP, "deepspeed_config": ACCELERATE_DEEPSPEED}
+_BLOCKS = {
+    "fsdp_config": FSDP,
+    "deepspeed_config": ACCELERATE_DEEPSPEED,
+    "parallelism_config": PARALLELISM,
+}
 _BECOMES = {
     "num_processes": "ranks",
     "num_machines": "replicas, where shards are hybrid",
@@ -29,7 +39,8 @@ _BECOMES = {
     "gradient_accumulation_steps": "accumulation",
     "fsdp_sharding_strategy": "stage",
     "fsdp_reshard_after_forward": "stage",
-    "fsdp_transformer_layer_cls_to_wrap": "units",
+    "fsdp_transformer_layer_cls_to_wrap": "units; the decoder of `shardwise train` has others: "
+    "leave them out there",
     "fsdp_offload_params": "state stays on the device",
     "fsdp_activation_checkpointing": "activation_checkpointing",
     "zero_stage": "stage",
@@ -37,6 +48,8 @@ _BECOMES = {
     "offload_optimizer_device": "state stays on the device",
     "offload_param_device": "state stays on the device",
     "gradient_clipping": "grad_clip",
+    "parallelism_config_dp_replicate_size": "replicas",
+    "parallelism_config_dp_shard_size": "ranks over replicas",
 }
 _SCRIPT = "the script's: accelerate's file has no such key"
 _LEFT_OUT = {
@@ -49,12 +62,6 @@ _LEFT_OUT = {
 }
 
 
-def is_accelerate(content: Mapping[str, Any]) -> bool:
-    """Tell accelerate's YAML from others: it names a type of distribution."""
-    marks = {"distributed_type", "compute_environment", *_BLOCKS}
-    return bool(marks & content.keys())
-
-
 def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str, Any], Report]:
     """Read accelerate's YAML as keys of `shardwise train`; it may name a DeepSpeed JSON.
 
@@ -62,17 +69,21 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
 
     **Raises** ConfigError naming file and key; also where state is to rest off the device.
     """
-    content = load_yaml(path)
-    values = dict(read_accelerate(path).values)  # refuses keys that nobody knows
+    content = load_keys(path)
+    found = read_accelerate(path)  # refuses keys that nobody knows
+    values = dict(found.values)
     _check(path, content, values.pop("offload", Offload()))
-    lines = _lines(content, values)
+    lines = _lines(content, found)
     keys: dict[str, Any] = {}
     block = content.get("deepspeed_config") or {}
     file = block.get("deepspeed_config_file")
     if file is not None:
-        known = {"precision": values["precision"]} if _names_precision(content) else {}
+        known: dict[str, Any] = {
+            name: values[name] for name in ("precision", "accumulation") if name in values
+        }
         ranks = values.get("ranks", ranks)
         keys, inner = read_train_keys(path.parent / str(file), known, {}, ranks)
+        keys = {**known, **keys}  # what the JSON leaves open is as this file says
         lines += inner.lines
     else:
         names = ("stage", "precision", "accumulation", "units", "replicas")
@@ -88,10 +99,6 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
     return keys, Report(str(path), tuple(lines))
 
 
-def _names_precision(content: Mapping[str, Any]) -> bool:
-    return content.get("mixed_precision") not in (None, "auto")
-
-
 def _clipping(path: Path, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(
@@ -104,6 +111,14 @@ def _clipping(path: Path, value: Any) -> float:
 def _check(path: Path, content: Mapping[str, Any], offload: Offload) -> None:
     if str(content.get("mixed_precision")).lower() == "fp8":
         raise ConfigError(f"{path}: mixed_precision: fp8 is not there; use bf16")
+    for name in ("tp", "cp", "sp"):
+        key = f"parallelism_config_{name}_size"
+        size = (content.get("parallelism_config") or {}).get(key)
+        if size not in (None, 1, "auto"):
+            raise ConfigError(
+                f"{path}: parallelism_config.{key}: only data is parallel here; expected 1, got "
+                f"{size!r}"
+            )
     homes = {offload.params, offload.optimizer}
     if "nvme" in homes:
         raise ConfigError(f"{path}: offload to NVMe is not there yet; leave it out")
@@ -115,13 +130,13 @@ def _check(path: Path, content: Mapping[str, Any], offload: Offload) -> None:
         )
 
 
-def _lines(content: Mapping[str, Any], values: Mapping[str, Any]) -> list[Line]:
+def _lines(content: Mapping[str, Any], settings: ForeignSettings) -> list[Line]:
     found = []
     for key, value in content.items():
         if key in _BLOCKS and isinstance(value, Mapping):
             table = _BLOCKS[key]
             found += [_line(f"{key}.{k}", str(k), v, table[str(k)].run) for k, v in value.items()]
-        elif key == "num_machines" and "replicas" not in values:
+        elif key == "num_machines" and key in settings.ignored:
             found.append(Line(key, value, "ignored", "launching is torchrun's"))
         else:
             found.append(_line(key, key, value, ACCELERATE[key].run))
@@ -133,8 +148,12 @@ def _line(name: str, key: str, value: Any, reason: str) -> Line:
     return Line(name, value, fate, reason or _BECOMES.get(key, "its keys"))
 
 
-def to_accelerate(config: TrainConfig, source: str) -> tuple[dict[str, Any], Report]:
+def to_accelerate(
+    config: TrainConfig, source: str, undecided: Set[str] = frozenset()
+) -> tuple[dict[str, Any], Report]:
     """Return accelerate's YAML with an FSDP2 block, and what became of each key of ours.
+
+    ``undecided`` are keys whose default nobody meant; what they would decide is left out.
 
     **Raises** ConfigError at stage 1, which FSDP does not have.
     """
@@ -151,9 +170,10 @@ def to_accelerate(config: TrainConfig, source: str) -> tuple[dict[str, Any], Rep
     out: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if config.stage else "MULTI_GPU",
-        "mixed_precision": "no" if config.precision == "fp32" else config.precision,
         "num_machines": 1,
     }
+    if "precision" not in undecided:
+        out["mixed_precision"] = "no" if config.precision == "fp32" else config.precision
     note("precision", "mixed_precision")
     if config.ranks is not None:
         out["num_processes"] = config.ranks

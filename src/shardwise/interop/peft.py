@@ -16,8 +16,8 @@ from shardwise.checkpoint.together import together
 from shardwise.engine.api import engine_of
 from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
-from shardwise.versions import load_neighbour
 from shardwise.unit.tensor import ShardTensor
+from shardwise.versions import load_neighbour
 
 
 def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | None = None) -> None:
@@ -53,27 +53,63 @@ def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -
 
     **Cost** the adapter's file read on every rank, and the adapter gathered once.
 
-    **Raises** ConfigError where the model is no sharded PeftModel or has no such adapter, and
-    where the file's tensors are not the adapter's, naming them; nothing is changed then.
+    **Raises** ConfigError where the model is no sharded PeftModel or has no such adapter; on all
+    ranks where one finds no adapter in the folder, or tensors that are not the adapter's, naming
+    them; CheckpointError on all ranks where one cannot read. Nothing is changed then.
     """
     peft = load_neighbour("peft", "load_adapter()")
-    engine_of(model)
+    control = engine_of(model).comm.control
     wanted = _params_of(peft, model, adapter)
-    values = peft.load_peft_weights(str(path), device="cpu")
+    if _is_prompt(model, adapter) and len(wanted) > 1:
+        raise ConfigError(
+            f"load_adapter: adapter '{adapter}' computes its prompt by layers, and the file has "
+            "their result alone; shardwise.load() restores the layers, to train on; "
+            "PeftModel.from_pretrained(base, path) before shard() takes the file, to generate"
+        )
+    values: dict[str, Any] = {}
+    together(control, lambda: values.update(_read(peft, path)))
     with _whole(model, wanted, writeback=True):
-        try:
-            result = peft.set_peft_model_state_dict(model, values, adapter)
-        except (KeyError, RuntimeError) as error:  # a wrapper's tensor is missing; another shape
-            raise ConfigError(
-                f"load_adapter: {path} does not fit adapter '{adapter}': {error}"
-            ) from error
-        missing = sorted(wanted.keys() & set(result.missing_keys))
-        extra = sorted(result.unexpected_keys)
-        if missing or extra:
-            raise ConfigError(
-                f"load_adapter: {path} does not fit adapter '{adapter}': it lacks "
-                f"{_few(missing)} and has {_few(extra)} beyond; is it of the same LoraConfig?"
-            )
+        together(control, lambda: _fill(peft, model, wanted, values, path, adapter))
+
+
+def _read(peft: Any, path: str | Path) -> dict[str, Any]:
+    """Return what PEFT saved in a folder; it takes others for names on a server."""
+    names = (peft.utils.SAFETENSORS_WEIGHTS_NAME, peft.utils.WEIGHTS_NAME)
+    if not any((Path(path) / name).is_file() for name in names):
+        raise ConfigError(
+            f"load_adapter: {path} is no folder with an {names[0]} in it; save_adapter() and "
+            "save_pretrained() write one"
+        )
+    found: dict[str, Any] = peft.load_peft_weights(str(path), device="cpu")
+    return found
+
+
+def _fill(
+    peft: Any,
+    model: nn.Module,
+    wanted: dict[str, ShardTensor],
+    values: dict[str, Any],
+    path: str | Path,
+    adapter: str,
+) -> None:
+    """Put the values of a file into the full parameters, all of them or none."""
+    try:
+        result = peft.set_peft_model_state_dict(model, values, adapter)
+    except (KeyError, RuntimeError) as error:  # a wrapper's tensor is missing; another shape
+        raise ConfigError(
+            f"load_adapter: {path} does not fit adapter '{adapter}': {error}"
+        ) from error
+    if _is_prompt(model, adapter):
+        return  # PEFT fills the one parameter apart, and raises where it cannot
+    absent = set(result.missing_keys)
+    found = {id(p) for name, p in wanted.items() if name not in absent}  # tied names share one
+    missing = sorted(n for n, p in wanted.items() if n in absent and id(p) not in found)
+    extra = sorted(result.unexpected_keys)
+    if missing or extra:
+        raise ConfigError(
+            f"load_adapter: {path} does not fit adapter '{adapter}': it lacks "
+            f"{_few(missing)} and has {_few(extra)} beyond; is it of the same LoraConfig?"
+        )
 
 
 def _few(names: Sequence[str]) -> str:
@@ -97,14 +133,23 @@ def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, ShardTens
     if adapter not in configs:
         raise ConfigError(f"adapter '{adapter}': the model has {', '.join(map(repr, configs))}")
     state = model.state_dict(keep_vars=True)
+    if _is_prompt(model, adapter):
+        encoder = f"prompt_encoder.{adapter}."
+        return {n: p for n, p in state.items() if n.startswith(encoder)}
     saved = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     ids = {id(value) for value in saved.values()}
     return {n: p for n, p in state.items() if id(p) in ids and isinstance(p, ShardTensor)}
 
 
+def _is_prompt(model: nn.Module, adapter: str) -> bool:
+    """Tell whether the adapter is a prompt: PEFT saves what its encoder gives, not parameters."""
+    return bool(_configs_of(model)[adapter].is_prompt_learning)
+
+
 @contextmanager
 def _whole(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) -> Iterator[None]:
     """Put full, ordinary parameters in the place of the wanted ones, for a while."""
+    engine = engine_of(model)
     params = list({id(p): p for p in wanted.values()}.values())
     with gathered(*params, writeback=writeback) as fulls:
         by_id = {id(p): full for p, full in zip(params, fulls, strict=True)}
@@ -116,8 +161,10 @@ def _whole(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) ->
         ]
         for table, attribute, param in places:
             table[attribute] = by_id[id(param)]
+        engine.suspended = True  # a prompt encoder runs, with the parameters that are full
         try:
             yield
         finally:
+            engine.suspended = False
             for table, attribute, param in places:
                 table[attribute] = param

@@ -218,6 +218,7 @@ _LAUNCH = "launching is torchrun's, or --ranks"
 ACCELERATE: dict[str, Key] = {
     **_keys("any", "", "", "num_processes num_machines mixed_precision distributed_type"),
     **_keys("any", "", "", "gradient_accumulation_steps fsdp_config deepspeed_config"),
+    **_keys("any", "", "", "parallelism_config"),
     **_keys(
         "any",
         _HERE,
@@ -229,7 +230,26 @@ ACCELERATE: dict[str, Key] = {
     ),
     **_keys("any", _HERE, "the precision is that of mixed_precision", "downcast_bf16 fp8_config"),
     **_keys("any", _HERE, "call torch.compile on the model", "dynamo_config dynamo_backend"),
-    **_keys("any", _HERE, "only data is parallel", "megatron_lm_config parallelism_config"),
+    **_keys("any", _HERE, "only data is parallel", "megatron_lm_config"),
+}
+_PARALLEL = "parallelism_config_"
+PARALLELISM: dict[str, Key] = {
+    **_keys("any", "", "", f"{_PARALLEL}dp_replicate_size {_PARALLEL}dp_shard_size"),
+    **_keys("any", "give --tensor-parallel", "only data is parallel", f"{_PARALLEL}tp_size"),
+    **_keys("any", "give --context-parallel", "only data is parallel", f"{_PARALLEL}cp_size"),
+    **_keys("any", "give --context-parallel", "only data is parallel", f"{_PARALLEL}sp_size"),
+    **_keys(
+        "any",
+        _HERE,
+        "only data is parallel",
+        " ".join(
+            _PARALLEL + name
+            for name in (
+                *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
+                *("sp_seq_length_is_variable", "sp_attn_implementation"),
+            )
+        ),
+    ),
 }
 FSDP: dict[str, Key] = {
     **_keys("any", "", "", "fsdp_sharding_strategy fsdp_reshard_after_forward"),
@@ -273,6 +293,13 @@ ACCELERATE_DEEPSPEED: dict[str, Key] = {
     ),
 }
 
+# What accelerate itself refuses beside a `deepspeed_config_file`, where all this is said.
+NOT_BESIDE_A_FILE = (
+    *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model"),
+    *("offload_optimizer_device", "offload_param_device"),
+    *("offload_optimizer_nvme_path", "offload_param_nvme_path"),
+)
+
 
 def plan_reasons(table: Mapping[str, Key]) -> dict[str, str]:
     """Return the keys without effect on a plan, each with its reason."""
@@ -305,6 +332,17 @@ def load_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected an object, got {type(content).__name__}")
     return content
+
+
+def load_keys(path: Path) -> dict[str, Any]:
+    """Read a file of keys that is JSON or YAML, whatever its name. **Raises** ConfigError."""
+    if path.suffix == ".json":
+        return load_json(path)
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return load_yaml(path)
+    return load_json(path)
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

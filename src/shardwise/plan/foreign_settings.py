@@ -7,6 +7,7 @@ One that is not there is an error that names the nearest key.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,11 @@ from shardwise.plan.foreign_keys import (
     ACCELERATE_DEEPSPEED,
     DEEPSPEED,
     FSDP,
+    NOT_BESIDE_A_FILE,
+    PARALLELISM,
     ZERO,
     load_json,
-    load_yaml,
+    load_keys,
     plan_reasons,
     unknown_key,
 )
@@ -77,7 +80,11 @@ class _Reading:
                     f"{self.path}: {key}: expected a whole number above 0, at most {most:,}, "
                     f"got {value!r}"
                 )
-            self.values[name] = int(value)
+            if self.values.setdefault(name, int(value)) != int(value):
+                raise ConfigError(
+                    f"{self.path}: {key}: got {value!r} here and {self.values[name]} in another "
+                    "place; leave one of them out"
+                )
 
         return store
 
@@ -106,7 +113,7 @@ def read_deepspeed(path: Path) -> ForeignSettings:
 
 def read_accelerate(path: Path) -> ForeignSettings:
     """Read an accelerate YAML, and the DeepSpeed JSON that it may name."""
-    named = load_yaml(path)
+    named = load_keys(path)
     reading = _Reading(path)
     planned: dict[str, Callable[[Any], None]] = {
         "num_processes": reading.count("ranks", "num_processes"),
@@ -116,11 +123,12 @@ def read_accelerate(path: Path) -> ForeignSettings:
         "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
         "fsdp_config": lambda v: _read_fsdp(reading, v),
         "deepspeed_config": lambda v: _read_accelerate_deepspeed(reading, v),
+        "parallelism_config": lambda v: _read_parallelism(reading, v),
     }
     ordered = sorted(named.items(), key=lambda item: item[0].endswith("_config"))
     reading.walk(dict(ordered), "", planned, plan_reasons(ACCELERATE))
     nodes = reading.values.pop("nodes", None)
-    if nodes is not None and "replicas" not in reading.values:
+    if nodes is not None:
         reading.ignored["num_machines"] = "the devices of a node are given by --gpus-per-node"
     return ForeignSettings(path, reading.values, reading.ignored)
 
@@ -130,17 +138,26 @@ def _word(value: Any) -> str:
     return "no" if value is False else str(value)
 
 
+def _flag(value: Any) -> bool:
+    """Return true or false; accelerate takes both as text too."""
+    said = {"true": True, "false": False}.get(str(value).lower())
+    if said is None:
+        raise ValueError(f"{value!r} is neither")
+    return said
+
+
 def _read_deepspeed(reading: _Reading, content: Mapping[str, Any]) -> None:
     values = reading.values
+    named = values.get("precision")  # by the file of accelerate that names this one
     planned: dict[str, Callable[[Any], None]] = {
         "train_micro_batch_size_per_gpu": reading.count(
             "micro_batch", "train_micro_batch_size_per_gpu"
         ),
         "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
         "train_batch_size": reading.count("global_batch", "train_batch_size"),
-        "fp16": lambda v: _set_if_enabled(reading, "fp16", v),
-        "bf16": lambda v: _set_if_enabled(reading, "bf16", v),
-        "bfloat16": lambda v: _set_if_enabled(reading, "bf16", v),
+        "fp16": lambda v: _set_if_enabled(reading, "fp16", v, named),
+        "bf16": lambda v: _set_if_enabled(reading, "bf16", v, named),
+        "bfloat16": lambda v: _set_if_enabled(reading, "bf16", v, named),
         "optimizer": lambda v: values.update(optimizer=str(v["type"]).lower()),
         "zero_optimization": lambda v: _read_zero(reading, {"stage": 1} if v is True else v),
     }
@@ -169,13 +186,22 @@ def _read_zero(reading: _Reading, block: Mapping[str, Any]) -> None:
         "offload_optimizer": lambda v: _set_offload(
             reading, "optimizer", v["device"], float(v.get("ratio", 1.0))
         ),
-        "cpu_offload": lambda v: _set_offload(reading, "optimizer", "cpu" if v else "none"),
-        "cpu_offload_param": lambda v: _set_offload(reading, "params", "cpu" if v else "none"),
+        "cpu_offload": lambda v: _set_offload(reading, "optimizer", "cpu" if _flag(v) else "none"),
+        "cpu_offload_param": lambda v: _set_offload(
+            reading, "params", "cpu" if _flag(v) else "none"
+        ),
     }
     reading.walk(block, "zero_optimization.", planned, plan_reasons(ZERO))
 
 
 def _read_accelerate_deepspeed(reading: _Reading, block: Mapping[str, Any]) -> None:
+    file = block.get("deepspeed_config_file")
+    beside = [k for k in NOT_BESIDE_A_FILE if block.get(k) is not None]
+    if file is not None and beside:
+        raise ConfigError(
+            f"{reading.path}: deepspeed_config.{beside[0]}: {file} decides it, and accelerate "
+            "refuses both; say it there and leave it out here"
+        )
     planned: dict[str, Callable[[Any], None]] = {
         "zero_stage": lambda v: _set_stage(reading, v),
         "gradient_accumulation_steps": reading.count("accumulation", "gradient_accumulation_steps"),
@@ -191,6 +217,7 @@ def _read_accelerate_deepspeed(reading: _Reading, block: Mapping[str, Any]) -> N
 def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
     values = reading.values
     strategies = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3}
+    strategies["HYBRID_SHARD_ZERO2"] = 2
     strategies |= {str(i + 1): s for i, s in enumerate(strategies.values())}
 
     def reshard(value: Any) -> None:
@@ -204,9 +231,9 @@ def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
                 f"{value!r}{hint}"
             )
         values["stage"] = stages[name]
-        if name in ("HYBRID_SHARD", "4"):
-            if "nodes" in reading.values:
-                values["replicas"] = values["nodes"]
+        if name in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
+            if "nodes" in values:
+                values["replicas"] = values.pop("nodes")
             else:
                 why = "num_machines is not given; give the number of nodes by --replicas"
                 reading.ignored["fsdp_config.HYBRID_SHARD"] = why
@@ -215,16 +242,38 @@ def _read_fsdp(reading: _Reading, block: Mapping[str, Any]) -> None:
         values["units"] = tuple(name.strip() for name in str(value).split(","))
 
     def checkpointing(value: Any) -> None:
-        values["activation_checkpointing"] = "full" if value else "none"
+        values["activation_checkpointing"] = "full" if _flag(value) else "none"
 
     planned: dict[str, Callable[[Any], None]] = {
         "fsdp_sharding_strategy": reshard,
         "fsdp_reshard_after_forward": reshard,
         "fsdp_transformer_layer_cls_to_wrap": units,
-        "fsdp_offload_params": lambda v: _offload_both(reading) if v else None,
+        "fsdp_offload_params": lambda v: _offload_both(reading) if _flag(v) else None,
         "fsdp_activation_checkpointing": checkpointing,
     }
     reading.walk(block, "fsdp_config.", planned, plan_reasons(FSDP))
+
+
+def _read_parallelism(reading: _Reading, block: Mapping[str, Any]) -> None:
+    """Read accelerate's mesh: replicas of shard groups; its product is the number of ranks."""
+    sizes = _Reading(reading.path)
+    prefix = "parallelism_config."
+    planned: dict[str, Callable[[Any], None]] = {
+        f"parallelism_config_{name}": sizes.count(name, f"{prefix}parallelism_config_{name}")
+        for name in ("dp_replicate_size", "dp_shard_size")
+    }
+    reading.walk(block, prefix, planned, plan_reasons(PARALLELISM))
+    replicas = sizes.values.get("dp_replicate_size")
+    num_shards, ranks = sizes.values.get("dp_shard_size"), reading.values.get("ranks")
+    others = [block.get(f"parallelism_config_{name}_size") for name in ("tp", "cp", "sp")]
+    product = math.prod(s for s in (replicas, num_shards, *others) if isinstance(s, int))
+    if num_shards is not None and ranks is not None and product != ranks:
+        raise ConfigError(
+            f"{reading.path}: parallelism_config: expected sizes whose product is num_processes "
+            f"{ranks}, got {product}"
+        )
+    if replicas is not None:
+        reading.count("replicas", f"{prefix}parallelism_config_dp_replicate_size")(replicas)
 
 
 def _offload_both(reading: _Reading) -> None:
@@ -257,8 +306,16 @@ def _set_precision(reading: _Reading, name: str) -> None:
     reading.values["precision"] = precision
 
 
-def _set_if_enabled(reading: _Reading, precision: str, block: Mapping[str, Any]) -> None:
-    enabled = block.get("enabled", False)
+def _set_if_enabled(
+    reading: _Reading, precision: str, block: Mapping[str, Any], named: str | None
+) -> None:
+    enabled = block.get("enabled")
+    # on where another is named, or off where it is named itself
+    if named is not None and enabled is (named != precision):
+        raise ConfigError(
+            f"{reading.path}: mixed_precision: it means {named}, and the DeepSpeed file says "
+            f"{precision}.enabled = {str(enabled).lower()}; change one of them"
+        )
     if enabled == "auto":
         reading.ignored[f"{precision}.enabled"] = f"auto: {_FILLED_IN}"
     elif enabled is True:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from shardwise.errors import ConfigError
@@ -22,7 +23,14 @@ from shardwise.keys import nearest
 
 __all__ = ["CURVES", "Curve", "make_curve"]
 
-_NEEDED = object()
+
+class _Needed(Enum):
+    """Stands for a value that is still to be given; a copy, or one from a pickle, is the same."""
+
+    VALUE = "needed"
+
+
+_NEEDED = _Needed.VALUE
 _BASE = None  # the learning rate that the optimizer was made with
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 

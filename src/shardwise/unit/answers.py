@@ -7,7 +7,7 @@ are cut alike, so `__torch_function__` hands the local tensors straight to the k
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,13 +23,15 @@ from shardwise.unit.sliced import Sliced
 
 def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[Sliced]:
     """Return the sharded tensors among a call's arguments, one list deep."""
-    found = []
+    return [value for value in _one_deep(args, kwargs) if isinstance(value, Sliced)]
+
+
+def _one_deep(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Sliced):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(v for v in value if isinstance(v, Sliced))
-    return found
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
 
 
 def is_in_place(name: str) -> bool:
@@ -114,6 +116,8 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if owner is not None and getattr(owner, "param", None) is shards[0]:
             owner.set_requires_grad(shards[0].requires_grad)
         return shards[0]
+    if name == "to":
+        args, kwargs = tuple(map(_plain_cpu, args)), {k: _plain_cpu(v) for k, v in kwargs.items()}
     if is_elementwise(name):
         return _run_local(func, name, args, kwargs, shards)
     if name in RANDOM:
@@ -155,8 +159,8 @@ def run_whole(
         raise _refusal(f"{name} with out=", shards)
     if _asks_in_place(func, args, kwargs):  # told before it writes
         raise _refusal(f"{name}, in place,", shards)
-    args, kwargs = whole(args), {k: whole(v) for k, v in kwargs.items()}
-    fulls = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    args, kwargs = tuple(map(whole, args)), {k: whole(v) for k, v in kwargs.items()}
+    fulls = [t for t in _one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
     result = func(*args, **kwargs)
     if any(t._version != version for t, version in before):
@@ -233,6 +237,12 @@ def _run_local(
     if isinstance(result, torch.Tensor) and tuple(result.shape) == cut.local_shape:
         return kwargs["out"] if "out" in kwargs else shards[0].wrap(result, cut)
     return result
+
+
+def _plain_cpu(value: Any) -> Any:
+    """Drop the index of a CPU: torch would copy a tensor to ``cpu:0``, which is the same place."""
+    is_indexed = isinstance(value, str | torch.device) and str(value).startswith("cpu:")
+    return torch.device("cpu") if is_indexed else value
 
 
 def _operand(value: Any, cut: Cut, name: str) -> Any:

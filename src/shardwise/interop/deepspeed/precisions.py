@@ -40,7 +40,7 @@ BF16: dict[str, Key] = {
     "bf16_master_weights_and_grads": Key("any", "", ""),
     "bf16_optimizer_states": Key("any", "", ""),
 }
-_AUTOS = {"enabled": "the precision: give precision= to shard(), or auto="}
+_AUTO = 'the precision: give auto={{"{}.enabled": True}}, or False, to from_deepspeed()'
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,28 @@ class PrecisionChoice:
     loss_scale: LossScale | None = None
 
 
-def read_precision(reader: Reader, content: Mapping[str, Any]) -> PrecisionChoice:
+def read_precision(
+    reader: Reader, content: Mapping[str, Any], otherwise: str | None = None
+) -> PrecisionChoice:
     """Read both blocks; DeepSpeed's old name for the second is taken too.
+
+    ``otherwise`` is the precision where neither says ``enabled``; fp32 where that is None.
 
     **Raises** ConfigError where both are on, or one asks for what a scaler of torch cannot do.
     """
     found: dict[str, Any] = {}
     if {"bf16", "bfloat16"} <= content.keys():
         raise reader.refusal("bfloat16", "it is the old name of bf16; give one of them")
-    for name in ("bf16", "bfloat16", "fp16"):
-        if content.get(name) is None:
-            continue
+    blocks = {n: content[n] for n in ("bf16", "bfloat16", "fp16") if content.get(n) is not None}
+    if any(isinstance(b, Mapping) and b.get("enabled") is True for b in blocks.values()):
+        otherwise = None
+    for name in blocks:
         if name == "fp16":
-            _read_fp16(reader, content[name], found)
+            _read_fp16(reader, content[name], found, otherwise == "fp16")
         else:
-            _read_bf16(reader, name, content[name], found)
-    fp16, bf16 = found.get("fp16", False), found.get("bf16", False)
+            _read_bf16(reader, name, content[name], found, otherwise == "bf16")
+    fp16 = found.get("fp16", otherwise == "fp16")
+    bf16 = found.get("bf16", otherwise == "bf16")
     if fp16 is True and bf16 is True:
         raise reader.refusal("fp16.enabled", "bf16 is on as well; turn one of them off")
     if fp16 is True:
@@ -98,8 +104,10 @@ def _enabled(reader: Reader, kind: str, found: dict[str, Any]) -> Handler:
     return take
 
 
-def _read_bf16(reader: Reader, block: str, values: Any, found: dict[str, Any]) -> None:
-    found["bf16"] = "auto" if isinstance(values, Mapping) and "enabled" in values else False
+def _read_bf16(
+    reader: Reader, block: str, values: Any, found: dict[str, Any], otherwise: bool
+) -> None:
+    found["bf16"] = _at_first(values, otherwise)
 
     def master(name: str, value: Any) -> None:
         if not reader.flag(name, value):
@@ -122,7 +130,13 @@ def _read_bf16(reader: Reader, block: str, values: Any, found: dict[str, Any]) -
         "bf16_optimizer_states": states,
     }
     ordered = _in_order(reader.mapping(block, values), BF16)
-    reader.walk(ordered, f"{block}.", BF16, handlers, _AUTOS)
+    reader.walk(ordered, f"{block}.", BF16, handlers, {"enabled": _AUTO.format(block)})
+
+
+def _at_first(values: Any, otherwise: bool) -> bool | str:
+    """Return whether a block is on as long as its key ``enabled`` was not read."""
+    says = values.get("enabled") if isinstance(values, Mapping) else None
+    return otherwise if says is None else "auto"
 
 
 class _Fp16:
@@ -202,10 +216,11 @@ class _Fp16:
         self._reader.mapped(name, value, "masters are fp32")
 
 
-def _read_fp16(reader: Reader, values: Any, found: dict[str, Any]) -> None:
-    found["fp16"] = "auto" if isinstance(values, Mapping) and "enabled" in values else False
+def _read_fp16(reader: Reader, values: Any, found: dict[str, Any], otherwise: bool) -> None:
+    found["fp16"] = _at_first(values, otherwise)
     ordered = _in_order(reader.mapping("fp16", values), FP16)
-    reader.walk(ordered, "fp16.", FP16, _Fp16(reader, found).handlers(), _AUTOS)
+    autos = {"enabled": _AUTO.format("fp16")}
+    reader.walk(ordered, "fp16.", FP16, _Fp16(reader, found).handlers(), autos)
 
 
 def _in_order(values: Mapping[str, Any], table: Mapping[str, Key]) -> dict[str, Any]:

@@ -13,10 +13,23 @@ from shardwise.plan.foreign_keys import Key
 from shardwise.train.curves import CURVES, Curve, make_curve
 
 _BLOCK: dict[str, Key] = {"type": Key("any", "", ""), "params": Key("any", "", "")}
-_TORCHS = (
-    *("StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR"),
-    *("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR"),
-)
+_TORCHS: dict[str, tuple[str, ...]] = {  # and what each takes after the optimizer
+    name: (*options.split(), "last_epoch")
+    for name, options in {
+        "StepLR": "step_size gamma",
+        "MultiStepLR": "milestones gamma",
+        "ConstantLR": "factor total_iters",
+        "LinearLR": "start_factor end_factor total_iters",
+        "ExponentialLR": "gamma",
+        "PolynomialLR": "total_iters power",
+        "CosineAnnealingLR": "T_max eta_min",
+        "CosineAnnealingWarmRestarts": "T_0 T_mult eta_min",
+        "CyclicLR": "base_lr max_lr step_size_up step_size_down mode gamma scale_mode "
+        "cycle_momentum base_momentum max_momentum",
+        "OneCycleLR": "max_lr total_steps epochs steps_per_epoch pct_start anneal_strategy "
+        "cycle_momentum base_momentum max_momentum div_factor final_div_factor three_phase",
+    }.items()
+}
 # What an option left at "auto" falls back to; for all others scheduler() wants a value.
 _AUTO_FALLBACKS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "log"}
 
@@ -48,8 +61,19 @@ def read_schedule(reader: Reader, block: Any) -> Curve | TorchSchedule | None:
     return found[0] if found else None
 
 
+def check_options_of(name: str, options: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError where an option is not one of the scheduler of torch, with the nearest."""
+    known = _TORCHS[name]
+    for option in options:
+        if option not in known:
+            near = nearest(option, list(known))
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown option {option!r} of {name}; {hint}")
+
+
 def _choose(reader: Reader, name: str, options: dict[str, Any]) -> Curve | TorchSchedule:
     if name in _TORCHS:
+        check_options_of(name, options, f"{reader.source}: scheduler.params")
         reader.mapped("scheduler.type", name, f"torch.optim.lr_scheduler.{name}")
         for key, value in options.items():
             if value == "auto":

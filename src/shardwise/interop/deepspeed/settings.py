@@ -16,11 +16,11 @@ from shardwise.interop.deepspeed.others import DEFAULT_CLIPPING, other_handlers
 from shardwise.interop.deepspeed.precisions import PrecisionChoice, read_precision
 from shardwise.interop.deepspeed.reading import Handler, Reader
 from shardwise.interop.deepspeed.report import Report
-from shardwise.interop.deepspeed.schedules import TorchSchedule, read_schedule
+from shardwise.interop.deepspeed.schedules import TorchSchedule, check_options_of, read_schedule
 from shardwise.interop.deepspeed.zero import read_zero
 from shardwise.plan.foreign_keys import DEEPSPEED, load_json
 from shardwise.train.curves import Curve
-from shardwise.train.optimizers import optimizer_class
+from shardwise.train.optimizers import check_options, optimizer_class
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,9 @@ _AUTOS = {
     "train_batch_size": "global_batch= of from_deepspeed(), or it follows from the others",
     "gradient_clipping": f"{DEFAULT_CLIPPING:g}, DeepSpeed's default, or auto=",
 }
+
+
+_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # what classes of torch raise
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class DeepSpeedSettings:
     def optimizer(self, params: Iterable[Any], **overrides: Any) -> torch.optim.Optimizer:
         """Build the optimizer on parameters or groups of them; ``overrides`` win over the file.
 
-        **Raises** ConfigError where the file has none, or leaves the learning rate to you.
+        **Raises** ConfigError where the file has none, leaves the learning rate to you, or has an
+        argument that the class of torch refuses.
         """
         choice = self.optimizer_choice
         if choice is None:
@@ -105,14 +109,19 @@ class DeepSpeedSettings:
             raise ConfigError(
                 f'{self.report.source}: optimizer.params.lr is "auto"; give lr= to optimizer()'
             )
+        check_options(choice.name, overrides, "optimizer()")
         make: Any = optimizer_class(choice.name)
-        made: torch.optim.Optimizer = make(params, **{**choice.arguments, **overrides})
+        try:
+            made: torch.optim.Optimizer = make(params, **{**choice.arguments, **overrides})
+        except _WRONG_VALUES as error:
+            raise self._refused("optimizer", make, error) from None
         return made
 
     def scheduler(self, optimizer: torch.optim.Optimizer, **overrides: Any) -> LRScheduler:
         """Build the scheduler; call its ``step()`` after each update. ``overrides`` are options.
 
-        **Raises** ConfigError where the file has none, or an option that it needs is missing.
+        **Raises** ConfigError where the file has none, an option that it needs is missing, or the
+        class of torch refuses one.
         """
         schedule = self.schedule
         if schedule is None:
@@ -120,20 +129,41 @@ class DeepSpeedSettings:
         if isinstance(schedule, TorchSchedule):
             from torch.optim import lr_scheduler
 
+            check_options_of(schedule.name, overrides, "scheduler()")
             make = getattr(lr_scheduler, schedule.name)
-            made: LRScheduler = make(optimizer, **{**schedule.options, **overrides})
+            try:
+                made: LRScheduler = make(optimizer, **{**schedule.options, **overrides})
+            except _WRONG_VALUES as error:
+                raise self._refused("scheduler", make, error) from None
             return made
         from shardwise.interop.deepspeed.stepper import CurveScheduler
 
         return CurveScheduler(optimizer, schedule.given_too(overrides))
 
-    def scaler(self, device_type: str = "cuda") -> torch.amp.GradScaler:
+    def _refused(self, block: str, made: Any, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"{self.report.source}: {block}: torch's {made.__name__} refuses its arguments: {error}"
+        )
+
+    def scaler(self, device_type: str | None = None) -> torch.amp.GradScaler:
         """Build torch's loss scaler; it does nothing where fp16 is off.
 
-        It and DeepSpeed's differ after an overflow: see Note [Two loss scalers].
+        ``device_type`` is that of the gradients (default: the accelerator, "cpu" without one). It
+        and DeepSpeed's differ after an overflow: see Note [Two loss scalers].
+
+        **Raises** ConfigError while "auto" leaves open whether fp16 is on.
         """
         import torch
 
+        if self.precision.name is None:
+            raise ConfigError(
+                f'{self.report.source}: the precision is "auto", so nobody knows whether to scale; '
+                'give auto={"fp16.enabled": True}, or the one that you mean, to from_deepspeed()'
+            )
+        if device_type is None:
+            found = torch.accelerator.current_accelerator()
+            has_one = found is not None and torch.accelerator.is_available()
+            device_type = found.type if found is not None and has_one else "cpu"
         scale = self.precision.loss_scale
         if scale is None:
             return torch.amp.GradScaler(device_type, enabled=False)
@@ -165,6 +195,8 @@ def from_deepspeed(
     **Raises** ConfigError naming file and key: unknown, with the nearest known name; of a wrong
     type; contradicting another; or asking for what is not there.
     """
+    if not isinstance(config, Mapping | str | Path):
+        raise ConfigError(f"config: expected a dict, or the path of a JSON file, got {config!r}")
     source = "config" if isinstance(config, Mapping) else str(config)
     content = config if isinstance(config, Mapping) else load_json(Path(config))
     given = {"micro_batch": micro_batch, "accumulation": accumulation, "global_batch": global_batch}
@@ -179,12 +211,18 @@ def read_content(
     world_size: int | None,
     given: Mapping[str, int | None],
     auto: Mapping[str, Any],
+    precision_else: str | None = None,
 ) -> DeepSpeedSettings:
-    """Read what is loaded already; see `from_deepspeed`. Errors start with ``source``."""
+    """Read what is loaded already; see `from_deepspeed`. Errors start with ``source``.
+
+    ``precision_else`` is the precision where the file says none.
+    """
     reader = Reader(source, auto)
+    if world_size is not None:
+        world_size = reader.whole("world_size", world_size, least=1)
     sizes = {n: reader.whole(n, size, least=1) for n, size in given.items() if size is not None}
     found: dict[str, Any] = {}
-    precision = read_precision(reader, content)
+    precision = read_precision(reader, content, precision_else)
 
     def take_size(name: str, value: Any) -> None:
         size = reader.whole(name, value, least=1)

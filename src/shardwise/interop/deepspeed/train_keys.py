@@ -35,6 +35,7 @@ def read_train_keys(
         elif content.get(theirs) in (None, "auto") and ours in known:
             content[theirs] = _whole(known[ours])
     precision = {**known, **decided}.get("precision")
+    precision = precision if precision in ("fp32", "bf16", "fp16") else None  # check_keys tells
     fills = {
         f"{block}.enabled": precision == block.replace("bfloat16", "bf16")
         for block in ("fp16", "bf16", "bfloat16")
@@ -42,32 +43,37 @@ def read_train_keys(
         and isinstance(content.get(block), Mapping)
         and content[block].get("enabled") == "auto"
     }
-    settings = read_content(content, str(path), world_size, {}, fills)
+    settings = read_content(content, str(path), world_size, {}, fills, precision)
     keys = train_keys_of(settings)
     unsaid = _unsaid(content) & known.keys()  # a default is no contradiction
     return {name: value for name, value in keys.items() if name not in unsaid}, settings.report
 
 
 def _unsaid(content: Mapping[str, Any]) -> set[str]:
-    """Return the keys that a file decides by saying nothing."""
+    """Return the keys that a file decides by saying nothing, or "auto"."""
 
-    def inner(*path: str) -> Any:
+    def says(*path: str) -> bool:
         found: Any = content
         for name in path:
             found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+        return found not in (None, "auto")
 
+    fp16 = content.get("fp16")
+    is_static = says("fp16", "loss_scale") and bool(fp16 and fp16["loss_scale"])  # 0 is dynamic
     said = {
-        "grad_clip": inner("gradient_clipping"),
-        "stage": content.get("zero_optimization"),
-        "schedule": content.get("scheduler"),
-        "precision": inner("fp16") or inner("bf16") or inner("bfloat16"),
-        "lr": inner("optimizer", "params", "lr"),
-        "weight_decay": inner("optimizer", "params", "weight_decay"),
-        "beta1": inner("optimizer", "params", "betas"),
-        "beta2": inner("optimizer", "params", "betas"),
+        "grad_clip": says("gradient_clipping"),
+        "stage": isinstance(content.get("zero_optimization"), bool)
+        or says("zero_optimization", "stage"),
+        "schedule": says("scheduler", "type"),
+        "precision": any(says(block, "enabled") for block in ("fp16", "bf16", "bfloat16")),
+        "loss_scale": is_static or says("fp16", "initial_scale_power"),
+        "loss_scale_window": is_static or says("fp16", "loss_scale_window"),
+        "lr": says("optimizer", "params", "lr"),
+        "weight_decay": says("optimizer", "params", "weight_decay"),
+        "beta1": says("optimizer", "params", "betas"),
+        "beta2": says("optimizer", "params", "betas"),
     }
-    return {name for name, value in said.items() if value is None}
+    return {name for name, is_said in said.items() if not is_said}
 
 
 def _whole(value: Any) -> Any:

@@ -27,8 +27,8 @@ from shardwise.interop.fsdp2.module import sharded_class
 from shardwise.interop.fsdp2.settings import group_settings
 from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.layout.units import ParamUse
-from shardwise.versions import warn_if_untested
 from shardwise.mesh import Axis
+from shardwise.versions import warn_if_untested
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims  # torch 2.11 lacks it
@@ -68,7 +68,7 @@ def fully_shard(
     if spread.mesh.device_type != "cpu":
         device = current_device(spread.mesh.device_type)
     managed = list(_managed_modules(modules, ignored_params))
-    params = _managed_params(managed, ignored_params or set())
+    params = list(_managed_params(managed, ignored_params or set()))
     _move(managed, params, device)
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     units: dict[Spread, GroupUnit] = {}
@@ -80,15 +80,24 @@ def fully_shard(
             units[where] = GroupUnit(modules, where, device, offload, settings)
         return units[where]
 
+    def take(param: nn.Parameter) -> None:
+        dim, where = chosen_placement(param, shard_placement_fn, spread)
+        unit_on(where).take(uses.pop(param), param, dim)
+
     if not params:
         unit_on(spread)  # for its hooks: the root may have nothing of its own
-    for param in params:
-        dim, where = chosen_placement(param, shard_placement_fn, spread)
-        unit_on(where).take(uses[param], param, dim)
+    while params:  # the values as they came are freed before the buffers of the units are made
+        take(params.pop(0))
     for unit in units.values():
         unit.adopt()
     state: State = fully_shard.state(modules[0])
     state.attach(modules, list(units.values()))
+    _mark(managed, modules, state)
+    return module
+
+
+def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module], state: State) -> None:
+    """Leave on the modules what torch, dynamo and pipelining look for."""
     for inner in managed:
         inner._is_fsdp_managed_module = True  # type: ignore[assignment]  # dynamo asks for it
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -96,7 +105,6 @@ def fully_shard(
         each.__class__ = sharded_class(type(each))
         # torch.distributed.pipelining asks torch's own function for the state
         vars(each)[STATE_KEY][torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
-    return module
 
 
 def _check_container(module: Any) -> None:

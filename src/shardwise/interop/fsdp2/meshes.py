@@ -131,7 +131,7 @@ def chosen_placement(
     if placement is None:
         return 0, spread
     if not isinstance(placement, Shard):
-        raise AssertionError(f"Expected Shard, got {type(placement)}: {placement}")
+        raise ValueError(f"Invalid shard_placement_fn result: expected Shard or None, got {answer}")
     return placement.dim + param.ndim if placement.dim < 0 else placement.dim, spread
 
 

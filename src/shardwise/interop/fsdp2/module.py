@@ -242,7 +242,8 @@ def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return ``FSDP<Cls>``, a subclass of FSDPModule and of ``cls``, the same one every time."""
-    if cls not in _CLASSES:
-        body = {"__deepcopy__": _refuse_deepcopy}
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
-    return _CLASSES[cls]
+    found = _CLASSES.get(cls)
+    if found is None:
+        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
+        found = _CLASSES.setdefault(cls, made)  # another thread may have been first
+    return found

@@ -242,7 +242,7 @@ def _chunk(values: torch.Tensor, num_ranks: int, rank: int, dim: int) -> torch.T
     length = min(rows, size - begin)
     chunk = values.narrow(dim, begin, length)
     if type(values) is torch.Tensor:
-        return chunk
+        return chunk.clone()  # a DTensor made of a view can be neither pickled nor copied
     padded = list(values.shape)
     padded[dim] = rows
     made = values.new_zeros(padded)

@@ -16,11 +16,10 @@ from torch.distributed._composable_state import (
     _insert_module_state,
     _State,
 )
-from torch.distributed.utils import _to_kwargs
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
-from shardwise.engine.nest import map_tensors
 from shardwise.engine.runtime import Engine
 from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.reduce import GroupReductions
@@ -45,6 +44,8 @@ class GroupEngine(Engine):
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
         self.settle(list(units), order=())
+
+    where_full = "on a copy of the model that is not sharded"
 
     def allows_transform(self, kind: Any) -> bool:
         """Allow ``jvp`` too where nothing is freed: backward through it does not pass our hooks."""
@@ -232,4 +233,4 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return map_tensors(value, cast)
+    return _apply_to_tensors(cast, value)  # dataclasses and outputs of transformers too

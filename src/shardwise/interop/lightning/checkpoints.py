@@ -8,7 +8,7 @@ values: nothing is pickled. A file that another strategy wrote is read too, on e
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch import nn
 from shardwise.checkpoint.files import RealFiles
 from shardwise.checkpoint.folder import remove_checkpoint
 from shardwise.checkpoint.single import holds_checkpoint, load, save
+from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError, ConfigError
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _COUNTS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers: no state of an element
 
 
@@ -76,6 +78,34 @@ def _as_one(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     return optimizers[0] if optimizers else None
 
 
+def check_hyper_parameters(*owners: Any) -> None:
+    """Refuse hyperparameters that no checkpoint could hold, before there is something to save.
+
+    **Raises** ConfigError naming the LightningModule or DataModule, and the place.
+    """
+    for owner in owners:
+        found = getattr(owner, "hparams", None)
+        if not found:
+            continue
+        try:
+            encode(_with_text(found), f"{type(owner).__name__}.hparams")
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{error}. Or leave it out: self.save_hyperparameters(ignore=[...])"
+            ) from error
+
+
+def _with_text(value: Any) -> Any:
+    """Return plain containers with paths as text: where a path leads is data, its class is not."""
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _with_text(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_text, value))
+    return value
+
+
 def save_lightning(
     path: Path,
     module: nn.Module,
@@ -91,6 +121,7 @@ def save_lightning(
     """
     whole = "optimizer_states" in checkpoint
     rest = {key: value for key, value in checkpoint.items() if key not in _STRATEGY_SAVES}
+    rest.update({key: _with_text(rest[key]) for key in _HYPER_PARAMETERS if key in rest})
     optimizer = _as_one(optimizers) if whole else None
     save(path, module, optimizer, extra={"lightning": rest}, replace=True)
 

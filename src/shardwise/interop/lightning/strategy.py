@@ -17,25 +17,32 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, ShardConfig, resolve_config
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.lightning.checkpoints import (
+    check_hyper_parameters,
     load_lightning,
     remove_lightning,
     save_lightning,
 )
-from shardwise.versions import load_neighbour
+from shardwise.layout.units import partition_into_units
 from shardwise.stages import STAGES
+from shardwise.versions import load_neighbour
 
 _pl: Any = load_neighbour("lightning", "shardwise.interop.lightning").pytorch
 _DDPStrategy: Any = _pl.strategies.DDPStrategy
 _FITTING: Any = _pl.trainer.states.TrainerFn.FITTING
 
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_CONVERTED = ("32-true", "64-true", "bf16-true", "16-true")  # Lightning converts the module itself
+_CONVERTED = {  # Lightning converts the module itself
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+}
 _DEFAULTS = {
     "stage": 3,
     "layout": "rows",
@@ -101,18 +108,20 @@ class ShardwiseStrategy(_DDPStrategy):
         """Shard the module, unless it is sharded already; then make the optimizers."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == _FITTING
+        if fitting and trainer.checkpoint_callbacks:
+            check_hyper_parameters(self.lightning_module, trainer.datamodule)
         if _is_sharded(self.lightning_module):
-            self._check_settings()
+            self._check_settings(self.lightning_module)
         else:
-            self.model = self._shard(self.lightning_module, fitting)
+            self.model = self._shard(self.lightning_module)
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
-    def _shard(self, module: nn.Module, fitting: bool) -> nn.Module:
+    def _shard(self, module: nn.Module) -> nn.Module:
         options = {**self._options, "precision": self._precision(), "mesh": self._mesh}
-        if fitting and self._layer_sync:
+        if self._layer_sync:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
         module._apply(lambda t: t if t.is_meta else t.to(self.root_device))
@@ -126,25 +135,48 @@ class ShardwiseStrategy(_DDPStrategy):
         asked = self.precision_plugin.precision
         if asked in _AUTOCAST:
             return Precision(_AUTOCAST[asked], torch.float32, torch.float32, cast_inputs=False)
-        if asked in _CONVERTED:
+        if asked == "32-true" or asked in _CONVERTED:
             return Precision()
         raise ConfigError(
-            f"Trainer(precision={asked!r}): expected one of {', '.join((*_CONVERTED, *_AUTOCAST))} "
-            "with strategy='shardwise', or ShardwiseStrategy(precision=)"
+            f"Trainer(precision={asked!r}): expected one of 32-true, {', '.join(_CONVERTED)}, "
+            f"{', '.join(_AUTOCAST)} with strategy='shardwise', or ShardwiseStrategy(precision=)"
         )
 
     def _asked_config(self) -> ShardConfig:
         return resolve_config(**{key: self._options.get(key, _DEFAULTS[key]) for key in _DEFAULTS})
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, module: nn.Module) -> None:
         """Refuse a module that was sharded before with other settings than are asked for now."""
-        asked, has = self._asked_config(), engine_of(self.lightning_module).config
-        for name in _DEFAULTS:
-            if name in self._options and getattr(asked, name) != getattr(has, name):
-                raise ConfigError(
-                    f"ShardwiseStrategy({name}={self._options[name]!r}): the module was sharded "
-                    f"before with {getattr(has, name)}, and stays so; make a new LightningModule"
+        engine, options = engine_of(module), self._options
+        asked, has = self._asked_config(), engine.config
+        pairs = {n: (getattr(asked, n), getattr(has, n)) for n in _DEFAULTS if n in options}
+        if self._mesh is not None:
+            pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
+        if options.get("units") is not None:
+            specs = partition_into_units(module, options["units"])
+            pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
+        for name, (wanted, there) in pairs.items():
+            if wanted != there:
+                wanted = options.get(name, wanted)  # a stage's number, a precision's name
+                raise _stays(
+                    f"ShardwiseStrategy({name}={wanted!r})", getattr(there, "number", there)
                 )
+        if "precision" not in options:
+            self._check_precision(module, has.precision)
+        if self._layer_sync and any(
+            isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
+            for m in module.modules()
+        ):
+            raise _stays("Trainer(sync_batchnorm=True)", "BatchNorm layers of each rank's own")
+
+    def _check_precision(self, module: nn.Module, has: Precision) -> None:
+        name = f"Trainer(precision={self.precision_plugin.precision!r})"
+        if self._precision() != has:
+            raise _stays(name, f"{has}; or name that in ShardwiseStrategy(precision=)")
+        dtype = _CONVERTED.get(self.precision_plugin.precision)
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if dtype is not None and dtypes != {dtype}:
+            raise _stays(name, f"parameters of {', '.join(sorted(map(str, dtypes)))}")
 
     # -- steps: see Note [The step is a forward pass]
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,6 +280,13 @@ class ShardwiseStrategy(_DDPStrategy):
         self.accelerator.teardown()
 
 
+def _stays(asked: str, there: object) -> ConfigError:
+    return ConfigError(
+        f"{asked}: the module was sharded before with {there}, and stays so; make a new "
+        "LightningModule"
+    )
+
+
 def _is_sharded(module: nn.Module) -> bool:
     try:
         engine_of(module)
@@ -257,7 +296,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 _pl.strategies.StrategyRegistry.register(
-    "shardwise", ShardwiseStrategy, "Shardwise, stage 3 (FSDP)", override=True
+    "shardwise", ShardwiseStrategy, "Shardwise, stage 3 (FSDP)", override=True, stage=3
 )
 for _stage in STAGES:
     _pl.strategies.StrategyRegistry.register(

@@ -107,7 +107,7 @@ def load_weights(model: Any, path: str | Path) -> None:
     """Read safetensors weights of Hugging Face into a model that is sharded already.
 
     Every rank calls it. ``path`` is a folder, a file or an index. What is missing there stays as it
-    is, with transformers' report of it in the log.
+    is, with transformers' report of it in the log. A model of another class reads its own names.
 
     **Cost** as of `from_pretrained`.
 
@@ -116,7 +116,8 @@ def load_weights(model: Any, path: str | Path) -> None:
     engine = engine_of(model)
     source = open_huggingface(Path(path))
     report = _new_report(model)
-    mapping = get_model_conversion_mapping(model)
+    is_theirs = isinstance(model, transformers.PreTrainedModel)
+    mapping = get_model_conversion_mapping(model) if is_theirs else []
     recipes = match_keys(model, source.tensors, mapping, report)
     if report.mismatched_keys:
         name, there, here = min(report.mismatched_keys)
@@ -124,6 +125,9 @@ def load_weights(model: Any, path: str | Path) -> None:
             f"{source.where}: '{name}' has shape {tuple(there)} there and {tuple(here)} here"
         )
     _read(engine, model, source, recipes, _dtypes_of(model), report)
+    if not is_theirs:
+        _check_names(model, source, report)
+        return
     for name in model.all_tied_weights_keys:
         report.missing_keys.discard(name)
     _finish_report(engine, model, str(path), report)
@@ -208,6 +212,18 @@ def _new_report(model: nn.Module) -> Any:
         conversion_errors={},
         skipped_pp_keys=set(),
     )
+
+
+def _check_names(model: nn.Module, source: Source, report: Any) -> None:
+    """Refuse weights that are not those of the model; a tied one is there under one name."""
+    state = model.state_dict(keep_vars=True)
+    read = {id(state[name]) for name in state if name not in report.missing_keys}
+    missing = sorted(n for n in report.missing_keys if id(state[n]) not in read)
+    if missing or report.unexpected_keys:
+        raise CheckpointError(
+            f"{source.where} is not of this {type(model).__name__}: it lacks {missing[:3]} "
+            f"and has {sorted(report.unexpected_keys)[:3]} beyond"
+        )
 
 
 def _finish_report(

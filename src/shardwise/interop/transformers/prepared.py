@@ -1,26 +1,38 @@
-"""What a sharded model of transformers is given, so that transformers treats it as its own."""
+"""What a sharded model of transformers is given, so that transformers treats it as its own.
+
+Note [Sharded at load time]
+transformers has its own way to shard a model while it loads it. Its `Trainer` then leaves the model
+where it is, wraps it in nothing, lets all ranks take part in a save, and puts off reductions by
+``set_requires_gradient_sync``. A model of ours wants just that, so it carries the mark of such
+models: an attribute, and an empty ``distributed_config`` in its config, which is never written to
+``config.json``. Such models cannot be resumed by transformers; `CheckpointCallback` adds that.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
+from shardwise.interop.peft import save_adapter
 from shardwise.interop.transformers.saving import save_pretrained
 
 
 def prepare(model: Any) -> Any:
-    """Let a sharded model of transformers be saved and generate as a plain one; return the model.
+    """Let transformers train, save and generate with a sharded model; return the model.
 
-    Afterwards ``model.save_pretrained(folder)``, called by every rank, writes the whole model, and
+    Afterwards transformers' own ``Trainer`` trains it (Note [Sharded at load time]),
+    ``model.save_pretrained(folder)``, called by every rank, writes the whole model, and
     ``model.generate()``, called by every rank, goes on until all ranks are through, which may end
-    at different lengths. ``model.to()`` its own device changes nothing. `from_pretrained` and
+    at different lengths. ``model.to()`` its own device changes nothing. `from_pretrained` and our
     `Trainer` do this by themselves; after `shardwise.shard` it is one call.
 
     **State** attributes of this one model; no class of transformers changes.
@@ -29,11 +41,62 @@ def prepare(model: Any) -> Any:
     for module in model.modules():
         # transformers' own flag for "its forward needs all ranks": generate() looks at it.
         module._is_fsdp_managed_module = True
-    if isinstance(model, PreTrainedModel):  # a PEFT model has files of its own
+    if isinstance(model, PreTrainedModel):
         vars(model)["save_pretrained"] = partial(save_pretrained, model)
+        vars(model)["resize_token_embeddings"] = _refuse_resize
+    elif hasattr(model, "peft_config"):
+        vars(model)["save_pretrained"] = partial(_save_adapters, model)
     model.no_sync = partial(_no_sync, model)  # accelerate looks for it, as on DDP's models
     model.to = partial(_to, model)
+    _mark_for_trainer(model)
     return model
+
+
+def _mark_for_trainer(model: Any) -> None:
+    """See Note [Sharded at load time]."""
+    if isinstance(model, PreTrainedModel):  # there it is a property
+        model._is_distributed_loading_by_transformers = True
+    elif hasattr(model, "peft_config"):
+        model.is_distributed_loading_by_transformers = True
+    else:  # of another class, which Trainer would save without gathering it
+        return
+    config = getattr(model, "config", None)
+    if isinstance(config, PreTrainedConfig) and not getattr(
+        config, "distributed_config", None
+    ):
+        config.distributed_config = DistributedConfig()
+    if not isinstance(model, FSDPModule):  # which has the method
+        window = ExitStack()
+
+        def set_requires_gradient_sync(requires: bool) -> None:
+            if requires:
+                window.close()
+            else:
+                window.enter_context(accumulate(model, last=False))
+
+        model.set_requires_gradient_sync = set_requires_gradient_sync
+
+
+def _save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
+    """Answer ``save_pretrained`` of a PEFT model; every rank calls it, rank 0 writes."""
+    if engine_of(model).suspended:  # gathered, as by save_adapter() itself
+        type(model).save_pretrained(model, save_directory, **options)
+        return
+    adapters = options.pop("selected_adapters", None)
+    options.pop("is_main_process", None)
+    if given := [name for name, value in options.items() if value is not None]:
+        raise ConfigError(
+            f"save_pretrained: {', '.join(given)} not for a sharded PEFT model; save without, or "
+            "inside `with shardwise.gathered(model):`"
+        )
+    save_adapter(model, save_directory, adapters)
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
+    raise ConfigError(
+        "resize_token_embeddings: the model is sharded, and its shards keep their shapes. Resize "
+        "the plain model before shard(); after from_pretrained(), resize a plain copy and save it"
+    )
 
 
 def is_sharded(model: Any) -> bool:

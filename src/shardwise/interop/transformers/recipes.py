@@ -70,7 +70,7 @@ def match_keys(
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
     direct: dict[str, TensorInfo] = {}
     grouped: dict[str, list[Part]] = {}
-    prefix = model.base_model_prefix
+    prefix = getattr(model, "base_model_prefix", "")
     for info in sorted(infos, key=lambda i: dot_natural_key(i.name)):
         name, pattern = rename_source_key(info.name, renamings, converters, prefix, expected)
         if name not in expected and info.name in expected:

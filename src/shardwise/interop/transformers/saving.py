@@ -15,13 +15,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
 
 from shardwise.checkpoint.container import (
     Stored,
@@ -77,14 +79,43 @@ def save_pretrained(
     _check(model, options)
     writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
-    together(engine.comm.control, lambda: stock(model, save_directory, **options))
-    plan = _Plan(model, _bytes_of(max_shard_size), save_original_format)
+    with _no_progress_bar():  # of the weights, of which there are none
+        together(engine.comm.control, lambda: stock(model, save_directory, **options))
+    _write(_Plan(model, _bytes_of(max_shard_size), save_original_format), save_directory, writes)
+
+
+def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
+    """Write the state dict of a sharded module of any class to ``model.safetensors``.
+
+    Every rank calls it, with ``writes`` on one of them. Tied tensors are there under one name.
+
+    **Cost** and **Raises** as of `save_pretrained`.
+    """
+    _check(model, {})
+    if writes:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    _write(_Plan(model, None, save_original_format=False), folder, writes)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+
+
+def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
+    """Gather layer by layer on all ranks, and write on one. See Note [A layer at a time]."""
     failures: list[Exception] = []
     with ExitStack() as stack:
         writer = None
         if writes:
             try:
-                writer = stack.enter_context(_Writer(Path(save_directory), plan))
+                writer = stack.enter_context(_Writer(Path(folder), plan))
             except OSError as error:
                 failures.append(error)
         for names in plan.groups:
@@ -97,9 +128,9 @@ def save_pretrained(
             if failures:
                 raise failures[0]
             if writer is not None:
-                writer.finish(model)
+                writer.finish(plan.model)
 
-        together(engine.comm.control, finish)
+        together(engine_of(plan.model).comm.control, finish)
 
 
 def _check(model: Any, options: Mapping[str, Any]) -> None:
@@ -116,10 +147,11 @@ def _check(model: Any, options: Mapping[str, Any]) -> None:
 
 def _bytes_of(size: int | str) -> int:
     """Return the bytes of a number, or of text such as "5GB"."""
-    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?I?B?)\s*", str(size).upper())
-    if found is None or found[2] not in _UNITS or not int(found[1]):
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+    num_bytes = int(Decimal(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if not num_bytes:
         raise ConfigError(f"max_shard_size={size!r}: expected bytes, or text such as '5GB'")
-    return int(found[1]) * _UNITS[found[2]]
+    return num_bytes
 
 
 def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> None:
@@ -139,8 +171,8 @@ def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
 class _Plan:
     """Which tensors go where. See Note [A layer at a time]."""
 
-    def __init__(self, model: Any, max_bytes: int, save_original_format: bool) -> None:
-        self._model = model
+    def __init__(self, model: Any, max_bytes: int | None, save_original_format: bool) -> None:
+        self.model = model
         self._reverts = save_original_format
         self.tensors = _without_aliases(model)
         empty = {
@@ -158,7 +190,7 @@ class _Plan:
         dtypes = {name: dtype_name(made[name].dtype, name) for name in names}
         sizes = [made[n].numel() * element_bytes(dtypes[n]) for n in names]
         self.total_bytes = sum(sizes)
-        shards = split_into_shards(sizes, max_bytes)
+        shards = split_into_shards(sizes, max_bytes or max(1, self.total_bytes))
         self.files: dict[str, list[Stored]] = {}
         for number, members in enumerate(shards):
             one = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -173,14 +205,14 @@ class _Plan:
         """Return tensors as they are stored."""
         if not self._reverts:
             return state
-        found: State = revert_weight_conversion(self._model, state)
+        found: State = revert_weight_conversion(self.model, state)
         return found
 
 
 def _without_aliases(model: Any) -> State:
     """Return the tensors to be saved, each under one name: that which is not tied to another."""
     state: State = model.state_dict(keep_vars=True)
-    ignored = model._keys_to_ignore_on_save or ()
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names = [name for name in state if name not in ignored]
     kept: dict[int, str] = {}

@@ -6,26 +6,44 @@ transformers' own. Changed are the methods that save and load: the weights are g
 layer into the usual files, and beside them, in the folder ``shardwise`` of each checkpoint, every
 rank writes its slices of master weights and optimizer state, from which `Trainer` goes on to the
 bit, on any number of ranks. A model that is not sharded takes the methods of transformers.
+A sharded one carries the mark of Note [Sharded at load time], with which transformers would refuse
+checkpoints to go on from; here it is not seen.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
 
-from shardwise.checkpoint.single import load, save
+from shardwise.checkpoint.single import load
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
 from shardwise.interop.transformers.prepared import is_sharded, prepare
+from shardwise.interop.transformers.saving import save_weights
+from shardwise.interop.transformers.slices import (
+    FOLDER,
+    inner,
+    load_schedule,
+    load_slices,
+    save_slices,
+)
+from shardwise.unit.tensor import ShardTensor
 from shardwise.versions import load_neighbour
 
-FOLDER = "shardwise"  # in each of Trainer's checkpoints: master weights and optimizer, in slices
+
+def _is_sharded_by_transformers(trainer: Any) -> bool:
+    return vars(trainer).get("_loaded_in_shards", False) and not is_sharded(trainer.model)
+
+
+def _note_mark(trainer: Any, is_marked: bool) -> None:  # Trainer assigns it in __init__
+    trainer._loaded_in_shards = is_marked
 
 
 class _Sharded:
@@ -39,7 +57,14 @@ class _Sharded:
             for name in ("fsdp", "deepspeed"):
                 if getattr(settings, name, None):
                     raise ConfigError(f"TrainingArguments.{name}: the model is sharded already")
+        elif model is not None and any(isinstance(p, ShardTensor) for p in model.parameters()):
+            raise ConfigError(
+                f"model: a part of this {type(model).__name__} is sharded; give shard() the whole "
+                "model, wrappers and adapters included"
+            )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+
+    is_distributed_loading_by_transformers = property(_is_sharded_by_transformers, _note_mark)
 
     def call_model_init(self: Any, trial: Any = None) -> Any:
         """Prepare a model that ``model_init`` sharded."""
@@ -49,15 +74,33 @@ class _Sharded:
     def _prepare_for_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Let accelerate put autocast on the model, as on others, but not wrap it."""
         model = self.model
-        if is_sharded(model) and not getattr(model, "_is_accelerate_prepared", False):
-            self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        if is_sharded(model):
+            prepare(model)  # it may have been sharded after Trainer got it
+            if not getattr(model, "_is_accelerate_prepared", False):
+                self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse an optimizer that would train none of the shards."""
+        optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if is_sharded(self.model):
+            own = {id(p) for p in self.model.parameters()}
+            groups = inner(optimizer).param_groups
+            if not any(id(p) in own for group in groups for p in group["params"]):
+                raise ConfigError(
+                    "optimizers=: the optimizer has no parameter of the sharded model, so it "
+                    " would train nothing; build the optimizer after shard()"
+                )
+        return optimizer
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model as a folder of Hugging Face; every rank takes part."""
         folder = output_dir or self.args.output_dir
         if is_sharded(self.model) and not isinstance(self.model, transformers.PreTrainedModel):
-            save_adapter(self.model, folder)
+            if hasattr(self.model, "peft_config"):
+                save_adapter(self.model, folder)
+            else:
+                save_weights(self.model, folder, writes=self.args.should_save)
             if self.args.should_save:
                 torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
                 if self.processing_class is not None:
@@ -72,9 +115,13 @@ class _Sharded:
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        save(Path(output_dir, FOLDER), self.model, _inner(self.optimizer), replace=True)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        save_slices(
+            Path(output_dir),
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            writes_schedule=self.args.should_save,
+        )
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read the weights, from the slices if they are there."""
@@ -94,17 +141,20 @@ class _Sharded:
         if checkpoint is None or not is_sharded(self.model):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        folder = Path(checkpoint, FOLDER)
-        if folder.is_dir():
-            load(folder, self.model, _inner(self.optimizer), restore_generators=False)
+        if Path(checkpoint, FOLDER).is_dir():
+            load_slices(Path(checkpoint), self.model, self.optimizer)
         elif Path(checkpoint, OPTIMIZER_NAME).is_file():
             raise CheckpointError(
                 f"{checkpoint} holds the optimizer of a model that was not sharded; resume "
                 "it as it was, or start from its weights: from_pretrained() reads them"
             )
-        schedule = Path(checkpoint, SCHEDULER_NAME)
-        if schedule.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+        elif self.is_world_process_zero():
+            warnings.warn(
+                f"{checkpoint} has no folder {FOLDER!r}, in which the optimizer's state would be: "
+                "the optimizer starts anew, from the weights",
+                stacklevel=2,
+            )
+        load_schedule(Path(checkpoint), self.lr_scheduler)
 
 
 def trainer_class(base: type[Any]) -> type[Any]:
@@ -119,17 +169,11 @@ def trainer_class(base: type[Any]) -> type[Any]:
 Trainer = trainer_class(transformers.Trainer)
 
 
-def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer itself, without accelerate's wrapper."""
-    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
-
-
 def _load_weights(model: Any, checkpoint: Path) -> None:
     folder = checkpoint / FOLDER
     if folder.is_dir():
         load(folder, model, restore_generators=False)
-    elif isinstance(model, transformers.PreTrainedModel):
-        load_weights(model, checkpoint)
-    else:
+    elif hasattr(model, "peft_config"):
         load_adapter(model, checkpoint)
+    else:
+        load_weights(model, checkpoint)

@@ -76,7 +76,7 @@ class Visitor:
         self._written = written
         self._stack: list[tuple[_Unit, _Use | None]] = []
         self._backward: list[_Unit] = []
-        self._unhooked: list[tuple[_Unit, _Use]] = []
+        self._unhooked: list[tuple[_Unit, _Use, int]] = []
         self._begun = False
         self._handles: list[Any] = []
         for unit in self.units:
@@ -153,7 +153,10 @@ class Visitor:
             found = True
             for made in (tensor, tensor._base):
                 if made is not None and made.grad_fn is not None:
-                    made.grad_fn.register_prehook(lambda _: self._before_backward(unit, use))
+                    node = made.grad_fn._sequence_nr()
+                    made.grad_fn.register_prehook(
+                        lambda _, node=node: self._before_backward(unit, use, node)
+                    )
         return found
 
     # -- backward
@@ -161,20 +164,20 @@ class Visitor:
         if not self._begun:
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _before_backward(self, unit: _Unit, use: _Use) -> None:
+    def _before_backward(self, unit: _Unit, use: _Use, node: int) -> None:
         self._ensure_callback()
         if use.begun:
             return
         use.begun = unit.in_backward = True
         use.done = False
         waiting, self._unhooked = self._unhooked, []
-        for other, its_use in waiting:
-            if other in use.enclosing or other.contains(unit):
-                self._unhooked.append((other, its_use))
+        for other, its_use, at in waiting:
+            if at == node or other in use.enclosing or other.contains(unit):
+                self._unhooked.append((other, its_use, at))
             else:
                 self._after_use(other, its_use)
         if not use.has_input_hook and unit is not self.units[0]:
-            self._unhooked.append((unit, use))
+            self._unhooked.append((unit, use, node))
         self._say("before_backward", unit)
         self._begun = True
         self._backward.append(unit)
