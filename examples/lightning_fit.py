@@ -1,6 +1,6 @@
 """Train a LightningModule at ZeRO stage 3, save, and go on from what was saved.
 
-    pip install lightning
+    pip install 'shardwise[lightning]'
     python examples/lightning_fit.py --ranks 2
     torchrun --nproc-per-node 2 examples/lightning_fit.py
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -212,6 +213,11 @@ def test_every_stage_takes_the_steps_of_ddp(world_size: int) -> None:
     run_ranks(fit_like_ddp, world_size, timeout_s=120)
 
 
+class Flattened(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
 class Recording(Regression):
     """Keeps the batches of its steps."""
 
@@ -350,6 +356,14 @@ def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
 
         with pytest.raises(ShardError, match="copy_ into a plain tensor"):
             fit("shardwise", rank, world_size, callbacks=[WeightAveraging()])
+
+        with pytest.raises(ShardError, match="each rank holds only a slice"):
+            fit("shardwise", rank, world_size, Flattened)
+        normed, _ = fit("shardwise", rank, world_size, Normed)
+        with torch.no_grad():
+            means = normed.norm.running_mean.clone()
+        dist.broadcast(means, 0)
+        assert torch.equal(means, normed.norm.running_mean) == (rank == 0)  # each rank's own
 
         module, ended = fit("shardwise", rank, world_size)
         refuse_other_settings(module, rank, world_size)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models import Block
 from oracle import assert_same_bits
@@ -51,6 +52,8 @@ class Dims:
     meshes: list[DeviceMesh] = field(default_factory=list)
 
     def get_activated_mesh(self, axes: list[str]) -> DeviceMesh:
+        shards = "fsdp" if self.spmd_backend == "partial_dtensor" else "dp_shard"
+        assert axes == ["dp_replicate", shards], axes  # it has no others
         names = tuple(a for a in axes if a != "dp_replicate" or self.dp_replicate > 1)
         if not self.meshes:
             shape = (self.dp_replicate, self.dp_shard)[-len(names) :]
@@ -173,7 +176,10 @@ def train_stand_in(rank: int, world_size: int) -> None:
         {"parallel_dims": Dims(dp_shard=world_size)},
         {"parallel_dims": Dims(dp_replicate=world_size)},
         {"parallelism": {"fsdp_reshard_after_forward": "never"}},
-        {"parallelism": {"spmd_backend": "partial_dtensor"}},
+        {
+            "parallel_dims": Dims(dp_shard=world_size, spmd_backend="partial_dtensor"),
+            "parallelism": {"spmd_backend": "partial_dtensor"},
+        },
         {"training": {"enable_cpu_offload": True}},
     ]
     for case in cases:
@@ -191,6 +197,33 @@ def train_stand_in(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_decoder_takes_the_steps_of_the_plain_one(world_size: int) -> None:
     run_ranks(train_stand_in, world_size, fresh=True)
+
+
+def shard_over_replicas(rank: int, world_size: int) -> None:
+    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+    torch.manual_seed(0)
+    plain = Decoder()
+    for backend in ("spmd_types", "partial_dtensor"):
+        model = copy.deepcopy(plain)
+        dims = Dims(dp_replicate=2, dp_shard=2, spmd_backend=backend)
+        torchtitan.parallelize(model, **settings(parallel_dims=dims))
+        for param in model.parameters():
+            assert isinstance(param, DTensor)
+            assert param.placements == (Replicate(), Shard(0))
+            assert param.device_mesh.shape == (2, 2)
+            rows = param.shape[0]
+            assert len(param.to_local()) == min(-(-rows // 2), rows - rank % 2 * -(-rows // 2))
+    tokens = batches_of(world_size, VOCAB)[0]
+    for of in (model, plain):
+        sum_loss(of, tokens[rank], num_tokens_of(tokens)).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None and ours.grad is not None
+        dist.all_reduce(theirs.grad)
+        torch.testing.assert_close(full(ours.grad), theirs.grad)
+
+
+def test_replicas_of_shards_are_where_the_degrees_say() -> None:
+    run_ranks(shard_over_replicas, 4, fresh=True)
 
 
 def refuse(rank: int, world_size: int) -> None:

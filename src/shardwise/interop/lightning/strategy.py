@@ -150,7 +150,7 @@ class ShardwiseStrategy(_DDPStrategy):
         engine, options = engine_of(module), self._options
         asked, has = self._asked_config(), engine.config
         pairs = {n: (getattr(asked, n), getattr(has, n)) for n in _DEFAULTS if n in options}
-        if self._mesh is not None:
+        if isinstance(self._mesh, DeviceMesh):  # made of a tuple, if it was one, by now
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         if options.get("units") is not None:
             specs = partition_into_units(module, options["units"])

@@ -2,8 +2,7 @@
 
 Reading order: ``recipes`` (which stored tensors make which parameter), ``fill`` (this rank's own
 slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``prepared`` (what a
-sharded model is given so that transformers treats it as its own), ``loading``, ``slices`` (what is
-beside a checkpoint of Trainer), ``trainer``.
+sharded model is given so that transformers treats it as its own), ``loading``, ``trainer``.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,10 @@ if TYPE_CHECKING:
     from shardwise.interop.transformers.loading import from_pretrained, load_weights
     from shardwise.interop.transformers.prepared import prepare
     from shardwise.interop.transformers.saving import save_pretrained
-    from shardwise.interop.transformers.slices import CheckpointCallback
-    from shardwise.interop.transformers.trainer import Trainer, trainer_class
+    from shardwise.interop.transformers.trainer import CheckpointCallback, Trainer, trainer_class
 
 _HOMES = {
-    "CheckpointCallback": "slices",
+    "CheckpointCallback": "trainer",
     "Trainer": "trainer",
     "from_pretrained": "loading",
     "load_weights": "loading",

@@ -61,9 +61,7 @@ def _mark_for_trainer(model: Any) -> None:
     else:  # of another class, which Trainer would save without gathering it
         return
     config = getattr(model, "config", None)
-    if isinstance(config, PreTrainedConfig) and not getattr(
-        config, "distributed_config", None
-    ):
+    if isinstance(config, PreTrainedConfig) and not getattr(config, "distributed_config", None):
         config.distributed_config = DistributedConfig()
     if not isinstance(model, FSDPModule):  # which has the method
         window = ExitStack()

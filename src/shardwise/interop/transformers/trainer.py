@@ -15,27 +15,29 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
-from transformers.trainer import OPTIMIZER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import (
+    OPTIMIZER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    TRAINING_ARGS_NAME,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from shardwise.checkpoint.single import load
+from shardwise.checkpoint.single import load, save
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
 from shardwise.interop.transformers.prepared import is_sharded, prepare
 from shardwise.interop.transformers.saving import save_weights
-from shardwise.interop.transformers.slices import (
-    FOLDER,
-    inner,
-    load_schedule,
-    load_slices,
-    save_slices,
-)
 from shardwise.unit.tensor import ShardTensor
 from shardwise.versions import load_neighbour
+
+FOLDER = "shardwise"  # in each checkpoint: the slices of master weights and optimizer state
 
 
 def _is_sharded_by_transformers(trainer: Any) -> bool:
@@ -85,7 +87,7 @@ class _Sharded:
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_sharded(self.model):
             own = {id(p) for p in self.model.parameters()}
-            groups = inner(optimizer).param_groups
+            groups = _inner(optimizer).param_groups
             if not any(id(p) in own for group in groups for p in group["params"]):
                 raise ConfigError(
                     "optimizers=: the optimizer has no parameter of the sharded model, so it "
@@ -115,7 +117,7 @@ class _Sharded:
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        save_slices(
+        _save_slices(
             Path(output_dir),
             self.model,
             self.optimizer,
@@ -142,7 +144,7 @@ class _Sharded:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         if Path(checkpoint, FOLDER).is_dir():
-            load_slices(Path(checkpoint), self.model, self.optimizer)
+            _load_slices(Path(checkpoint), self.model, self.optimizer)
         elif Path(checkpoint, OPTIMIZER_NAME).is_file():
             raise CheckpointError(
                 f"{checkpoint} holds the optimizer of a model that was not sharded; resume "
@@ -154,7 +156,7 @@ class _Sharded:
                 "the optimizer starts anew, from the weights",
                 stacklevel=2,
             )
-        load_schedule(Path(checkpoint), self.lr_scheduler)
+        _load_schedule(Path(checkpoint), self.lr_scheduler)
 
 
 def trainer_class(base: type[Any]) -> type[Any]:
@@ -167,6 +169,79 @@ def trainer_class(base: type[Any]) -> type[Any]:
 
 
 Trainer = trainer_class(transformers.Trainer)
+
+
+class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Let transformers' own `Trainer` write checkpoints from which a sharded run goes on.
+
+    For ``Trainer(..., callbacks=[CheckpointCallback()])`` with ``save_only_model=True``. To go on,
+    give the folder to both: ``CheckpointCallback(resume=folder)`` and
+    ``train(resume_from_checkpoint=folder)``. Our own `Trainer` needs no callback.
+
+    **Raises** ConfigError when only one of the two was given a folder, or they differ.
+    """
+
+    def __init__(self, resume: str | Path | None = None) -> None:
+        self._resume = Path(resume) if resume is not None else None
+
+    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Write the slices, the schedule and this rank's random generators."""
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        _save_slices(
+            checkpoint,
+            objects["model"],
+            objects["optimizer"],
+            objects["lr_scheduler"],
+            writes_schedule=args.should_save,
+        )
+        # Trainer reads the generators whenever it resumes, in the form that it writes them.
+        stand_in: Any = SimpleNamespace(args=args)
+        transformers.Trainer._save_rng_state(stand_in, str(checkpoint))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Read them, if Trainer goes on from a checkpoint."""
+        step, checkpoint = state.global_step, self._resume
+        if checkpoint is None:
+            if step:
+                raise ConfigError(
+                    f"CheckpointCallback: Trainer goes on from step {step}, but the callback was "
+                    "given no folder; give it the same: CheckpointCallback(resume=folder)"
+                )
+            return
+        there = transformers.TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if there.global_step != step:
+            raise ConfigError(
+                f"CheckpointCallback(resume={str(checkpoint)!r}) is of step {there.global_step}, "
+                f"but Trainer is at step {step}; give train(resume_from_checkpoint=...) this folder"
+            )
+        _load_slices(checkpoint, objects["model"], objects["optimizer"])
+        _load_schedule(checkpoint, objects["lr_scheduler"])
+
+
+def _save_slices(
+    checkpoint: Path, model: Any, optimizer: Any, schedule: Any, *, writes_schedule: bool
+) -> None:
+    """Write every rank's slices of a checkpoint, and on one rank the schedule."""
+    save(checkpoint / FOLDER, model, _inner(optimizer), replace=True)
+    if writes_schedule:
+        torch.save(schedule.state_dict(), checkpoint / SCHEDULER_NAME)
+
+
+def _load_slices(checkpoint: Path, model: Any, optimizer: Any) -> None:
+    """Read every rank's slices: master weights and optimizer state."""
+    load(checkpoint / FOLDER, model, _inner(optimizer), restore_generators=False)
+
+
+def _load_schedule(checkpoint: Path, schedule: Any) -> None:
+    """Read the schedule, if the checkpoint has one."""
+    if (checkpoint / SCHEDULER_NAME).is_file():
+        schedule.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer itself, without accelerate's wrapper."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
 
 
 def _load_weights(model: Any, checkpoint: Path) -> None:
