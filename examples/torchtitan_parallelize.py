@@ -1,6 +1,6 @@
 """Train torchtitan's debug Llama with Shardwise as its `parallelize_fn`.
 
-    pip install torchtitan triton
+    pip install "shardwise[torchtitan]"
     python examples/torchtitan_parallelize.py --ranks 2
     torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
 
