@@ -36,7 +36,13 @@ common.find_shardwise()
 
 CASES = ("ddp", "fsdp2", "stage0", "stage1", "stage2", "stage3")
 OPTIONAL_CASES = ("ddp+zero", "fully_shard")  # the latter is ours
-PEER = {"stage0": "ddp", "stage1": "ddp", "stage2": "ddp", "stage3": "fsdp2", "fully_shard": "fsdp2"}
+PEER = {
+    "stage0": "ddp",
+    "stage1": "ddp",
+    "stage2": "ddp",
+    "stage3": "fsdp2",
+    "fully_shard": "fsdp2",
+}
 TIME_LIMIT = {"stage0": 1.05, "stage1": 1.05, "stage2": 1.05, "stage3": 1 / 1.3, "fully_shard": 1.0}
 _NUM_BATCHES = 4
 _MIB = 2**20

@@ -176,9 +176,7 @@ def states(rank: int, world: int) -> None:
         )
     expected = sharded()(batch())
     assert torch.equal(model(batch()), expected)
-    for name, tensor in copy.deepcopy(
-        model.state_dict()
-    ).items():  # as pickling does
+    for name, tensor in copy.deepcopy(model.state_dict()).items():  # as pickling does
         assert torch.equal(tensor.full_tensor(), whole[name])
     file = io.BytesIO()
     torch.save({name: tensor.to_local() for name, tensor in model.state_dict().items()}, file)
