@@ -326,10 +326,6 @@ class Engine:
                 self._after_backward(unit)
         self._reductions.close()
         self._reset_pass()
-        if self.comm.device.type == "cpu" and torch.autograd._profiler_enabled():
-            # gloo labels a collective until its end, which must not come after the profile's: see
-            # Note [Marks] in trace
-            self.finish_reductions()
 
     def _reset_pass(self) -> None:
         for unit in self.units:
