@@ -38,6 +38,7 @@ class UnitSettings:
     """What may differ from unit to unit: its row of the table, and what is gathered ahead of it.
 
     ``keeps_last``: the root, and the unit whose backward comes next, stay full after forward.
+    ``optional``: some ranks may skip it while others run it.
     ``stays_full``: backward's end leaves the full parameters, for the next forward of a window.
     ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: those that
     the recorded order expects).
@@ -46,5 +47,6 @@ class UnitSettings:
     stage: Stage
     keeps_last: bool = True
     stays_full: bool = False
+    optional: bool = False
     forward_prefetch: Sequence[Any] | None = None
     backward_prefetch: Sequence[Any] | None = None

@@ -13,7 +13,8 @@ import torch.distributed.nn.functional
 
 from shardwise.comm import coalesced, point_to_point
 from shardwise.comm.control import Control, SoloControl
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meets
+from shardwise.comm.watch import WATCH
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axes, Axis
 from shardwise.trace import Traffic
@@ -47,6 +48,11 @@ class Comm:
         number = torch.tensor([next(_NUMBERS)], device=device)
         self.broadcast(number, Site("broadcast", "(number)", 0))
         self._number = int(number.item())
+
+    def refuse_failed(self, what: str) -> None:
+        """Refuse ``what`` where an earlier collective over one of the axes has failed."""
+        for axis in self.axes.all:
+            WATCH.refuse_failed(what, axis.group)
 
     def site(self, kind: str, unit: str, index: int) -> Site:
         """Name a collective. Its index keeps messages of different units and models apart.
@@ -130,7 +136,7 @@ class Comm:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", site.unit, values.nbytes * (axis.size - 1))
         rows = [torch.empty_like(values) for _ in range(axis.size)]
-        with blame(site, axis):
+        with meets(site, axis):
             dist.all_gather(rows, values.contiguous(), axis.group)
         return torch.stack(rows)
 
@@ -138,7 +144,7 @@ class Comm:
         """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica."""
         for axis in reversed(self.axes.all):
             if axis.size > 1:
-                with blame(site, axis):
+                with meets(site, axis):
                     first = source if axis is self.axes.shard else 0
                     dist.broadcast(tensor, group=axis.group, group_src=first)
 

@@ -4,12 +4,14 @@ Training's collectives run on training's groups, perhaps at this very moment in 
 is said here never mixes with them. Everything has a fixed size: no object is pickled.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.watch import WATCH, Meeting
 from shardwise.errors import CollectiveError
 from shardwise.mesh import Axes
 
@@ -47,10 +49,13 @@ class SoloControl:
 class GroupControl:
     """The exchanges over a gloo group of all ranks of one mesh."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, members: Sequence[int], name: str = ""
+    ) -> None:
         self._group = group
         self.rank = rank
-        self.num_ranks = num_ranks
+        self.num_ranks = len(members)
+        self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
 
     def exchange(self, row: bytes) -> list[bytes]:
         """Return every rank's row in rank order; one all-gather."""
@@ -58,7 +63,7 @@ class GroupControl:
             return [row] * self.num_ranks
         mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = torch.empty(self.num_ranks * len(row), dtype=torch.uint8, device="cpu")
-        with _Blame(self.rank):
+        with _Blame(self.rank, self._meeting):
             self._group.allgather([list(rows.chunk(self.num_ranks))], [mine]).wait()
         whole = rows.numpy().tobytes()
         return [whole[i : i + len(row)] for i in range(0, len(whole), len(row))]
@@ -66,7 +71,7 @@ class GroupControl:
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
-        with _Blame(self.rank):
+        with _Blame(self.rank, self._meeting):
             self._group.broadcast(size, 0).wait()
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == 0:
@@ -79,18 +84,25 @@ class GroupControl:
 class _Blame:
     """Turn a failure of the group into a CollectiveError."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, meeting: Meeting | None = None) -> None:
         self._rank = rank
+        self._meeting = meeting
 
     def __enter__(self) -> None:
-        return None
+        if self._meeting is not None:
+            WATCH.refuse_failed(self._meeting.text, self._meeting.group)
+            WATCH.enter(self._meeting, WATCH.begin(self._meeting))
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if self._meeting is not None:
+            WATCH.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            cause = f"{reason}. As a rule another rank died or raised first: its log has the cause"
+            if self._meeting is not None:
+                cause = WATCH.fail(self._meeting, cause)
             raise CollectiveError(
-                f"rank {self._rank}: the ranks could not agree: {reason}. As a rule another rank "
-                "died or raised first: its log has the cause"
+                f"rank {self._rank}: the ranks could not agree: {cause}"
             ) from error
 
 
@@ -111,11 +123,12 @@ def control_over(axes: Axes, timeout: timedelta = _TIMEOUT) -> Control:
     rank = ranks.index(dist.get_rank())
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
-    with _Blame(rank):
+    opening = Meeting("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
+    with _Blame(rank, opening):
         for axis in axes.all:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
         number = store.add(f"{name}/{rank}", 1)  # each rank counts its own calls, all alike
         own_store = dist.PrefixStore(f"{name}/{number}", store)
         group = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout)
-    return GroupControl(group, rank, len(ranks))  # type: ignore[arg-type]  # a Backend does too
+    return GroupControl(group, rank, ranks, f"{name}/{number}")  # type: ignore[arg-type]  # a Backend does too

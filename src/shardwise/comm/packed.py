@@ -3,6 +3,12 @@
 Tools and tests that count FSDP2's collectives, or replace them (`set_custom_all_gather`), expect
 one all-gather and one reduce-scatter per group of parameters. So what a unit sends is packed into
 one buffer first, and unpacked afterwards.
+
+Note [Gathers that say whose they are]
+gloo matches collectives by their order alone: ranks that run different units of one size would
+take each other's parameters, and with different sizes the process would be aborted. So on gloo,
+where nobody counts or replaces collectives, a gather goes by messages that carry their unit's
+number, straight into place. Ranks that differ then wait, and are told (watch.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from shardwise.comm import point_to_point
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import GatherItem, Pending, Site, blame
+from shardwise.comm.pending import GatherItem, Pending, Site, blame, meets
 from shardwise.mesh import Axis
 
 
@@ -47,6 +54,9 @@ class PackedComm(Comm):
         items = [item for item in items if item.segment.slot_numel]
         if not items:
             return Pending(site, axis, ())
+        is_gloo = "gloo" in axis.backend
+        if is_gloo and transfer is None and _GATHER is _gather_function() and not _is_traced():
+            return point_to_point.start_all_gather(items, axis, site, self.traffic)
         as_bytes = len({item.full.dtype for item in items}) > 1
         sources = [_flat(item.source, as_bytes) for item in items]
         dtype, device = sources[0].dtype, sources[0].device
@@ -88,10 +98,29 @@ class PackedComm(Comm):
                 )
         return Pending(site, axis, [work] if work else [], keep=(packed, out))
 
+    def start_any(self, flags: torch.Tensor, site: Site) -> list[Pending]:
+        """Start an elementwise maximum of uint8 ``flags`` over all axes, in place.
+
+        By the backend itself, so that it is not among the collectives that tools count.
+        """
+        pendings: list[Pending] = []
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        for axis in self.axes.all:
+            if axis.size > 1:
+                self.traffic.add(f"{axis.name}.flags", site.unit, flags.nbytes * (axis.size - 1))
+                with blame(site, axis):
+                    if pendings:
+                        pendings[-1].wait()
+                    backend: Any = axis.group._get_backend(flags.device)
+                    work = backend.allreduce([flags], options)
+                pendings.append(Pending(site, axis, (work,), keep=flags))
+        return pendings[-1:]
+
     def sum_replicas(self, values: torch.Tensor, axis: Axis, site: Site, op: Any) -> None:
         """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
         self.traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
-        with blame(site, axis):
+        with meets(site, axis):
             dist.all_reduce(values, group=axis.group, op=op)
 
 
@@ -117,9 +146,23 @@ def _all_gather(
 ) -> Any:
     if transfer is not None:
         return transfer(output_tensor=output, input_tensor=packed, group=group, async_op=True)
-    # Torch renamed both in 2.13; the old names warn there, and 2.11 has no others.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, packed, group=group, async_op=True)
+    return _gather_function()(output, packed, group=group, async_op=True)
+
+
+def _gather_function() -> Callable[..., Any]:
+    # Torch renamed it in 2.13; the old name warns there, and 2.11 has no other.
+    found: Callable[..., Any] = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )
+    return found
+
+
+_GATHER = _gather_function()  # another one at run time is somebody's who counts
+
+
+def _is_traced() -> bool:
+    """Tell whether a mode looks at every operation, as torch's `CommDebugMode` does."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _reduce_scatter() -> Callable[..., Any]:

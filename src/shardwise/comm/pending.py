@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.watch import WATCH, Meeting
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
@@ -54,7 +55,7 @@ _abandoned: list[Sequence[Any]] = []
 class Pending:
     """Work under way, with what it keeps alive; ``wait`` once."""
 
-    __slots__ = ("_axis", "_finish", "_keep", "_site", "_works")
+    __slots__ = ("_finish", "_keep", "_meeting", "_number", "_works")
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class Pending:
         finish: Callable[[], None] | None = None,
         keep: object = None,
     ) -> None:
-        self._site = site
-        self._axis = axis
+        self._meeting = _meeting(site, axis)
+        self._number = WATCH.begin(self._meeting) if works else 0
         self._works = works
         self._finish = finish
         self._keep = keep
@@ -75,9 +76,10 @@ class Pending:
 
         **Raises** CollectiveError with the unit, the axis and this rank when communication fails.
         """
-        with blame(self._site, self._axis):
-            for work in self._works:
-                work.wait()
+        if self._works:
+            with _Wait(self._meeting, self._number):
+                for work in self._works:
+                    work.wait()
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self._keep = (), None, None
@@ -87,24 +89,66 @@ class Pending:
             _abandoned.append(self._works)
 
 
-class blame:  # noqa: N801 - reads as a statement
-    """Turn a failure of torch.distributed into a CollectiveError that says where it happened."""
+def _meeting(site: Site, axis: Axis) -> Meeting:
+    return Meeting(site.kind, site.unit, site.index, axis.name, axis.group)
 
-    __slots__ = ("_axis", "_site")
+
+class blame:  # noqa: N801 - reads as a statement
+    """Turn a failure of torch.distributed into a CollectiveError that says where it happened.
+
+    **Raises** CollectiveError at once where an earlier collective of the same group has failed.
+    """
+
+    __slots__ = ("_meeting",)
 
     def __init__(self, site: Site, axis: Axis) -> None:
-        self._site = site
-        self._axis = axis
+        self._meeting = _meeting(site, axis)
 
     def __enter__(self) -> None:
-        return None
+        WATCH.refuse_failed(self._meeting.text, self._meeting.group)
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
             return
+        meeting = self._meeting
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = WATCH.fail(
+            meeting,
+            f"{reason}. As a rule another rank died or raised first: its log has the cause",
+        )
         raise CollectiveError(
-            f"rank {dist.get_rank()}: {self._site.kind} of unit '{self._site.unit or '(root)'}' "
-            f"over axis '{self._axis.name}' ({self._axis.size} ranks) failed: {reason}. As a rule "
-            "another rank died or raised first: its log has the cause"
+            f"rank {dist.get_rank()}: {meeting.kind} of unit '{meeting.unit or '(root)'}' over "
+            f"axis '{meeting.axis}' ({len(meeting.ranks)} ranks) failed: {cause}"
         ) from error
+
+
+class meets(blame):  # noqa: N801 - reads as a statement
+    """A collective that blocks: other ranks are waited for inside."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        WATCH.enter(self._meeting, WATCH.begin(self._meeting))
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        WATCH.leave()
+        super().__exit__(kind, error, trace)
+
+
+class _Wait(blame):
+    """The wait for a collective that was begun earlier."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, meeting: Meeting, number: int) -> None:
+        self._meeting = meeting
+        self._number = number
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        WATCH.enter(self._meeting, self._number)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        WATCH.leave()
+        super().__exit__(kind, error, trace)

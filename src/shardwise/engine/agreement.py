@@ -108,7 +108,9 @@ def start_facts(
         f"mesh of {replicas} replicas x {axes.shard.size} shards, {mesh.device_type}, "
         f"axes {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}"
     )
-    facts += [f"unit '{u.name or '(root)'}' ({type(u.module).__name__})" for u in specs]
+    for unit in specs:
+        kind = ", optional" if unit.optional else ""
+        facts.append(f"unit '{unit.name or '(root)'}' ({type(unit.module).__name__}){kind}")
     for unit in specs:
         for param in unit.params:
             facts += _param_facts(param, unit.name or "(root)")

@@ -1,5 +1,6 @@
 """``shard()``: from a module to a sharded module, in place."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -42,6 +43,7 @@ def shard(
     prefetch_bytes: int | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     init: Init | None = None,
+    optional: Sequence[UnitChoice] = (),
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
@@ -49,7 +51,9 @@ def shard(
     ``model.parameters()``, which are `ShardTensor` from here on. ``units`` are module classes,
     class names or modules (default: found); ``mesh`` has one axis (shard) or two (replicate,
     shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
-    by its modules' ``reset_parameters()``, or by ``init(module)``; the rest is in `ShardConfig`.
+    by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named
+    as in ``units``, that some ranks may skip while others run them (layerdrop, experts, a head per
+    task); stages 0 to 2 need no such list. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
@@ -61,7 +65,7 @@ def shard(
             stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
         )
         _check_model(model)
-        specs = partition_into_units(model, units)
+        specs = partition_into_units(model, units, optional)
         device = find_device(specs)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
@@ -87,6 +91,8 @@ def shard(
     for unit in built:
         register_hooks(engine, unit)
     _mark((model, *register_entrances(engine, built)), engine)
+    if config.stage.frees_after_forward and axes.num_ranks > 1 and not optional:
+        _run_all_layers(model)
     return model
 
 
@@ -96,6 +102,18 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
     for module in ways_in:
         if callable(getattr(module, "generate", None)):
             # transformers asks for it: ranks then generate until all are through.
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+
+
+def _run_all_layers(model: nn.Module) -> None:
+    """Set the switch by which layers of transformers run on all ranks, even if one drops them.
+
+    On every module whose code looks at it (transformers.integrations.is_fsdp_managed_module), so
+    that layerdrop does not make ranks wait for each other. Who names ``optional`` units needs none.
+    """
+    for module in model.modules():
+        files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+        if any(hasattr(file, "is_fsdp_managed_module") for file in files):
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 

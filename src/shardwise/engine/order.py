@@ -14,7 +14,7 @@ class Order:
     def __init__(self, registration_order: Sequence[int]) -> None:
         self._forward = list(registration_order)
         self._backward: list[int] = []
-        self._recorded: list[int] = []
+        self.recorded: list[int] = []
         self._forward_at = -1
         self._backward_at = -1
 
@@ -24,13 +24,13 @@ class Order:
         None when the unit was not expected at all.
         """
         if records:
-            self._recorded.append(unit)
+            self.recorded.append(unit)
         self._forward_at = _find(self._forward, unit, self._forward_at + 1)
         return None if self._forward_at < 0 else self._forward[self._forward_at + 1 :]
 
     def begin_backward(self) -> None:
         """Fix the backward prediction: this step's forward order, reversed."""
-        self._backward = self._recorded[::-1]
+        self._backward = self.recorded[::-1]
         self._backward_at = -1
 
     def visit_backward(self, unit: int) -> list[int] | None:
@@ -40,12 +40,12 @@ class Order:
 
     def forget(self) -> None:
         """Drop what was recorded for a backward pass that will not come."""
-        self._recorded = []
+        self.recorded = []
 
     def end_step(self) -> None:
         """Make what was recorded the prediction for the next step."""
-        if self._recorded:
-            self._forward, self._recorded = self._recorded, []
+        if self.recorded:
+            self._forward, self.recorded = self.recorded, []
         self._forward_at = self._backward_at = -1
 
 

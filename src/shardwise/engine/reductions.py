@@ -90,7 +90,8 @@ class Reductions:
         reductions = self._queue.all
         if not reductions or self._comm.axes.num_ranks == 1:
             return
-        slots = [s for r in reductions for u in r.units for s in u.slots if s.leaf.requires_grad]
+        units = sorted((u for r in reductions for u in r.units), key=lambda u: u.index)
+        slots = [s for u in units for s in u.slots if s.leaf.requires_grad]
         used = self._used_here()
         flags = torch.ones(len(slots), dtype=torch.uint8, device=slots[0].leaf.device)
         missing = [i for i, slot in enumerate(slots) if slot not in used]

@@ -9,7 +9,9 @@ whatever is still open. A `Use` lives in the graph through the hooks, so a graph
 without a backward pass leaves nothing behind.
 """
 
+import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ from torch.autograd import Variable
 from shardwise.comm.collectives import Comm
 from shardwise.config import ShardConfig
 from shardwise.engine.nest import map_tensors, tensors_in
+from shardwise.engine.optional import Call, OptionalUnits
 from shardwise.engine.reductions import Collected, Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
@@ -43,6 +46,7 @@ class Engine:
     """Runs the units of one model; `hooks` calls it, nobody else."""
 
     where_full = "inside `with shardwise.gathered(model):`"
+    each_unit_alone = False  # its collectives come when it runs, whatever the other ranks run
 
     def __init__(
         self,
@@ -61,17 +65,24 @@ class Engine:
         self.half_loaded: set[str] = set()
         self.broken: str | None = None  # why the parameters are not to be used
         self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
-        self._stack: list[tuple[Unit, Use | None, bool]] = []
+        self._stack: list[Call] = []
         self._backward_task: int | None = None
         self._unhooked: list[tuple[Unit, Use, int]] = []
         self._reductions: Collected = reductions or Reductions(config, comm)
-        self._schedule: Schedule[Unit] = Schedule(config.prefetch_bytes, self._reductions)
+        has_peers = comm.axes.num_ranks > 1 and not self.each_unit_alone
+        self._schedule: Schedule[Unit] = Schedule(
+            config.prefetch_bytes, self._reductions, has_peers=has_peers
+        )
+        self._shares_order = False
+        self._optional = OptionalUnits((), self._schedule, self)
         self._num_calls = 0
 
     def settle(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
         self.units = units
         self._schedule.settle(units, order)
+        self._shares_order = self._schedule.reduces_in_turn
+        self._optional = OptionalUnits(units, self._schedule, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: the copy would share process groups and hooks with the original."""
@@ -99,7 +110,9 @@ class Engine:
             if records and not unit.uses:
                 self._schedule.forget()  # no graph of before is alive
         recomputes = in_backward and unit.in_backward
-        self._stack.append((unit, None, in_backward))
+        self._optional.visit_forward(self._stack, unit)
+        call = Call(unit, None, in_backward)
+        self._stack.append(call)
         backward_is_next = self._schedule.before_forward(
             unit, in_backward=in_backward, records=records
         )
@@ -107,11 +120,9 @@ class Engine:
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not recomputes:
-            enclosing = tuple(u for u, _, _ in self._stack[:-1])
-            use = Use(unit.read_versions(), enclosing)
-            unit.uses.add(use)
-            self._stack[-1] = (unit, use, backward_is_next)
-            self._hook_inputs(unit, use, args, kwargs)
+            call.use = self._optional.record(unit, self._stack)
+            call.backward_is_next = backward_is_next
+            self._hook_inputs(unit, call.use, args, kwargs)
         return args, kwargs
 
     def _check_call(self, unit: Unit, records: bool) -> None:
@@ -128,6 +139,7 @@ class Engine:
                 f"backward. Use torch.no_grad(), do it {self.where_full}, or keep them full "
                 "(a stage below 3, reshard_after_forward=False)"
             )
+        self.comm.refuse_failed("a forward pass")
         if self.broken is not None:
             raise StateError(f"the model's parameters are not to be used: {self.broken}")
         if not records:
@@ -179,9 +191,13 @@ class Engine:
         Also runs, with ``output`` None, after a forward pass that raised. ``goes_on``: another
         module of the same unit is expected to run, so nothing is freed before the root is through.
         """
-        if not self._stack or self._stack[-1][0] is not unit:
+        if not self._stack or self._stack[-1].unit is not unit:
             return
-        _, use, backward_is_next = self._stack.pop()
+        call = self._stack[-1]
+        if output is not None:
+            self._optional.visit_forward(self._stack, None)
+        self._stack.pop()
+        use = call.use
         mark("recompute_end" if _in_backward() else "forward_end", unit.name)
         written = unit.unbind()
         if output is not None and written:
@@ -200,8 +216,8 @@ class Engine:
             unit,
             in_backward=_in_backward(),
             expects_backward=use is not None,
-            backward_is_next=backward_is_next,
-            still_runs=goes_on or any(u is unit for u, _, _ in self._stack),
+            backward_is_next=call.backward_is_next,
+            still_runs=goes_on or any(c.unit is unit for c in self._stack),
             at_root=not self._stack,
         )
 
@@ -235,6 +251,7 @@ class Engine:
         backward, where no hook sees it; the unit is full then, and freed when its backward is over.
         But one without an input hook may be closed before the gradient of this use is there.
         """
+        self._schedule.start_unshard(unit)
         unit.finish_unshard()
         waits = any(unhooked is unit for unhooked, _, _ in self._unhooked)
         if unit.in_backward and _in_backward() and not waits:
@@ -271,19 +288,21 @@ class Engine:
                 "backward(create_graph=True) through a sharded model: its parameters are freed "
                 f"during the pass. Compute gradient penalties {self.where_full}"
             )
+        if use.parent is not None:
+            self._optional.visit_backward(use.parent(), use)
         is_first = not unit.in_backward
         use.begun = unit.in_backward = True
         use.done = False
         if use.versions != unit.read_versions():
             raise _changed_since_forward(unit)
-        self._close_unhooked(unit, use, node)
+        self.close_unhooked(unit, use, node)
         if not use.has_input_hook and unit is not self.units[0]:
             self._unhooked.append((unit, use, node))
         self._schedule.before_backward(unit)
         if is_first:
             mark("backward", unit.name)
 
-    def _close_unhooked(self, begun: Unit, its_use: Use, node: int) -> None:
+    def close_unhooked(self, begun: Unit, its_use: Use, node: int) -> None:
         """Close the units without an input hook whose backward must be over by now.
 
         Backward takes nodes in the reverse order of forward, so a unit is over when one that is not
@@ -303,6 +322,7 @@ class Engine:
         if use.done or self._backward_task is None:
             return
         use.done = True
+        self._optional.visit_backward(use)
         if unit.open_uses == 0 and not unit.used_outside:
             self._after_backward(unit)
 
@@ -318,14 +338,24 @@ class Engine:
     def end_backward(self) -> None:
         """Close the backward pass: reduce what is left, free what is full."""
         self.window_open = not self.is_last_micro_batch
+        self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, self.is_last_micro_batch)
             open_here = unit.in_backward or unit.num_grads
             left = reduces and unit.grad_state is GradState.PARTIAL
-            if (open_here or left) and not self._reductions.is_waiting(unit):
+            if (open_here or left) and not self._schedule.is_waiting(unit):
                 self._after_backward(unit)
+        self._schedule.close_turns(self.is_last_micro_batch)
         self._reductions.close()
+        if self._shares_order:
+            self._share_order()
         self._reset_pass()
+
+    def _share_order(self) -> None:
+        """Take over rank 0's order of this first pass; one small broadcast."""
+        self._shares_order = False
+        orders = json.dumps(self._schedule.seen).encode()
+        self._schedule.share_order(*json.loads(self.comm.control.broadcast(orders)))
 
     def _reset_pass(self) -> None:
         for unit in self.units:
@@ -351,6 +381,14 @@ class Engine:
 
     def _recover(self) -> None:
         """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
+        if self.window_open and any(unit.has_local_sum for unit in self.units):
+            warnings.warn(
+                "a backward pass raised inside an accumulation window: the gradients of the "
+                "window's earlier micro-batches are dropped too; run the window again from its "
+                "first micro-batch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._reductions.drop()
         self._reset_pass()
         for unit in self.units:

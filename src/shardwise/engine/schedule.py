@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from shardwise.engine.order import Order
 from shardwise.engine.prefetch import units_to_prefetch
+from shardwise.engine.turns import Turns, complete
 from shardwise.stages import UnitSettings
 
 _LOOKAHEAD_UNITS = 16
@@ -43,6 +44,10 @@ class ScheduledUnit(Protocol):
     @property
     def backward_reads_params(self) -> bool:
         """Tell whether backward needs the full parameters."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tell whether a gradient may come for it in a backward pass that begins now."""
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
@@ -138,27 +143,66 @@ class Collector(Protocol[V]):
     def keep(self, unit: V) -> None:
         """Keep them on this rank, for the last micro-batch of the window."""
 
+    def is_waiting(self, unit: V) -> bool:
+        """Tell whether its reduction is yet to be started."""
+
 
 class Schedule(Generic[U]):
-    """Gathers ahead and frees, by the units' settings, their order and the prefetch budget."""
+    """Gathers ahead and frees, by the units' settings, their order and the prefetch budget.
 
-    def __init__(self, prefetch_bytes: int | None, collector: Collector[U]) -> None:
+    ``has_peers``: other ranks run the same units, or some of them. Where parameters stay, gathers
+    and reductions then follow one order on all ranks; where they are freed and units may be
+    skipped, reductions do. See turns.py, Note [Ranks that skip layers].
+    """
+
+    def __init__(
+        self, prefetch_bytes: int | None, collector: Collector[U], *, has_peers: bool = False
+    ) -> None:
         self.units: list[U] = []
+        self.reduces_in_turn = False
+        self._gathers_in_turn = False
+        self._has_peers = has_peers
         self._prefetch_bytes = prefetch_bytes or 0
         self._asked_bytes = prefetch_bytes
         self._collector = collector
         self._order = Order(())
         self._ahead: set[int] = set()
+        self._gathers: list[int] = []
+        self._num_reached = 0  # of these, in the pass under way
+        self._turns = Turns(())
+        self._closed: list[int] = []
 
-    def settle(self, units: list[U], order: Sequence[int] | None = None) -> None:
+    def settle(
+        self,
+        units: list[U],
+        order: Sequence[int] | None = None,
+        closes: Sequence[int] | None = None,
+    ) -> None:
         """Take the units over, the root first; unless asked, the largest other is the budget.
 
-        ``order`` is the one that the first step is expected in, else that of registration.
+        ``order`` is the one that the first step is expected in, else that of registration, and
+        ``closes`` the one in which its backward passes end, else the reverse of registration.
         """
         self.units = units
+        frees = any(u.settings.stage.frees_after_backward for u in units)
+        self._gathers_in_turn = self._has_peers and not frees
+        may_skip = not frees or any(u.settings.optional for u in units)
+        self.reduces_in_turn = self._has_peers and may_skip
         self._order = Order([u.index for u in units] if order is None else order)
+        self.share_order(order or (), closes or ())
         if self._asked_bytes is None:
             self._prefetch_bytes = max((u.full_bytes for u in units[1:]), default=0)
+
+    @property
+    def seen(self) -> tuple[list[int], list[int]]:
+        """Return the orders in which this pass has run units forward, and closed them."""
+        return self._order.recorded, self._closed
+
+    def share_order(self, gathers: Sequence[int], closes: Sequence[int]) -> None:
+        """Take over the orders that all ranks share from now on."""
+        indices = [u.index for u in self.units]
+        self._gathers = complete(gathers, indices)
+        self._turns = Turns(complete(closes, indices[::-1]))
 
     # -- forward
     def forget(self) -> None:
@@ -170,12 +214,34 @@ class Schedule(Generic[U]):
 
         ``in_backward``: this forward runs inside the backward pass (activation checkpointing).
         """
+        following = self._reach(unit) if self._gathers_in_turn and not in_backward else None
         unit.start_unshard()
         self._ahead.discard(unit.index)  # used now: the budget is for the next ones
         upcoming = None if in_backward else self._order.visit_forward(unit.index, records)
-        self._gather_ahead(unit.settings.forward_prefetch, upcoming)
+        ahead = upcoming if following is None else following
+        self._gather_ahead(unit.settings.forward_prefetch, ahead)
         unit.finish_unshard()
         return in_backward or upcoming == []
+
+    def start_unshard(self, unit: U) -> None:
+        """Start gathering a unit; in turns, whoever comes before it first."""
+        if self._gathers_in_turn:
+            self._gather_in_turn(0, self._gathers.index(unit.index))
+        unit.start_unshard()
+
+    def _gather_in_turn(self, begin: int, end: int) -> None:
+        """Take part in the gathers of a part of the order, which other ranks may have asked for."""
+        for index in self._gathers[begin:end]:
+            if not self.units[index].is_resident:
+                self.units[index].start_unshard()
+                self._ahead.add(index)
+
+    def _reach(self, unit: U) -> list[int]:
+        """Take part in all gathers before a unit that runs now; return those that come after it."""
+        place = self._gathers.index(unit.index)
+        self._gather_in_turn(self._num_reached, place)
+        self._num_reached = max(self._num_reached, place)
+        return self._gathers[place + 1 :]
 
     def after_forward(
         self,
@@ -200,6 +266,10 @@ class Schedule(Generic[U]):
             if not in_use:
                 unit.reshard()
         if at_root and not in_backward:
+            self._gather_in_turn(
+                self._num_reached, len(self._gathers) if self._gathers_in_turn else 0
+            )
+            self._num_reached = 0
             self._drop_prefetched()
 
     def note_ahead(self, unit: U) -> None:
@@ -225,10 +295,12 @@ class Schedule(Generic[U]):
     def _prefetch(self, upcoming: Sequence[int] | None) -> None:
         if not self._prefetch_bytes or not upcoming:
             return
+        # In turns, what was passed over is not ahead any more.
+        ahead = self._ahead.intersection(upcoming) if self._gathers_in_turn else self._ahead
         chosen = units_to_prefetch(
             upcoming[:_LOOKAHEAD_UNITS],
             lambda i: self.units[i].full_bytes,
-            self._ahead,
+            ahead,
             lambda i: self.units[i].is_resident,
             self._prefetch_bytes,
         )
@@ -240,6 +312,9 @@ class Schedule(Generic[U]):
     def begin_backward(self) -> None:
         """Expect the units in the reverse order of this step's forward."""
         self._order.begin_backward()
+        self._closed = []
+        if self.reduces_in_turn:
+            self._turns.expect(u.index for u in self.units if u.awaits_backward)
 
     def before_backward(self, unit: U) -> None:
         """Unshard the unit for its backward, start gathering those that follow."""
@@ -258,13 +333,32 @@ class Schedule(Generic[U]):
 
     def after_backward(self, unit: U, *, is_last: bool) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
-        if unit.is_trained:
-            if self.reduces(unit, is_last):
-                self._collector.add(unit)
-            else:
+        self._closed.append(unit.index)
+        if not self.reduces(unit, is_last):
+            if unit.is_trained:
                 self._collector.keep(unit)
+        elif self.reduces_in_turn:
+            self._reduce(self._turns.arrive(unit.index))
+        elif unit.is_trained:
+            self._collector.add(unit)
         if unit.settings.stage.frees_after_backward:
             unit.reshard()
+
+    def _reduce(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            if self.units[index].is_trained:
+                self._collector.add(self.units[index])
+
+    def is_waiting(self, unit: U) -> bool:
+        """Tell whether a unit that is closed has its reduction still before it."""
+        return self._collector.is_waiting(unit) or (
+            self.reduces_in_turn and self._turns.waits(unit.index)
+        )
+
+    def close_turns(self, is_last: bool) -> None:
+        """Reduce what other ranks may have run, at the end of a backward pass: here it is zeros."""
+        if self.reduces_in_turn and self.reduces(self.units[0], is_last):
+            self._reduce(self._turns.end())
 
     def end_pass(self) -> None:
         """Free what is full; what was recorded is the order that the next step is expected in."""

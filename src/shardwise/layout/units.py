@@ -51,21 +51,30 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit: its module, that module's name ('' is the root), and the parameters it owns."""
+    """A unit: its module, that module's name ('' is the root), and the parameters it owns.
+
+    ``optional``: some ranks may skip it while others run it.
+    """
 
     name: str
     module: nn.Module
     params: tuple[ParamSpec, ...]
+    optional: bool = False
 
 
 def partition_into_units(
-    model: nn.Module, units: Sequence[UnitChoice] | None
+    model: nn.Module,
+    units: Sequence[UnitChoice] | None,
+    optional: Sequence[UnitChoice] = (),
 ) -> tuple[UnitSpec, ...]:
     """Divide the model's parameters among units; the root unit comes first, then module order.
 
+    What ``optional`` names are units too.
+
     **Raises** ConfigError when a named class or instance matches no module, listing what there is.
     """
-    chosen = _chosen_modules(model, units)
+    skippable = _named_modules(model, optional, "optional") - {id(model)}
+    chosen = _chosen_modules(model, units) | skippable
     names = {id(m): n for n, m in model.named_modules()}
     owners = [model, *(m for _, m in model.named_modules() if id(m) in chosen and m is not model)]
     ancestors = {id(m): _unit_path(names[id(m)], model, chosen) for m in model.modules()}
@@ -84,7 +93,9 @@ def partition_into_units(
         owner = _lowest_common(paths)
         owned[id(owner)].append(ParamSpec(params[key], tuple(places)))
     return tuple(
-        UnitSpec(names[id(m)], m, tuple(owned[id(m)])) for m in owners if owned[id(m)] or m is model
+        UnitSpec(names[id(m)], m, tuple(owned[id(m)]), id(m) in skippable)
+        for m in owners
+        if owned[id(m)] or m is model
     )
 
 
@@ -187,14 +198,16 @@ def _numel(params: Iterator[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)
 
 
-def _named_modules(model: nn.Module, units: Sequence[UnitChoice]) -> set[int]:
+def _named_modules(
+    model: nn.Module, units: Sequence[UnitChoice], setting: str = "units"
+) -> set[int]:
     found: set[int] = set()
     for choice in units:
         matches = {id(m) for m in model.modules() if _matches(m, choice)}
         if not matches:
             classes = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
             what = choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
-            raise ConfigError(f"units: {what} matches no module; the model has {classes}")
+            raise ConfigError(f"{setting}: {what} matches no module; the model has {classes}")
         found |= matches
     return found
 

@@ -72,7 +72,8 @@ class Materializer:
         **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
         """
         config = self._config
-        settings = UnitSettings(replace(config.stage, reduce_every=config.reduce_every))
+        stage = replace(config.stage, reduce_every=config.reduce_every)
+        settings = UnitSettings(stage, optional=spec.optional)
         unit = Unit(
             spec.name, index, spec.module, self._comm, self._scheduler, settings, config.precision
         )

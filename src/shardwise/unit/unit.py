@@ -51,18 +51,39 @@ class Use:
     """One forward call of a unit that autograd recorded; dies with its graph.
 
     ``begun`` and ``done`` are of the backward pass under way. A ``spent`` use has seen one end: its
-    graph may be run again (``retain_graph``), but nothing waits for that.
+    graph may be run again (``retain_graph``), but nothing waits for that. Where units may be
+    skipped, ``inside`` are the calls of this one, in order, and a call of them may be none:
+    ``was_skipped``.
     """
 
-    __slots__ = ("__weakref__", "begun", "done", "enclosing", "has_input_hook", "spent", "versions")
+    __slots__ = (
+        "__weakref__",
+        "begun",
+        "done",
+        "enclosing",
+        "has_input_hook",
+        "inside",
+        "parent",
+        "spent",
+        "versions",
+        "was_skipped",
+    )
 
     def __init__(self, versions: tuple[int, ...], enclosing: tuple["Unit", ...]) -> None:
         self.enclosing = enclosing
+        self.inside: list[tuple[Unit, Use]] = []
+        self.parent: weakref.ref[Use] | None = None
+        self.was_skipped = False
         self.begun = False
         self.done = False
         self.spent = False
         self.has_input_hook = False
         self.versions = versions
+
+    def enter(self, unit: "Unit", parent: "Use") -> None:
+        """Note that this call of ``unit`` was made inside another one."""
+        self.parent = weakref.ref(parent)
+        parent.inside.append((unit, self))
 
     @property
     def is_open(self) -> bool:
@@ -307,6 +328,11 @@ class Unit:
     def is_trained(self) -> bool:
         """Tell whether any parameter of the unit has a gradient."""
         return any(s.leaf.requires_grad for s in self.slots)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Tell whether a gradient may come in the backward pass that begins now."""
+        return self.in_backward or self.used_outside or self.open_uses > 0
 
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a slice is modified."""

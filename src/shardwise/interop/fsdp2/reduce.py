@@ -1,10 +1,11 @@
 """The gradients of one ``fully_shard`` call on their way to ``param.grad``.
 
 Note [What is reduced]
-The parameters that have a gradient on this rank, packed into one buffer, by one reduce-scatter; a
-parameter without one is left out, so all ranks must have used the same ones, unless
-``set_reduce_scatter_unused_params`` asks for zeros. That is FSDP2's contract, and its price is less
-than that of `engine.reductions`, which also asks every rank who has what.
+All parameters of the unit that are trained, packed into one buffer, by one reduce-scatter; one
+without a gradient on this rank takes part with zeros, as another rank may have one. Who has had
+one is told by flags, once per pass, as in `engine.reductions`: where no rank had a gradient,
+``param.grad`` stays None, unless ``set_reduce_scatter_unused_params`` asks for zeros. FSDP2 packs
+what this rank has, and mixes up parameters where ranks differ.
 """
 
 from functools import reduce
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.pending import Pending
+from shardwise.comm.pending import Pending, Site
 from shardwise.engine.schedule import ReduceQueue
 from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.slot import GroupSlot
@@ -43,7 +44,8 @@ class GroupReductions:
     def add(self, unit: Unit) -> None:
         """Reduce a unit's gradients, which may wait for an earlier reduction."""
         assert isinstance(unit, GroupUnit)
-        if any(s.has_grad for s in unit.slots) or unit.settings.zero_fill:
+        is_shared = unit.comm.axes.num_ranks > 1  # another rank may have a gradient
+        if is_shared or any(s.has_grad for s in unit.slots) or unit.settings.zero_fill:
             self._queue.add(unit)
 
     def keep(self, unit: Unit) -> None:
@@ -56,7 +58,12 @@ class GroupReductions:
     def close(self) -> None:
         """Complete what is under way, at the end of a backward pass: ``param.grad`` is there."""
         self._queue.close()
-        self._queue.settled.clear()
+        reductions, self._queue.settled = self._queue.settled, []
+        groups: dict[int, list[GroupReduction]] = {}
+        for reduction in sorted(reductions, key=lambda r: r.unit.index):
+            groups.setdefault(id(reduction.unit.spread.axes.mesh), []).append(reduction)
+        for group in groups.values():
+            _deliver_unsure(group)
 
     def finish(self) -> None:
         """Complete every reduction."""
@@ -76,7 +83,9 @@ class GroupReduction:
         self.unit = unit
         self.out: torch.Tensor | None = None
         self.is_dropped = False
-        self._slots: list[GroupSlot] = []
+        self.slots: list[GroupSlot] = []
+        self.used_here: set[GroupSlot] = set()
+        self.unsure: dict[GroupSlot, torch.Tensor] = {}  # used elsewhere, or nowhere
         self._pending: Pending | None = None
 
     @torch.no_grad()
@@ -85,11 +94,13 @@ class GroupReduction:
         unit, settings = self.unit, self.unit.settings
         for state in (GradState.PARTIAL, GradState.REDUCING):
             unit.enter_grad_state(state)
+        takes_zeros = settings.zero_fill or unit.comm.axes.num_ranks > 1
         for slot in unit.slots:
-            wanted = slot.has_grad or (settings.zero_fill and slot.param.requires_grad)
+            wanted = slot.has_grad or (takes_zeros and slot.param.requires_grad)
             if wanted and slot.leaf is not None:
-                self._slots.append(slot)
-        if not self._slots:
+                self.slots.append(slot)
+        self.used_here = {slot for slot in self.slots if slot.has_grad or settings.zero_fill}
+        if not self.slots:
             return
         axis = unit.spread.axes.shard
         with span("reduce", unit.name):
@@ -108,15 +119,15 @@ class GroupReduction:
 
     def _pack(self, num_ranks: int) -> torch.Tensor:
         """Return the gradients, chunk by chunk, in the dtype that they are reduced in."""
-        grads = [slot.take_grad() for slot in self._slots]
-        dtypes = [s.reduce_dtype or g.dtype for s, g in zip(self._slots, grads, strict=True)]
+        grads = [slot.take_grad() for slot in self.slots]
+        dtypes = [s.reduce_dtype or g.dtype for s, g in zip(self.slots, grads, strict=True)]
         dtype = reduce(torch.promote_types, dtypes)
-        widths = [prod(slot.padded_size) for slot in self._slots]
+        widths = [prod(slot.padded_size) for slot in self.slots]
         packed = self._allocate(sum(widths) * num_ranks, dtype)
         places: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         columns = packed.view(num_ranks, -1).split(widths, dim=1)
-        for slot, grad, column in zip(self._slots, grads, columns, strict=True):
+        for slot, grad, column in zip(self.slots, grads, columns, strict=True):
             for rank, chunk in enumerate(_chunks(grad, num_ranks, slot)):
                 place = column[rank]
                 if chunk.numel():
@@ -173,9 +184,31 @@ class GroupReduction:
             self.unit.settings.after_reduce(values)
         if self._after != 1:
             values.div_(self._after)
-        pieces = values.split([prod(slot.padded_size) for slot in self._slots])
-        for slot, piece in zip(self._slots, pieces, strict=True):
-            slot.deliver(piece[: prod(slot.local_shape)].to(slot.param.dtype))
+        pieces = values.split([prod(slot.padded_size) for slot in self.slots])
+        for slot, piece in zip(self.slots, pieces, strict=True):
+            mean = piece[: prod(slot.local_shape)].to(slot.param.dtype)
+            if slot in self.used_here:
+                slot.deliver(mean)
+            else:
+                self.unsure[slot] = mean
+
+
+def _deliver_unsure(reductions: list[GroupReduction]) -> None:
+    """Ask who has had a gradient; give what other ranks had to this rank's parameters too."""
+    slots = [slot for reduction in reductions for slot in reduction.slots]
+    unit = reductions[0].unit
+    if unit.comm.axes.num_ranks == 1 or not slots:
+        return
+    used = set().union(*(reduction.used_here for reduction in reductions))
+    flags = torch.tensor([slot in used for slot in slots], dtype=torch.uint8, device=unit.device)
+    for pending in unit.comm.start_any(flags, Site("flags", "(all)", 0)):
+        pending.wait()
+    unsure = {slot: mean for r in reductions for slot, mean in r.unsure.items()}
+    if not unsure:
+        return  # and nothing waits for the device
+    for slot, flag in zip(slots, flags.tolist(), strict=True):
+        if flag and slot in unsure:
+            slot.deliver(unsure[slot])
 
 
 def _chunks(grad: torch.Tensor, num_ranks: int, slot: GroupSlot) -> list[torch.Tensor]:

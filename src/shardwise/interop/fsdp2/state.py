@@ -46,6 +46,7 @@ class GroupEngine(Engine):
         self.settle(list(units), order=())
 
     where_full = "on a copy of the model that is not sharded"
+    each_unit_alone = True
 
     def allows_transform(self, kind: Any) -> bool:
         """Allow ``jvp`` too where nothing is freed: backward through it does not pass our hooks."""

@@ -39,8 +39,9 @@ def prepare(model: Any) -> Any:
     """
     engine_of(model)
     for module in model.modules():
-        # transformers' own flag for "its forward needs all ranks": generate() looks at it.
-        module._is_fsdp_managed_module = True
+        if callable(getattr(module, "generate", None)):
+            # transformers' own flag for "its forward needs all ranks": generate() looks at it.
+            module._is_fsdp_managed_module = True
     if isinstance(model, PreTrainedModel):
         vars(model)["save_pretrained"] = partial(save_pretrained, model)
         vars(model)["resize_token_embeddings"] = _refuse_resize

@@ -79,6 +79,9 @@ class _Player:
         self._offloading = Offloading(candidate)
         visits = [e for e in tape.events if isinstance(e, Visit)]
         self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
+        stays_full = not setting.stage.frees_after_backward
+        num_ranks = candidate.num_shards * candidate.num_replicas
+        self._in_turns = stays_full and num_ranks > 1
         self._buffers = self._kept_buffers()
         self._meter = Meter(self._rest())
         self._issue = Issuer()
@@ -90,15 +93,19 @@ class _Player:
         ]
         for unit in self._units:
             unit.buffer = "kept" if self._buffers and unit.is_trained else ""
+            unit.awaits_backward = unit.index in self._with_backward
         self._reductions = ReductionsDouble(
             board,
             candidate.bucket_bytes,
             candidate.reduces_in_flight,
             settles_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,
         )
-        self._schedule: Schedule[UnitDouble] = Schedule(candidate.prefetch_bytes, self._reductions)
+        self._schedule: Schedule[UnitDouble] = Schedule(
+            candidate.prefetch_bytes, self._reductions, has_peers=num_ranks > 1
+        )
         order = [e.unit for e in visits if e.kind == "before_forward" and not e.recomputes]
-        self._schedule.settle(self._units, order)
+        closes = [e.unit for e in visits if e.kind == "after_backward"]
+        self._schedule.settle(self._units, order, closes)
         self._stack: list[tuple[UnitDouble, bool]] = []
         self._in_backward = False
         self._is_last = True
@@ -116,7 +123,7 @@ class _Player:
         buffers = sum(
             w.reduce.out
             for i, w in enumerate(self._weights)
-            if w.reduce and (w.num_updated or i in self._with_backward)
+            if w.reduce and (self._in_turns or w.num_updated or i in self._with_backward)
         )
         return replace(ledger, grad_shards=buffers)
 
@@ -213,8 +220,9 @@ class _Player:
     def _end_backward(self) -> None:
         for unit in reversed(self._units):
             left = self._schedule.reduces(unit, self._is_last) and unit.grads + unit.sums > 0
-            if (unit.in_backward or left) and not self._reductions.is_waiting(unit):
+            if (unit.in_backward or left) and not self._schedule.is_waiting(unit):
                 self._close(unit)
+        self._schedule.close_turns(self._is_last)
         self._reductions.close()
         self._schedule.end_pass()
 

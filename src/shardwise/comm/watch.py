@@ -1,0 +1,321 @@
+"""Who waits for whom: notices of long waits, and an end to waits that can have none.
+
+Note [A wait that has no end]
+A collective needs all ranks of its group. If rank 0 waits in one that rank 1 has not begun, and
+rank 1 waits in one that rank 0 has not begun, neither ever begins anything more. So a rank that
+has waited for some seconds publishes, in the store of the process group, what it waits for and how
+many collectives of each kind and unit it has begun; while it waits this cannot change. Who finds a
+circle of ranks that wait for each other, all of them still in the same wait when they have looked
+again, has a proof, however slow the machine or the network is. The wait is then broken off and
+raises, with both ends of the circle named. Only waits of the main thread are looked at.
+
+Note [Breaking a wait off]
+gloo's waits cannot be cancelled. But a receive that runs out of time closes the connections of its
+group, and every wait on them raises. The group is of no use afterwards, and says so when it is
+asked again. NCCL's waits block no thread of ours; there NCCL's own timeout ends them.
+
+Note [One watch per process]
+A process waits in one call at a time, whichever model it is for, so what it waits for is a fact of
+the process, as its process groups are. One thread looks once a second, and costs nothing else.
+"""
+
+import atexit
+import json
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import CollectiveError
+
+_LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
+_REMEDY = (
+    "Every rank must make the same calls and run the same units in the same order. Where ranks may "
+    "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
+    "shard(..., optional=[...]); stages 0 to 2 need no such list"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A collective of one group. The n-th that a rank begins meets the n-th of all other ranks.
+
+    ``members`` are the global ranks of a group that torch's registry does not know.
+    """
+
+    kind: str
+    unit: str
+    index: int
+    axis: str
+    group: Any
+    members: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Return what is the same on all ranks."""
+        return f"{self.axis}.{self.kind}.{self.index}.{self.unit}"
+
+    @property
+    def text(self) -> str:
+        """Return the collective's name for people."""
+        if not self.axis:
+            return self.kind
+        return f"{self.kind} of unit '{self.unit or '(root)'}' over axis '{self.axis}'"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the global ranks that must begin it."""
+        return self.members or tuple(dist.get_process_group_ranks(self.group))
+
+
+@dataclass
+class _Wait:
+    """One thread's wait, as it goes on."""
+
+    meeting: Meeting
+    number: int
+    begun_s: float
+    serial: int
+    told: bool = False
+    looks: int = 0
+
+
+class Watch:
+    """The waits of this process, and the thread that looks at them."""
+
+    def __init__(self, look_every_s: float = 1.0, patience_s: float = 30.0) -> None:
+        self.look_every_s = look_every_s
+        self.patience_s = patience_s
+        self._begun: Counter[str] = Counter()
+        self._waits: dict[int, _Wait] = {}
+        self._verdicts: dict[int, str] = {}
+        self._failed: dict[int, tuple[Any, str]] = {}
+        self._num_waits = 0
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._published = False
+        self._suspected: dict[int, dict[str, Any]] = {}
+
+    # -- what the ranks' own threads call
+    def refuse_failed(self, kind: str, group: Any) -> None:
+        """Refuse a collective of a group on which an earlier one has failed.
+
+        **Raises** CollectiveError with the first failure: some ranks have stopped where others have
+        not, so the call might wait for what never comes.
+        """
+        if self._failed and (failed := self._failed.get(id(group))) is not None:
+            raise CollectiveError(
+                f"rank {dist.get_rank()}: {kind} is not possible any more, as an earlier call on "
+                f"the same process group has failed: {failed[1]}. End this process and start again "
+                "from a checkpoint"
+            )
+
+    def begin(self, meeting: Meeting) -> int:
+        """Count a collective that this rank begins; return its number."""
+        key = meeting.key
+        self._begun[key] += 1
+        return self._begun[key]
+
+    def enter(self, meeting: Meeting, number: int) -> None:
+        """Note that this thread waits from now on."""
+        self._num_waits += 1
+        wait = _Wait(meeting, number, time.monotonic(), self._num_waits)
+        self._waits[threading.get_ident()] = wait
+        if self._thread is None:
+            self._start()
+
+    def leave(self) -> None:
+        """Note that this thread's wait is over."""
+        self._waits.pop(threading.get_ident(), None)
+
+    def fail(self, meeting: Meeting, reason: str) -> str:
+        """Note that a group has failed; return why, which may be what the watch has found."""
+        found = self._verdicts.pop(threading.get_ident(), None) or _told_by_others() or reason
+        self._failed.setdefault(id(meeting.group), (meeting.group, found))
+        return found
+
+    # -- the thread
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop.set)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.look_every_s):
+            if not dist.is_initialized():
+                continue
+            try:
+                self._look()
+            except RuntimeError:  # the store is gone, and with it whoever could be waited for
+                self._published = False
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        waits = [(t, w) for t, w in list(self._waits.items()) if now - w.begun_s > 1.0]
+        main = threading.main_thread().ident
+        mine = next((w for t, w in waits if t == main), None)
+        board = _Board()
+        if mine is None:
+            if self._published:
+                board.clear()
+                self._published = False
+        else:
+            mine.looks += 1
+            board.publish(self._record(mine))
+            self._published = True
+            self._find_circle(board, main or 0, mine)
+        for thread, wait in waits:
+            if not wait.told and now - wait.begun_s > self.patience_s:
+                wait.told = True
+                _LOG.warning(self._notice(board, thread, wait))
+
+    def _record(self, wait: _Wait) -> dict[str, Any]:
+        return {
+            "serial": wait.serial,
+            "look": wait.looks,
+            "key": wait.meeting.key,
+            "number": wait.number,
+            "ranks": wait.meeting.ranks,
+            "text": wait.meeting.text + _where(threading.main_thread().ident or 0),
+            "begun": dict(self._begun),
+        }
+
+    def _find_circle(self, board: "_Board", thread: int, wait: _Wait) -> None:
+        rank = dist.get_rank()
+        found = board.circle(rank, self._record(wait))
+        before = self._suspected
+        if {r: w["serial"] for r, w in found.items()} != {
+            r: w["serial"] for r, w in before.items()
+        }:
+            self._suspected = before = found
+        if not found or any(found[r]["look"] == before[r]["look"] for r in found):
+            return  # somebody has not looked again yet, and may have gone on meanwhile
+        if self._waits.get(thread) is not wait or thread in self._verdicts:
+            return
+        parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
+        self._verdicts[thread] = f"{', and '.join(parts)}, for each other. {_REMEDY}"
+        board.tell(self._verdicts[thread])
+        if not _break_off(wait.meeting):
+            _LOG.error("shardwise: %s", self._verdicts[thread])
+
+    def _notice(self, board: "_Board", thread: int, wait: _Wait) -> str:
+        meeting, rank = wait.meeting, dist.get_rank()
+        states = {r: board.read(r) for r in meeting.ranks if r != rank}
+        missing = []
+        for other, record in states.items():
+            if record is None:
+                missing.append(f"rank {other} is in no call of Shardwise")
+            elif record["begun"].get(meeting.key, 0) < wait.number:
+                missing.append(f"rank {other} waits in {record['text']}")
+        who = "; ".join(missing[:8]) or "all others have come, so the network or a device is slow"
+        if len(missing) > 8:
+            who += f"; and {len(missing) - 8} more"
+        return (
+            f"shardwise: rank {rank} has waited {self.patience_s:.0f} s in {meeting.text}"
+            f"{_where(thread)}: {who}. Every rank must make this call"
+        )
+
+
+class _Board:
+    """What waiting ranks have published in the store of the process group."""
+
+    def __init__(self) -> None:
+        self._store = dist.PrefixStore(
+            "shardwise/watch", dist.distributed_c10d._get_default_store()
+        )
+
+    def publish(self, record: Mapping[str, Any]) -> None:
+        self._store.set(str(dist.get_rank()), json.dumps(record))
+
+    def clear(self) -> None:
+        self._store.set(str(dist.get_rank()), "")
+
+    def tell(self, verdict: str) -> None:
+        self._store.set("verdict", verdict)
+
+    def told(self) -> str | None:
+        return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+
+    def read(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank that waits has published, else None; never waits for it."""
+        if not self._store.check([str(rank)]):
+            return None
+        text = self._store.get(str(rank))
+        return json.loads(text) if text else None
+
+    def circle(self, rank: int, record: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Return the records of a circle of ranks that wait for each other, reached from ``rank``.
+
+        Empty where there is none: then somebody is at work who may come.
+        """
+        records = {rank: record}
+        path: list[int] = []
+
+        def visit(at: int) -> list[int]:
+            if at in path:
+                return path[path.index(at) :]
+            path.append(at)
+            for other in _missing(records[at], at):
+                if other not in records and (found := self.read(other)) is not None:
+                    records[other] = found
+                waits = records.get(other)
+                has_begun = waits and waits["begun"].get(records[at]["key"], 0)
+                if waits and has_begun < records[at]["number"] and (circle := visit(other)):
+                    return circle
+            path.pop()
+            return []
+
+        return {r: records[r] for r in visit(rank)}
+
+
+def _missing(record: Mapping[str, Any], rank: int) -> Sequence[int]:
+    return [other for other in record["ranks"] if other != rank]
+
+
+def _where(thread: int) -> str:
+    """Return the line of the user's program that made a thread wait, as ` (file:line)`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
+            return f" ({Path(name).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def _told_by_others() -> str | None:
+    """Return the circle that another rank has found, and broken off; None where there is none."""
+    try:
+        return _Board().told()
+    except (RuntimeError, ValueError):  # the process group, or its store, is gone
+        return None
+
+
+def _break_off(meeting: Meeting) -> bool:
+    """Make waits on a gloo group raise; tell whether that is possible."""
+    group = meeting.group
+    backend = group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
+    if backend.name().lower() != "gloo":
+        return False
+    peer = 0 if backend.rank() else 1
+    try:
+        backend.recv([torch.zeros(1)], peer, 0).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return True
+    warnings.warn("a message of nobody has arrived", RuntimeWarning, stacklevel=2)
+    return False
+
+
+WATCH = Watch()

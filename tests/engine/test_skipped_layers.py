@@ -1,0 +1,233 @@
+"""Ranks that do not run the same layers: layerdrop, stochastic depth, a head per task, experts."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ranks import run_ranks
+from shardwise import accumulate, shard
+from trainer import LAYOUTS, adamw, compare, events_of, sgd
+
+
+class Dropped(nn.Module):
+    """Blocks of which a batch names those to run, between layers that always run."""
+
+    num_layers = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(self.num_layers))
+        self.norm = nn.LayerNorm(8)
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+
+    def forward(self, x, runs, task):
+        x = self.first(x)
+        for layer, run in zip(self.layers, runs, strict=True):
+            if run:
+                x = x + torch.tanh(layer(x))
+        return self.heads[task](self.norm(x))
+
+
+def loss_of(model, batch):
+    x, runs, task, targets = batch
+    return F.cross_entropy(model(x, runs, task), targets)
+
+
+def draw_batch(random):
+    x = torch.randn(4, 5, generator=random)
+    runs = (torch.rand(Dropped.num_layers, generator=random) > 0.4).tolist()
+    task = int(torch.randint(2, (), generator=random))
+    return x, runs, task, torch.randint(3, (4,), generator=random)
+
+
+UNITS = {"units": [nn.Linear]}
+STAYS_FULL = [{**options, **UNITS} for options in LAYOUTS if options["stage"] < 3]
+
+
+def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
+    settings = [dict(s, prefetch_bytes=b) for s in STAYS_FULL for b in (None, 0)]
+    compare(
+        rank,
+        world_size,
+        Dropped,
+        settings,
+        loss_of,
+        {"adamw": adamw, "sgd": sgd}[optimizer],
+        draw_batch,
+        num_steps=5,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(("optimizer", "num_micro_batches"), [("adamw", 1), ("sgd", 2)])
+def test_ranks_may_skip_different_layers_at_stages_0_to_2(num_ranks, optimizer, num_micro_batches):
+    run_ranks(skip_where_parameters_stay, num_ranks, optimizer, num_micro_batches)
+
+
+def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
+    for optional in ([nn.Linear], [nn.Linear, nn.LayerNorm]):
+        settings = [
+            {"stage": 3, "layout": layout, "optional": optional, "prefetch_bytes": budget}
+            for layout in ("rows", "flat")
+            for budget in (None, 0, 1 << 20)
+        ]
+        compare(
+            rank,
+            world_size,
+            Dropped,
+            settings,
+            loss_of,
+            adamw,
+            draw_batch,
+            num_steps=5,
+            num_micro_batches=num_micro_batches,
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_ranks_may_skip_different_optional_layers_at_stage_3(num_ranks, num_micro_batches):
+    run_ranks(skip_where_parameters_are_freed, num_ranks, num_micro_batches)
+
+
+class Inner(nn.Module):
+    """A block with two units inside it, which are skipped with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Nested(Dropped):
+    """Blocks with units inside, of which some run under a checkpoint."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Inner() for _ in range(self.num_layers))
+        self.checkpoints = checkpoints
+
+    def forward(self, x, runs, task):
+        x = self.first(x)
+        for layer, run in zip(self.layers, runs, strict=True):
+            if run and self.checkpoints:
+                x = x + checkpoint(layer, x, use_reentrant=False)
+            elif run:
+                x = x + layer(x)
+        return self.heads[task](self.norm(x))
+
+
+def events_of_ranks(rank, world_size, checkpoints):
+    """Train a few steps in each setting; return what was sent, in order."""
+    found = []
+    random = torch.Generator().manual_seed(rank)  # other layers on every rank
+    for stage in range(4):
+        torch.manual_seed(0)
+        model = shard(
+            Nested(checkpoints), stage=stage, units=[Inner, nn.Linear], optional=[Inner, nn.Linear]
+        )
+        events = events_of(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            for last in (False, True):
+                with accumulate(model, last=last):
+                    loss_of(model, draw_batch(random)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                loss_of(model, draw_batch(random))
+            if step == 1:  # nothing but what always runs
+                x, _, task, targets = draw_batch(random)
+                skipped = [False] * Dropped.num_layers
+                loss_of(model, (x, skipped, task, targets)).backward()
+        found.append([(kind, unit) for kind, unit, _ in events])
+    return found
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_all_ranks_start_the_same_collectives_in_the_same_order_whatever_they_skip(checkpoints):
+    first, *others = run_ranks(events_of_ranks, 3, checkpoints)
+    assert all(len(events) > 20 for events in first)
+    for other in others:
+        assert other == first
+
+
+def skip_nested(rank, world_size):
+    settings = [
+        {"stage": stage, "units": [Inner, nn.Linear], "optional": [Inner, nn.Linear]}
+        for stage in (1, 3)
+    ]
+    for checkpoints in (False, True):
+        compare(
+            rank,
+            world_size,
+            partial(Nested, checkpoints),
+            settings,
+            loss_of,
+            adamw,
+            draw_batch,
+            num_steps=4,
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_is_inside_a_skipped_layer_is_skipped_with_it(num_ranks):
+    run_ranks(skip_nested, num_ranks)
+
+
+def tiny_wav2vec2():
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=24,
+        conv_dim=(8,), conv_kernel=(4,), conv_stride=(4,), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, vocab_size=12, layerdrop=0.5, apply_spec_augment=False,
+        hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, activation_dropout=0.0,
+        final_dropout=0.0, ctc_loss_reduction="mean",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def train_wav2vec2(rank, world_size, how, options):
+    """Train with layers dropped per rank; return this rank's losses and how many layers ran."""
+    model = tiny_wav2vec2()
+    if how == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        shard(model, **options)
+    ran = []
+    for layer in getattr(model, "module", model).wav2vec2.encoder.layers:
+        layer.register_forward_hook(lambda *_: ran.append(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    random = torch.Generator().manual_seed(5 + rank)
+    torch.manual_seed(rank)  # of layerdrop
+    losses = []
+    for _ in range(4):
+        sound = torch.randn(2, 64, generator=random)
+        labels = torch.randint(1, 12, (2, 3), generator=random)
+        loss = model(sound, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, len(ran)
+
+
+def test_layerdrop_of_transformers_has_the_losses_of_ddp_that_finds_unused_parameters():
+    truth = run_ranks(train_wav2vec2, 2, "ddp", {})
+    assert truth[0][1] != truth[1][1] and max(ran for _, ran in truth) < 16
+    layer = ["Wav2Vec2EncoderLayer"]
+    for options in ({"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3, "optional": layer}):
+        assert run_ranks(train_wav2vec2, 2, "shard", options) == truth, options
+    ran_all = run_ranks(train_wav2vec2, 2, "shard", {"stage": 3})  # by transformers' own switch
+    assert [ran for _, ran in ran_all] == [16, 16]
