@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from models import Block
 from oracle import assert_same_bits
 from ranks import run_ranks
+from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError
 from shardwise.interop import torchtitan
 from trainer import adamw, full, full_parameters
@@ -219,7 +220,8 @@ def shard_over_replicas(rank: int, world_size: int) -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None and ours.grad is not None
         dist.all_reduce(theirs.grad)
-        torch.testing.assert_close(full(ours.grad), theirs.grad)
+        # A sum over four ranks in another order; twice, since its terms are of either sign.
+        assert_rounded_alike(full(ours.grad), theirs.grad, 2 * 4)
 
 
 def test_replicas_of_shards_are_where_the_degrees_say() -> None:
