@@ -2,15 +2,20 @@
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import ranks
 
 # One thread here as in the ranks, so that a sum in this process and in theirs has the same bits.
 torch.set_num_threads(1)
 
-# Property tests draw the same examples in every run; no deadline, since machines differ.
-settings.register_profile("shardwise", deadline=None, derandomize=True)
+# Property tests draw the same examples in every run; no time limits, since machines differ.
+settings.register_profile(
+    "shardwise",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("shardwise")
 
 

@@ -277,7 +277,7 @@ def test_no_function_of_torch_gives_a_local_answer() -> None:
         ("flat", "gradient", True),
         ("flat", "parameter", False),
     ):
-        first, second = run_ranks(sweep, 2, layout, what, grads, trials, timeout_s=240)
+        first, second = run_ranks(sweep, 2, layout, what, grads, trials)
         offenders = first[0] + [f"rank 1: {o}" for o in second[0] if o not in first[0]]
         assert not offenders, f"{layout}, {what}:\n" + "\n".join(offenders)
         assert 100 < first[1] < len(trials)

@@ -128,7 +128,7 @@ def save_each(settings: list[Setting], root: Path) -> None:
     for setting in dict.fromkeys(settings):
         state_folder(root, setting).mkdir()
         jobs.setdefault(setting.num_ranks, ([],))[0].append((setting, root))
-    run_sizes(train_and_save, jobs, timeout_s=300)
+    run_sizes(train_and_save, jobs)
 
 
 def load_each(pairs: list[Pair], root: Path) -> dict[Pair, list[str]]:
@@ -137,7 +137,7 @@ def load_each(pairs: list[Pair], root: Path) -> dict[Pair, list[str]]:
     for saver, loader in pairs:
         jobs.setdefault(loader.num_ranks, ([],))[0].append((saver, loader, root))
     found = {}
-    for size, by_rank in run_sizes(load_and_compare, jobs, timeout_s=300).items():
+    for size, by_rank in run_sizes(load_and_compare, jobs).items():
         for number, (saver, loader, _) in enumerate(jobs[size][0]):
             found[saver, loader] = [
                 f"rank {rank}: {problem}"

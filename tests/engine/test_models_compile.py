@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWa
 @pytest.mark.parametrize("make_model", [CompiledInPlace, CompiledWrapped])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_blocks_take_the_same_steps(make_model: Any, world_size: int) -> None:
-    run_ranks(compare, world_size, partial(make_model, "aot_eager"), ENDS, timeout_s=120)
+    run_ranks(compare, world_size, partial(make_model, "aot_eager"), ENDS)
 
 
 def compare_inductor(rank: int, world_size: int) -> None:
@@ -54,4 +54,4 @@ def compare_inductor(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_blocks_compiled_by_inductor_train() -> None:
-    run_ranks(compare_inductor, 2, timeout_s=240)
+    run_ranks(compare_inductor, 2)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from shardwise import gathered, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
@@ -110,7 +110,7 @@ def compare_compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_before_or_after_shard_is_the_same_and_compiled_once() -> None:
-    run_ranks(compare_compiled, 2, timeout_s=240)
+    run_ranks(compare_compiled, 2)
 
 
 # -- torch.autocast
@@ -317,7 +317,7 @@ def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process() ->
         env={**os.environ, "PYTHONPATH": src},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
 
@@ -404,4 +404,4 @@ def run_on_gpu(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model() -> None:
-    run_ranks(run_on_gpu, 1, timeout_s=300, fresh=True)
+    run_ranks(run_on_gpu, 1, fresh=True)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models import Block
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError
 from shardwise.interop import torchtitan
@@ -369,7 +369,7 @@ def train_llama(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_torchtitans_llama_takes_the_steps_of_the_plain_one() -> None:
     titan()
-    run_ranks(train_llama, 2, timeout_s=180, fresh=True)
+    run_ranks(train_llama, 2, fresh=True)
 
 
 @pytest.mark.slow
@@ -381,7 +381,7 @@ def test_the_example_trains_torchtitans_debug_model() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", done.stdout, re.MULTILINE)]

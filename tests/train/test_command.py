@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ranks import HANG_S
 from resumes import decoder_roundings
 from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise.cli.train import read_place
@@ -35,7 +36,7 @@ def command(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=HANG_S)
     return process.returncode, out, err
 
 
@@ -176,7 +177,7 @@ def test_a_signal_ends_all_ranks_after_their_step(
 ) -> None:
     process = command("train", tiny, "--ranks", 2, "--steps", 100_000, *flags)
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, number)
@@ -201,7 +202,7 @@ def test_a_rank_that_dies_is_named(tiny: Path) -> None:
 def ranks_at_work(process: subprocess.Popen[str], tiny: Path) -> list[int]:
     """Return the ranks' process ids once a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()

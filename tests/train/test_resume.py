@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from resumes import (
     TINY,
     CountsSteps,
@@ -325,14 +325,14 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     common += ["--ranks=2", "--save-every=1", f"--output={tmp_path / 'parts'}", "--resume=auto"]
     path = tmp_path / "parts" / "metrics.jsonl"
     process = start([*common, "--steps=100000"])
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and '"step": 6,' in path.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     kill_job(process)
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
     process = start([*common, f"--steps={reached + 4}"])
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (0, ""), err
     said = re.search(r"^going on from step (\d+) .*\nchanged since then: steps: 100000 ->", out)
     assert said is not None and reached - 2 <= int(said[1]) <= reached
