@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, a reason for each skip, no process left behind."""
+"""What holds for every test: as many threads as ranks have, reasons for skips, no process left."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 
 import ranks
 
-# One thread here as in the ranks, so that a sum in this process and in theirs has the same bits.
-torch.set_num_threads(1)
+# As many threads here as in the ranks: a sum in this process and in theirs has the same bits.
+torch.set_num_threads(ranks.NUM_THREADS)
 
 # Property tests draw the same examples in every run; no time limits, since machines differ.
 settings.register_profile(

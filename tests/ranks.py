@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
 HANG_S = 900.0  # what takes longer hangs: thirty times the slowest test on a quiet machine
 GRACE_S = 30.0  # how long the other ranks may take to end once one has failed
 PRELOADED = [
@@ -385,7 +386,7 @@ def _reset_state() -> None:
     """Give each call the same start, whatever ran in this process before."""
     random.seed(0)
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)

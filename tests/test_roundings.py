@@ -1,9 +1,12 @@
 """Tolerances that count roundings: none so wide that a wrong gradient passes, none too narrow."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ranks
 from roundings import (
     SHARP,
     SMOOTH_EPS,
@@ -13,6 +16,14 @@ from roundings import (
     of_gradient,
     unit,
 )
+
+pytestmark = pytest.mark.kernels
+
+
+def test_the_kernels_are_those_that_were_asked_for() -> None:
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    assert os.environ.get("ATEN_CPU_CAPABILITY", best) == best
+    assert torch.get_num_threads() == ranks.NUM_THREADS
 
 
 @pytest.mark.parametrize("terms", [1, 7, 100, 2000])

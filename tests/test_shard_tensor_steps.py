@@ -138,6 +138,7 @@ def check_fused_optimizers(layout: str) -> None:
                 assert_rounded_alike(param.full_tensor(), expected.data, 3 * 12, what)
 
 
+@pytest.mark.kernels
 def test_fused_optimizers_make_the_same_steps() -> None:
     both_layouts(check_fused_optimizers)
 
@@ -200,6 +201,7 @@ def clip_reports(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.kernels
 def test_clipping_is_right_the_same_on_every_rank_and_one_collective() -> None:
     for world_size in (1, 2, 3):
         first, *others = run_ranks(clip_reports, world_size)
@@ -216,6 +218,7 @@ def check_clip_bits_on_one_rank(layout: str) -> None:
         assert_rounded_alike(norms[1].item(), norms[0].item(), NUMEL + 2)
 
 
+@pytest.mark.kernels
 def test_on_one_rank_clipping_differs_by_no_more_than_its_own_rounding() -> None:
     both_layouts(check_clip_bits_on_one_rank, (1,))
 

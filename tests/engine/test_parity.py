@@ -47,6 +47,7 @@ def compare_odd_model(rank: int, world_size: int, **options: Any) -> None:
     compare_odd(rank, world_size, **options)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_stage_and_layout_has_the_bits_of_the_plain_loop(world_size: int) -> None:
     run_ranks(compare_odd_model, world_size, settings=LAYOUTS, num_steps=4)
@@ -116,6 +117,7 @@ def compare_fused_odd(rank: int, world_size: int) -> None:
         assert_all_rounded_alike(trained.parameters, truth.parameters, ODD_ROUNDINGS)
 
 
+@pytest.mark.kernels
 def test_the_fused_optimizer_differs_by_rounding_where_slices_are_odd() -> None:
     run_ranks(compare_fused_odd, 3)
 
@@ -142,6 +144,7 @@ def compare_with_ddp(rank: int, world_size: int) -> None:
         assert_same_bits({n: trained.parameters[n] for n in expected}, expected)
 
 
+@pytest.mark.kernels
 def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
     run_ranks(compare_with_ddp, 2)
 
@@ -249,6 +252,7 @@ def compare_clipped(rank: int, world_size: int, max_norm: float) -> list[float]:
     return norms
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_torchs_own_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
     by_rank = run_ranks(compare_clipped, world_size, 0.5)

@@ -103,6 +103,7 @@ def LARGEST_EVEN(param: nn.Parameter) -> Shard:  # noqa: N802
     return Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else Shard(0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_it_takes_the_steps_of_torchs_own_to_the_bit(world: int) -> None:
     run_ranks(against_torch, world)
@@ -114,6 +115,7 @@ def against_ddp(rank: int, world: int) -> None:
         same_bits(steps(apply(fully_shard, stack(), **options), rank), expected)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_takes_the_steps_of_ddp_to_the_bit(world: int) -> None:
     run_ranks(against_ddp, world)

@@ -123,6 +123,7 @@ def assert_same_steps(one: Path, other: Path, last: int = STEPS) -> None:
         assert_all_rounded_alike(*moments, DECODER_ROUNDINGS)
 
 
+@pytest.mark.kernels
 def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path: Path) -> None:
     shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL}
     alone = {**shape, "output": tmp_path / "alone"}
@@ -150,6 +151,7 @@ def train_wrongly(rank: int, world_size: int, flags: dict[str, Any]) -> None:
     train_prepared(run, StopRequest())
 
 
+@pytest.mark.kernels
 def test_a_gradient_that_is_wrong_by_1e_4_does_not_pass_for_a_rounding(tmp_path: Path) -> None:
     shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "steps": 2}
     run_ranks(change_ranks, 1, {**shape, "output": tmp_path / "alone"}, None)

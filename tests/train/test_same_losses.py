@@ -46,6 +46,7 @@ def demo_losses(rank: int, world_size: int) -> tuple[dict[int, list[float]], Gra
     return losses, grads if rank == 0 else {}
 
 
+@pytest.mark.kernels
 @pytest.mark.slow
 def test_one_global_batch_gives_the_same_losses_on_1_to_4_ranks_at_every_stage() -> None:
     """Losses are too flat to show an error of 1e-4 in a gradient; so gradients are compared too."""
