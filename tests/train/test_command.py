@@ -13,10 +13,7 @@ import pytest
 import yaml
 
 from ranks import HANG_S
-from resumes import decoder_roundings
-from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise.cli.train import read_place
-from shardwise.train.config import load_config
 from shardwise.train.launch import RankPlace, StopRequest
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -140,28 +137,6 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
 
     code, _, err = finish(command("train", tiny, "--ranks", 2))
     assert (code, "holds the metrics of an earlier run" in err) == (2, True)
-
-
-@pytest.mark.slow
-def test_the_first_losses_are_the_same_on_1_2_and_3_ranks(tiny: Path) -> None:
-    shape = ["--micro-batch", 1, "--global-batch", 6, "--steps", 2, "--eval-windows", 0]
-    shape += ["--optimizer-options", f"{{eps: {SMOOTH_EPS}}}"]
-    folders = [tiny.parent / name for name in ("one", "two")]
-    jobs = [
-        command("train", tiny, *shape, "--ranks", ranks, "--output", folder)
-        for ranks, folder in enumerate(folders, 1)
-    ]
-    for code, _, err in map(finish, jobs):
-        assert code == 0, err
-    losses = [[line["loss"] for line in metrics(folder)] for folder in folders]
-    over = ["--ranks", 3, "--output", folders[0], "--overwrite"]
-    code, _, err = finish(command("train", tiny, *shape, *over))
-    assert code == 0, err
-    losses.append([line["loss"] for line in metrics(folders[0])])
-    roundings = decoder_roundings(load_config(tiny, {}), rows=6)
-    for alone, two, three in zip(*losses, strict=True):
-        assert_rounded_alike(two, alone, roundings)
-        assert_rounded_alike(three, alone, roundings)
 
 
 @pytest.mark.slow
