@@ -158,7 +158,7 @@ class Ranks:
         if pipe.poll():
             with contextlib.suppress(EOFError, ConnectionResetError):
                 return Outcome(rank, **pickle.loads(pipe.recv_bytes()))
-            process.join(5)
+            process.join(HANG_S)
             alive = False
         return None if alive else Outcome(rank, time.monotonic(), exit_code=process.exitcode)
 
@@ -176,7 +176,7 @@ class Ranks:
         outcomes = {}
         for rank in pending:
             self.processes[rank].kill()
-            self.processes[rank].join(5)
+            self.processes[rank].join(HANG_S)
             outcomes[rank] = Outcome(
                 rank,
                 time.monotonic(),
@@ -203,7 +203,7 @@ class Ranks:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(5)
+            process.join(HANG_S)
         for pipe in self.pipes:
             pipe.close()
         self.scratch.cleanup()
