@@ -1,5 +1,10 @@
 """What holds for every test: as many threads as ranks have, reasons for skips, no process left."""
 
+import getpass
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -8,6 +13,10 @@ import ranks
 
 # As many threads here as in the ranks: a sum in this process and in theirs has the same bits.
 torch.set_num_threads(ranks.NUM_THREADS)
+
+# Inductor's cache does not ask which vector registers it compiled for: a folder for each kind.
+_CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability().lower()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), _CACHE)))
 
 # Property tests draw the same examples in every run; no time limits, since machines differ.
 settings.register_profile(
