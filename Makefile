@@ -3,7 +3,7 @@
 #   make test    the whole test suite                  make bench   time one training step
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
 #   make soak    long campaigns of faults              make fuzz    hostile checkpoints, by the million
-#   make clean   remove .venv and caches
+#   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help venv demo test check format bench bench-ckpt soak fuzz clean
+.PHONY: help venv demo test test-kernels check format bench bench-ckpt soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,10 @@ demo: $(RUN_STAMP)
 
 test: $(DEV_STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Tolerances must hold on any processor: kernels other than this one's best are taken on purpose.
+test-kernels: $(DEV_STAMP)
+	@$(BIN)/python tests/kernels.py
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

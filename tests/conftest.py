@@ -1,16 +1,30 @@
-"""What holds for every test: one thread, a reason for each skip, no process left behind."""
+"""What holds for every test: as many threads as ranks have, reasons for skips, no process left."""
+
+import getpass
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 import ranks
 
-# One thread here as in the ranks, so that a sum in this process and in theirs has the same bits.
-torch.set_num_threads(1)
+# As many threads here as in the ranks: a sum in this process and in theirs has the same bits.
+torch.set_num_threads(ranks.NUM_THREADS)
 
-# Property tests draw the same examples in every run; no deadline, since machines differ.
-settings.register_profile("shardwise", deadline=None, derandomize=True)
+# Inductor's cache does not ask which vector registers it compiled for: a folder for each kind.
+_CACHE = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability().lower()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), _CACHE)))
+
+# Property tests draw the same examples in every run; no time limits, since machines differ.
+settings.register_profile(
+    "shardwise",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("shardwise")
 
 

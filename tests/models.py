@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_from_scratch as zero
+from roundings import of_gradient
 
 
 class Block(nn.Module):
@@ -32,6 +33,11 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def stack_roundings(rows: int) -> int:
+    """Count the roundings of a gradient of `Stack`; its last sum is over so many rows."""
+    return of_gradient(*(8, 11) * 3, 8, over=rows)
 
 
 class InnerBranchBlock(nn.Module):

@@ -5,6 +5,9 @@ results in rank order. Ranks are forked from a server process that has imported 
 one pool of ranks per world size stays open for the whole test session, so a call costs
 milliseconds. A pool in which a call failed is never used again.
 
+A call that is not done after `HANG_S` counts as hanging. This is the only limit of time in the
+tests: none depends on how fast a machine is, or on what else it does.
+
 `start_ranks` gives a call its own processes, which a test may stop or kill, and a handle that says
 how each of them ended.
 
@@ -38,7 +41,9 @@ import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
-GRACE_S = 2.0  # how long the other ranks may take to end once one has failed
+NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
+HANG_S = 900.0  # what takes longer hangs: thirty times the slowest test on a quiet machine
+GRACE_S = 30.0  # how long the other ranks may take to end once one has failed
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -122,7 +127,7 @@ class Ranks:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by wait()
                 pipe.send_bytes(call)
 
-    def wait(self, timeout_s: float = 60, grace_s: float | None = None) -> list[Outcome]:
+    def wait(self, timeout_s: float = HANG_S, grace_s: float | None = None) -> list[Outcome]:
         """Collect how each rank's call ended, in rank order.
 
         What still runs after `timeout_s`, or `grace_s` after the first failure, is killed.
@@ -153,7 +158,7 @@ class Ranks:
         if pipe.poll():
             with contextlib.suppress(EOFError, ConnectionResetError):
                 return Outcome(rank, **pickle.loads(pipe.recv_bytes()))
-            process.join(5)
+            process.join(HANG_S)
             alive = False
         return None if alive else Outcome(rank, time.monotonic(), exit_code=process.exitcode)
 
@@ -161,27 +166,44 @@ class Ranks:
         for rank in pending:  # each prints its stacks first
             with contextlib.suppress(ProcessLookupError):
                 self.kill(rank, signal.SIGUSR1)
-        time.sleep(0.3)
+        said = [self._stacks(rank) for rank in pending]
+        for _ in range(100):  # a slow machine writes slowly, and one that is stopped never
+            time.sleep(0.3)
+            before, said = said, [self._stacks(rank) for rank in pending]
+            silent = [rank for rank, text in zip(pending, said, strict=True) if not text]
+            if said == before and all(map(self._is_stopped, silent)):
+                break
         outcomes = {}
         for rank in pending:
             self.processes[rank].kill()
-            self.processes[rank].join(5)
-            stacks = Path(self.scratch.name, f"{rank}.stacks")
+            self.processes[rank].join(HANG_S)
             outcomes[rank] = Outcome(
                 rank,
                 time.monotonic(),
-                error=stacks.read_text() if stacks.exists() else "(none)",
+                error=self._stacks(rank) or "(none)",
                 exit_code=self.processes[rank].exitcode,
                 timed_out=True,
             )
         return outcomes
+
+    def _stacks(self, rank: int) -> str:
+        path = Path(self.scratch.name, f"{rank}.stacks")
+        return path.read_text() if path.exists() else ""
+
+    def _is_stopped(self, rank: int) -> bool:
+        """Tell whether a rank was stopped, or is dead, and so will say nothing."""
+        try:
+            state = Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return state in "TtZX"
 
     def close(self) -> None:
         """End all processes; they have nothing to say any more."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(5)
+            process.join(HANG_S)
         for pipe in self.pipes:
             pipe.close()
         self.scratch.cleanup()
@@ -197,7 +219,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60,
+    timeout_s: float = HANG_S,
     fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
@@ -213,7 +235,7 @@ def run_ranks(
 
 
 def run_sizes(
-    fn: Callable[..., Any], args_by_size: dict[int, tuple[Any, ...]], timeout_s: float = 60
+    fn: Callable[..., Any], args_by_size: dict[int, tuple[Any, ...]], timeout_s: float = HANG_S
 ) -> dict[int, list[Any]]:
     """Call `fn(rank, world_size, *args)` on worlds of several sizes at once; see `run_ranks`.
 
@@ -364,7 +386,7 @@ def _reset_state() -> None:
     """Give each call the same start, whatever ran in this process before."""
     random.seed(0)
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from ranks import HANG_S
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
@@ -199,7 +200,7 @@ def run_example(arguments: list[str]) -> str:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

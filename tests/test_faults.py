@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ranks import Outcome, start_ranks
+from ranks import HANG_S, Outcome, start_ranks
 from shardwise import shard
 
 WORLD_SIZE = 3
-LIMIT_S = 30.0
 VICTIM = 1
 
 pytestmark = pytest.mark.slow
@@ -74,7 +73,7 @@ def train_until_one_fails(rank: int, world_size: int, stage: int, where: str, ho
         model(torch.randn(2, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    time.sleep(60)  # nobody notices anything: the test will say so
+    time.sleep(2 * HANG_S)  # nobody notices anything: the test will say so
 
 
 def assert_blamed(outcome: Outcome, stage: int) -> None:
@@ -87,6 +86,7 @@ def assert_blamed(outcome: Outcome, stage: int) -> None:
         "unit 'blocks." in message
     )
     assert "axis 'shard' (3 ranks)" in message and "another rank" in message
+    assert "imed out" not in message, "it waited for the timeout of the process group"
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -96,7 +96,7 @@ def test_when_a_rank_fails_every_other_ends_soon_and_says_where(
     stage: int, where: str, how: str
 ) -> None:
     ranks = start_ranks(train_until_one_fails, WORLD_SIZE, stage, where, how)
-    outcomes = ranks.wait(timeout_s=LIMIT_S + 10)
+    outcomes = ranks.wait()
     victim = outcomes[VICTIM]
     if how == "kill":
         assert victim.exit_code == -signal.SIGKILL
@@ -105,5 +105,4 @@ def test_when_a_rank_fails_every_other_ends_soon_and_says_where(
     for outcome in outcomes:
         if outcome is not victim:
             assert not outcome.timed_out, outcome.describe()
-            assert outcome.ended_at_s - victim.ended_at_s < LIMIT_S
             assert_blamed(outcome, stage)

@@ -54,7 +54,7 @@ def warn_on_one(rank: int, world_size: int) -> None:
         warnings.warn("look here", UserWarning, stacklevel=1)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = module.HANG_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not become true"
@@ -126,10 +126,9 @@ def test_a_warning_in_a_rank_is_the_error_that_it_is_in_the_test() -> None:
 
 
 def test_a_failure_does_not_wait_for_ranks_that_hang() -> None:
-    began_s = time.monotonic()
-    with pytest.raises(RankError, match="rank 0 of 2 raised ValueError"):
+    with pytest.raises(RankError, match="rank 0 of 2 raised ValueError") as caught:
         run_ranks(raise_on, 2, 0)
-    assert time.monotonic() - began_s < 10
+    assert caught.value.outcomes[1].timed_out  # its barrier would have failed by itself, far later
 
 
 def test_a_killed_rank_is_reported_with_its_signal() -> None:
@@ -138,15 +137,17 @@ def test_a_killed_rank_is_reported_with_its_signal() -> None:
 
 
 def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:
+    ranks = start_ranks(sleep_on, 2, 1, 2 * module.HANG_S)
+    assert ranks.pipes[0].poll(module.HANG_S), "the other one returned"
     with pytest.raises(RankError, match="rank 1 of 2 was still running") as caught:
-        run_ranks(sleep_on, 2, 1, 600.0, timeout_s=1.0)
+        module._results(ranks, timeout_s=0.1)
     assert "in sleep_on" in str(caught.value)
     assert [outcome.ok for outcome in caught.value.outcomes] == [True, False]
 
 
 def meet(rank: int, world_size: int, folder: str, expected: int) -> int:
     Path(folder, f"{rank} of {world_size}").touch()
-    wait_until(lambda: len(list(Path(folder).iterdir())) == expected, timeout_s=30)
+    wait_until(lambda: len(list(Path(folder).iterdir())) == expected)
     return 10 * world_size + rank
 
 
@@ -167,12 +168,10 @@ def test_a_failure_in_a_world_of_one_size_ends_those_of_the_others() -> None:
     assert set(run_ranks(pid_of, 2)).isdisjoint(before)
 
 
-def test_a_pool_is_used_again_and_a_call_costs_little() -> None:
+def test_a_pool_is_used_again() -> None:
     before = run_ranks(pid_of, 4)
-    began_s = time.monotonic()
     after = [run_ranks(pid_of, 4) for _ in range(10)]
     assert all(pids == before for pids in after)
-    assert (time.monotonic() - began_s) / 10 < 0.5
 
 
 def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
@@ -201,11 +200,12 @@ def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> N
     ranks = start_ranks(wait_for_the_others, 3, str(tmp_path))
     wait_until(lambda: len(pids_in(tmp_path)) == 3)
     killed_at_s = ranks.kill(0)
-    victim, *survivors = ranks.wait(timeout_s=20)
+    victim, *survivors = ranks.wait()
     assert victim.exit_code == -signal.SIGKILL
     for outcome in survivors:  # their connections broke, so they did not wait for a timeout
         assert outcome.error is not None and "barrier" in outcome.error
-        assert 0 <= outcome.ended_at_s - killed_at_s < 15
+        assert "imed out" not in outcome.error
+        assert outcome.ended_at_s >= killed_at_s
 
 
 def test_a_stopped_rank_is_killed_at_the_end_of_the_wait(tmp_path: Path) -> None:
@@ -235,4 +235,4 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     assert all(is_running(pid) for pid in pids)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not any(is_running(pid) for pid in pids), timeout_s=10)
+    wait_until(lambda: not any(is_running(pid) for pid in pids))

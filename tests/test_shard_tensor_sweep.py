@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import get_overridable_functions, resolve_name
 
 from ranks import run_ranks
+from roundings import apart
 from shardwise import ShardTensor, shard
 from shardwise.errors import ShardError
 from shardwise.unit.norms import LazyNorm
@@ -180,7 +181,8 @@ def _same(ours: Any, theirs: Any) -> bool:
         return False
     if ours.is_quantized or (ours.dtype.itemsize == 1 and ours.dtype.is_floating_point):
         return True
-    return torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+    # Sixteen elements near 1: no function of them has a hundred roundings.
+    return torch.allclose(ours, theirs, rtol=apart(100), atol=apart(100), equal_nan=True)
 
 
 class Sweep:
@@ -277,7 +279,7 @@ def test_no_function_of_torch_gives_a_local_answer() -> None:
         ("flat", "gradient", True),
         ("flat", "parameter", False),
     ):
-        first, second = run_ranks(sweep, 2, layout, what, grads, trials, timeout_s=240)
+        first, second = run_ranks(sweep, 2, layout, what, grads, trials)
         offenders = first[0] + [f"rank 1: {o}" for o in second[0] if o not in first[0]]
         assert not offenders, f"{layout}, {what}:\n" + "\n".join(offenders)
         assert 100 < first[1] < len(trials)

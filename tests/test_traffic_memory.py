@@ -347,9 +347,20 @@ def test_the_peak_of_full_parameters_is_the_root_a_unit_and_the_prefetch_budget(
         run_ranks(check_peak, world_size)
 
 
-def live_bytes() -> int:
+def live_bytes(at_most: float = 0) -> int:
+    """Return the bytes of tensors; look again for a while as long as they are more than so many.
+
+    The transport's threads let go of what they sent a moment after it arrived.
+    """
     dist.barrier()
-    time.sleep(0.05)  # the transport's threads let go of what they sent a moment after it arrived
+    for _ in range(40):
+        time.sleep(0.05)
+        if (found := _live_bytes()) <= at_most or not at_most:
+            break
+    return found
+
+
+def _live_bytes() -> int:
     gc.collect()
     tensors = []
     for thing in gc.get_objects():
@@ -365,15 +376,16 @@ def check_growth(rank: int, world_size: int, stage: int) -> None:
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.AdamW(model.parameters())
-    seen = []
+    seen: list[tuple[int, int]] = []
     for step in range(1, 21):
         with accumulate(model, last=False):
             model(TOKENS).square().sum().backward()
         one_step(model, optimizer)
         if step in (5, 20):
-            seen.append((live_bytes(), sum(len(u.uses) for u in engine_of(model).units)))
-    assert seen[0] == seen[1], f"stage {stage}: {seen}"
-    assert seen[0][1] == 0
+            held = live_bytes(at_most=seen[0][0] if seen else 0)
+            seen.append((held, sum(len(u.uses) for u in engine_of(model).units)))
+    assert seen[1][0] <= seen[0][0], f"stage {stage}: {seen}"
+    assert seen[0][1] == seen[1][1] == 0
 
 
 def test_nothing_grows_from_step_to_step() -> None:
@@ -393,8 +405,8 @@ def check_dropped_graph(rank: int, world_size: int, stage: int) -> None:
         del loss
     one_step(model, optimizer)
     assert sum(u.open_uses for u in engine_of(model).units) == 0
-    after = live_bytes(), stats(model).param_full_bytes
-    assert after == before, f"stage {stage}: {before} became {after}"
+    after = live_bytes(at_most=before[0]), stats(model).param_full_bytes
+    assert after[0] <= before[0] and after[1] == before[1], f"stage {stage}: {before}, {after}"
 
 
 def test_a_graph_that_is_dropped_without_backward_leaves_nothing_behind() -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_from_scratch as zero
 from oracle import Truth, assert_same_bits, plain_loop
 from ranks import run_ranks
+from roundings import SHARP, assert_all_rounded_alike, assert_rounded_alike, of_gradient
 
 WORLD_SIZES = [1, 2, 3, 4]
 STAGES = [0, 1, 2, 3]
@@ -65,11 +66,14 @@ def train_twin(
     num_micro_batches: int = 1,
     optimizer_factory: partial[torch.optim.Optimizer] = adamw,
     max_norm: float | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[int, zero.Trained]:
     steps = own_part(make_steps(world_size, 4, num_micro_batches), rank)
     results = {}
     for stage in stages:
-        model = make_model()
+        torch.set_default_dtype(torch.float32)  # the weights are drawn in it
+        model = make_model().to(dtype)
+        torch.set_default_dtype(dtype)  # the twin's buffers have it
         results[stage] = zero.train(
             model,
             list(model.blocks),
@@ -85,7 +89,8 @@ def train_twin(
 def train_plain(world_size: int, num_micro_batches: int = 1, **options: object) -> Truth:
     steps = make_steps(world_size, 4, num_micro_batches)
     factory = options.pop("optimizer_factory", adamw)
-    return plain_loop(make_model(), steps, zero.next_byte_loss, factory, **options)
+    model = make_model().to(options.pop("dtype", torch.float32))
+    return plain_loop(model, steps, zero.next_byte_loss, factory, **options)
 
 
 def assert_took_the_same_steps(by_rank: list[zero.Trained], truth: Truth) -> None:
@@ -132,12 +137,18 @@ def test_any_elementwise_optimizer_works_on_shards(
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
-    truth = train_plain(world_size, clip=0.5)
-    results = run_ranks(train_twin, world_size, STAGES, max_norm=0.5)
+    """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
+    options = {"dtype": torch.float64, "optimizer_factory": partial(torch.optim.SGD, lr=0.1)}
+    truth = train_plain(world_size, clip=0.5, **options)
+    results = run_ranks(train_twin, world_size, STAGES, max_norm=0.5, **options)
+    roundings = of_gradient(*(7, 28) * 2, 7, 256, over=world_size * 2 * 8)
     for stage in STAGES:
         for result in results:
-            for name, parameter in result[stage].parameters.items():
-                torch.testing.assert_close(parameter, truth.parameters[name], rtol=1e-5, atol=1e-6)
+            assert_all_rounded_alike(result[stage].parameters, truth.parameters, roundings)
+    other = train_plain(world_size, clip=0.5 * (1 + SHARP), **options)
+    for name in truth.parameters.keys() - {"never_used"}:
+        with pytest.raises(AssertionError, match="roundings make"):
+            assert_rounded_alike(other.parameters[name], truth.parameters[name], roundings)
 
 
 def train_ddp(rank: int, world_size: int) -> tuple[list[float], dict[str, Tensor]]:

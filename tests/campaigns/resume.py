@@ -29,7 +29,7 @@ import ranks  # noqa: E402 - found through the line above
 from resumes import CountsSteps, curve_of, train, write_text  # noqa: E402
 from test_resume import SETTINGS  # noqa: E402
 
-WAIT_S = 120
+WAIT_S = ranks.HANG_S
 LATEST_S = 0.05  # after the step's line is written
 
 

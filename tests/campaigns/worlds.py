@@ -28,7 +28,7 @@ import torch.distributed as dist
 Say = Callable[..., None]
 Hear = Callable[[], str]
 Body = Callable[[int, Say, Hear], None]
-TIMEOUT_S = 120.0
+TIMEOUT_S = 900.0  # of a hang; a slow machine is none
 
 
 class World:
@@ -97,15 +97,19 @@ class World:
             raise RuntimeError(f"ranks {missing} did not say {kind!r}: {self.said}")
         return [next(m for m in said if m["kind"] == kind) for said in self.said]
 
-    def go(self, word: str = "go") -> None:
-        """Let all ranks go on, with a word of at most a line."""
-        for fd in self._down:
+    def go(self, word: str = "go", but: bool = False) -> None:
+        """Let all ranks go on, with a word of at most a line; ``but``: all but the last one."""
+        for fd in self._down[: len(self._down) - but]:
             os.write(fd, word.encode() + b"\n")
 
     def kill(self, *ranks: int) -> None:
-        """Send SIGKILL, to all ranks if none is named."""
-        for rank in ranks or range(len(self._pids)):
-            os.kill(self._pids[rank], signal.SIGKILL)
+        """Send SIGKILL, to all ranks if none is named.
+
+        They are stopped first: on a busy machine one would see another die before its own turn.
+        """
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for rank in ranks or range(len(self._pids)):
+                os.kill(self._pids[rank], number)
 
     def __enter__(self) -> "World":
         return self

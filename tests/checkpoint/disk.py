@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
+from ranks import HANG_S
 from shardwise.checkpoint.files import Entry, Files, Lock, Reader, Writer
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
@@ -698,7 +699,7 @@ class Lockstep:
         ranks: int,
         body: Callable[[Control], T],
         seed: int | None = None,
-        patience: float = 60.0,
+        patience: float = HANG_S,
     ) -> list[T | BaseException]:
         """Return what each rank returned, or the exception that ended it."""
         self._rng = None if seed is None else random.Random(seed)

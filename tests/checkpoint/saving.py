@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from roundings import SMOOTH_EPS, of_gradient
 from shardwise.engine.api import engine_of
 from trainer import full_all
 
@@ -68,6 +69,10 @@ class Net(nn.Module):
 UNITS: dict[str, list[Any] | None] = {"found": None, "linear": [nn.Linear], "root": [Net]}
 
 
+# A mean of three embeddings, two cells, two products, the head; then the batch and the loss.
+NET_ROUNDINGS = of_gradient(3, *(6, 9, 3) * 2, 2, 4, WIDTH, over=BATCH + VOCABULARY)
+
+
 @dataclass(frozen=True)
 class Setting:
     """How a run is sharded."""
@@ -110,7 +115,7 @@ class Run:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, eps=SMOOTH_EPS)
 
 
 def build(

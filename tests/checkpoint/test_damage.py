@@ -278,7 +278,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named_and_the_older_checkpoint_is_t
     tmp_path: Path, layout: str
 ) -> None:
     plan = [("bit", seed) for seed in range(NUM_FLIPS)]
-    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan, timeout_s=300))
+    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
     named = {row["damage"].file for row in rows}
     assert {"manifest.json", "rank00000.json", "rank00001-0.safetensors"} <= named
     in_tensors = [row for row in rows if row["damage"].tensor]
@@ -294,7 +294,7 @@ def test_files_that_are_cut_zeroed_missing_or_of_another_checkpoint_are_found_an
 ) -> None:
     ways = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
     plan = [(way, seed) for way in ways for seed in range(6)]
-    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan, timeout_s=300))
+    rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
     assert not all(row["refuses"] for row in rows)  # what shows at once changes nothing
 
 

@@ -30,7 +30,6 @@ from shardwise.errors import CheckpointError
 
 FILES = RealFiles()
 MIB = 1 << 20
-TIMEOUT_S = 280
 OVER_BYTES = 64 * MIB
 # Each copy of a file that is passed on as text costs its size again; only two cases are so large.
 COPIES = 4
@@ -329,7 +328,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
     assert len(set(names)) == len(names) >= 50
     # In two processes at once, of one rank each; both begin with the probe.
     halves = [start_ranks(attack_all, 1, str(scratch), names[n::2]) for n in range(2)]
-    outcomes = [half.wait(TIMEOUT_S) for half in halves]
+    outcomes = [half.wait() for half in halves]
     for outcome in outcomes:
         if not outcome[0].ok:
             raise RankError(outcome)

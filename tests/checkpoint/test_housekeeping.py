@@ -350,6 +350,6 @@ def two_savers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_save_beside_a_background_save_disturbs_neither(tmp_path: Path, world_size: int) -> None:
-    for found in run_ranks(two_savers, world_size, str(tmp_path), timeout_s=120):
+    for found in run_ranks(two_savers, world_size, str(tmp_path)):
         assert found == {step: "ABCDEFGH"[step - 1] for step in range(1, 9)}
     assert steps_in(RealFiles(), tmp_path / "aside") == list(range(8, 0, -1))

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from ranks import HANG_S
+
 SOAK = Path(__file__).parents[1] / "campaigns" / "soak.py"
 
 pytestmark = pytest.mark.slow
@@ -36,7 +38,7 @@ class Campaign:
 
     def found(self) -> dict[str, int]:
         """Return the verdicts. A violation fails the test with what replays it."""
-        code = self.process.wait(timeout=900)
+        code = self.process.wait(timeout=HANG_S)
         out, err = (path.read_text() for path in self.said)
         assert code == 0, err[-8000:]
         counted: dict[str, Any] = json.loads(out)
@@ -68,7 +70,8 @@ def test_two_hundred_kills_in_the_middle_of_a_save_leave_the_old_or_the_new_one(
 ) -> None:
     found = campaigns["kill"].found()
     assert set(found) <= {"A", "B", "B after save had returned"}
-    assert found["A"] > 20 and found["A"] < 190  # the kills met the saves, and both sides of it
+    # A tenth of the moments are before any save can have ended, a tenth after all have.
+    assert found["A"] >= 9 and found["B after save had returned"] >= 9
 
 
 def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_new_one(

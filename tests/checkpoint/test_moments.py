@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from disk import Fault, FaultyFiles
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from shardwise.checkpoint.files import RealFiles
 from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.engine.api import engine_of
@@ -29,7 +29,7 @@ class SlowFiles(RealFiles):
         self.go = threading.Event()
 
     def create(self, path: Path) -> Any:
-        self.go.wait(20)
+        assert self.go.wait(HANG_S)
         return super().create(path)
 
 

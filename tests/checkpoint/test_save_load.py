@@ -598,7 +598,7 @@ def _with_units(world_size: int, stage: int, precision: str, units: str, seed: i
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_the_next_pass_uses_what_was_loaded(tmp_path: Path, world_size: int) -> None:
-    found = run_ranks(load_between_passes, world_size, tmp_path, timeout_s=30)
+    found = run_ranks(load_between_passes, world_size, tmp_path)
     assert found == [[]] * world_size
 
 
@@ -624,7 +624,7 @@ def cast_between_passes(rank: int, world_size: int, path: Path) -> list[bool]:
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_the_next_pass_uses_what_was_cast(tmp_path: Path, world_size: int) -> None:
-    assert all(map(all, run_ranks(cast_between_passes, world_size, tmp_path, timeout_s=30)))
+    assert all(map(all, run_ranks(cast_between_passes, world_size, tmp_path)))
 
 
 def backward_over_a_load(rank: int, world_size: int, path: Path) -> bool:

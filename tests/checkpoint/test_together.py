@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from disk import os_error
+from ranks import HANG_S
 from shardwise.checkpoint.together import explain, together
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
@@ -23,7 +24,7 @@ class Threads:
         self.num_ranks = num_ranks
         self.num_exchanges = 0
         self._rows: list[bytes] = [b""] * num_ranks
-        self._barrier = threading.Barrier(num_ranks, timeout=10)
+        self._barrier = threading.Barrier(num_ranks, timeout=HANG_S)
 
     def run(self, call: Callable[[Control], Any]) -> list[Any]:
         """Return what each rank's call returned, or the error that it raised."""

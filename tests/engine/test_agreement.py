@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Stack
-from ranks import run_ranks, start_ranks
+from ranks import HANG_S, run_ranks, start_ranks
 from shardwise import shard
 from shardwise.comm.control import SoloControl
 from shardwise.engine.agreement import agree, find_difference, name_ranks
@@ -26,7 +26,7 @@ class Meeting:
 
     def __init__(self, num_ranks: int) -> None:
         self.rows: list[bytes] = [b""] * num_ranks
-        self.barrier = threading.Barrier(num_ranks, timeout=10)
+        self.barrier = threading.Barrier(num_ranks, timeout=HANG_S)
         self.num_sent = 0
 
 
@@ -354,7 +354,7 @@ def fail_before_shard(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_died_before_is_not_waited_for(world_size: int) -> None:
-    outcomes = start_ranks(fail_before_shard, world_size).wait(timeout_s=30)
+    outcomes = start_ranks(fail_before_shard, world_size).wait()
     assert outcomes[1].error_type == "OSError"
     for outcome in outcomes:
         if outcome.rank != 1:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from models import Block, Stack
 from ranks import run_ranks
+from roundings import assert_rounded_alike
 from shardwise import ShardTensor, shard, stats
 from trainer import LAYOUTS, STAGES, compare
 
@@ -207,7 +208,9 @@ def backward_twice(rank: int, world_size: int) -> None:
         grads = [p.grad for p in model.parameters()]
         results.append([g.full_tensor() if isinstance(g, ShardTensor) else g for g in grads])
     for sharded in results[1:]:
-        torch.testing.assert_close(sharded, results[0])
+        for ours, theirs in zip(sharded, results[0], strict=True):
+            # One rank has the same bits; the mean of three equal gradients is two sums, a quotient.
+            assert_rounded_alike(ours, theirs, 0 if world_size == 1 else 3)
 
 
 def test_a_graph_with_a_recomputed_region_runs_backward_twice() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from models import Stack
+from models import Stack, stack_roundings
 from ranks import run_ranks
-from trainer import ENDS, compare, full_parameters, make_steps, mean_square, train
+from roundings import assert_all_rounded_alike
+from trainer import ENDS, compare, full_parameters, make_steps, mean_square, sgd, train
 
 
 class CompiledInPlace(Stack):
@@ -33,22 +34,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWa
 @pytest.mark.parametrize("make_model", [CompiledInPlace, CompiledWrapped])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_blocks_take_the_same_steps(make_model: Any, world_size: int) -> None:
-    run_ranks(compare, world_size, partial(make_model, "aot_eager"), ENDS, timeout_s=120)
+    run_ranks(compare, world_size, partial(make_model, "aot_eager"), ENDS)
 
 
 def compare_inductor(rank: int, world_size: int) -> None:
-    """Inductor's kernels round as they like, but alike with shards and without."""
+    """Inductor's kernels round as they like; SGD, by Note [Losses after steps of Adam]."""
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)
-    eager = train(Stack(), steps, mean_square, stage=3)
+    eager = train(Stack(), steps, mean_square, sgd, stage=3)
     torch.manual_seed(0)
     model = CompiledInPlace("inductor")
-    compiled = train(model, steps, mean_square, stage=3)
-    for name, parameter in eager.parameters.items():
-        torch.testing.assert_close(compiled.parameters[name], parameter, rtol=1e-4, atol=1e-5)
+    compiled = train(model, steps, mean_square, sgd, stage=3)
+    roundings = stack_roundings(rows=2 * 3)
+    for ours, theirs in zip(compiled.grads, eager.grads, strict=True):
+        assert_all_rounded_alike(ours, theirs, roundings)
+    assert_all_rounded_alike(compiled.parameters, eager.parameters, roundings)
     assert full_parameters(model).keys() == eager.parameters.keys()
 
 
 @pytest.mark.slow
 def test_blocks_compiled_by_inductor_train() -> None:
-    run_ranks(compare_inductor, 2, timeout_s=240)
+    run_ranks(compare_inductor, 2)

@@ -50,9 +50,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from models import Experts, Stack, routed_loss
+from models import Experts, Stack, routed_loss, stack_roundings
 from oracle import assert_same_bits
 from ranks import run_ranks
+from roundings import assert_rounded_alike
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardwiseError, StateError
@@ -70,6 +71,7 @@ from trainer import (
 )
 
 BATCH = torch.linspace(-1, 1, 24).view(3, 8)
+ROUNDINGS = stack_roundings(rows=3)
 
 
 def seeded(make_model: type[nn.Module] = Stack, seed: int = 0, **options: Any) -> nn.Module:
@@ -273,15 +275,17 @@ def edit_gradients(rank: int, world_size: int) -> None:
         (mean_square(model, BATCH) * (rank + 1)).backward()  # the ranks' mean is twice the first
         grads = full_grads(model)
         for name, grad in expected.items():
-            torch.testing.assert_close(grads[name], (grad + grad * 2 + grad * 3) / 3)
+            # The plain gradient is multiplied, not its loss: other roundings at every layer.
+            assert_rounded_alike(grads[name], (grad + grad * 2 + grad * 3) / 3, ROUNDINGS, name)
         for parameter in model.parameters():
             parameter.grad.mul_(0.25)
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        torch.testing.assert_close(torch.as_tensor(float(norm)), total * 0.5)
+        assert_rounded_alike(float(norm), float(total) * 0.5, ROUNDINGS)
         clipped = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        torch.testing.assert_close(float(clipped), float(total) * 0.5)
+        assert_rounded_alike(float(clipped), float(total) * 0.5, ROUNDINGS)
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        assert float(norm) == pytest.approx(0.01, rel=1e-3)
+        # torch divides by the norm and 1e-6
+        assert_rounded_alike(float(norm), 0.01 * float(total / (total + 2e-6)), ROUNDINGS)
 
 
 def test_gradients_are_means_over_ranks_and_norms_see_edits() -> None:
@@ -398,7 +402,7 @@ def route_by_rank(rank: int, world_size: int) -> None:
 
 
 def test_experts_that_differ_by_rank_do_not_hang() -> None:
-    run_ranks(route_by_rank, 3, timeout_s=30)
+    run_ranks(route_by_rank, 3)
 
 
 # 39: functorch and torch.autograd.grad
@@ -475,7 +479,7 @@ def reenter_windows(rank: int, world_size: int) -> None:
         with accumulate(model, last=False), accumulate(model, last=True):
             (mean_square(model, BATCH) * 0.5).backward()
         for name, grad in full_grads(model).items():
-            torch.testing.assert_close(grad, expected[name])
+            assert_rounded_alike(grad, expected[name], ROUNDINGS, name)
 
 
 def test_accumulation_windows_nest_and_survive_exceptions() -> None:
@@ -513,4 +517,4 @@ def drop_in_flight(rank: int, world_size: int) -> None:
 
 
 def test_a_model_may_be_dropped_with_reductions_in_flight() -> None:
-    run_ranks(drop_in_flight, 2, timeout_s=40)
+    run_ranks(drop_in_flight, 2)

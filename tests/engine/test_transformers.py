@@ -93,7 +93,7 @@ def compare_model(rank: int, world_size: int, name: str, settings: list[dict[str
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_transformers_models_take_the_plain_steps(name: str) -> None:
     flat = [{"stage": 3, "layout": "flat"}] if name == "llama" else []
-    run_ranks(compare_model, 2, name, SETTINGS + flat, timeout_s=120)
+    run_ranks(compare_model, 2, name, SETTINGS + flat)
 
 
 def compare_vit(rank: int, world_size: int) -> None:
@@ -115,7 +115,7 @@ def compare_vit(rank: int, world_size: int) -> None:
 
 
 def test_a_model_of_pictures_takes_the_plain_steps() -> None:
-    run_ranks(compare_vit, 2, timeout_s=120)
+    run_ranks(compare_vit, 2)
 
 
 def find_units(rank: int, world_size: int, name: str) -> list[str]:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ranks import HANG_S
+
 
 def run_example(path: Path, *arguments: str) -> str:
     """Return what it prints; if it hangs, end it with its ranks."""
@@ -24,7 +26,7 @@ def run_example(path: Path, *arguments: str) -> str:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -35,7 +35,7 @@ GUESSES: tuple[Any, ...] = (False, 1, "none", "fp32", {}, [], True)
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    return run_ranks(ask_deepspeed, 1, fresh=True, timeout_s=120)[0]
+    return run_ranks(ask_deepspeed, 1, fresh=True)[0]
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ranks import HANG_S
 from shardwise.interop.deepspeed.optimizers import REFUSED
 from shardwise.interop.deepspeed.others import ACTIVATION_CHECKPOINTING, DATA_TYPES, TORCH_AUTOCAST
 from shardwise.interop.deepspeed.precisions import BF16, FP16
@@ -59,7 +60,7 @@ def test_the_example_learns_on_two_ranks() -> None:
         env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from ranks import HANG_S
 from shardwise.cli.convert import run_command as convert
 from shardwise.cli.train import run_command as train
 
@@ -65,7 +66,7 @@ def start(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0, err
     return out
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack
 from ranks import run_ranks
+from roundings import assert_rounded_alike
 from shardwise import fully_shard, stats
 from shardwise.errors import ConfigError
 
@@ -84,7 +85,8 @@ def settings(rank: int, world: int) -> None:
     def check(model: nn.Module, factor: float = 1.0) -> None:
         model(batch(rank)).sum().backward()
         for param, grad in zip(model.parameters(), grads, strict=True):
-            torch.testing.assert_close(param.grad.full_tensor(), grad * factor)
+            # A mean of 1 to 3 gradients in another order; 2, since they are of either sign.
+            assert_rounded_alike(param.grad.full_tensor(), grad * factor, 2 * (world + 1))
 
     divided = sharded()
     for module in (*divided.blocks, divided):
@@ -93,7 +95,8 @@ def settings(rank: int, world: int) -> None:
     half = sharded(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     half(batch(rank)).sum().backward()  # divides before and after the sum
     for param, grad in zip(half.parameters(), grads, strict=True):
-        torch.testing.assert_close(param.grad.full_tensor(), grad, rtol=2e-3, atol=2e-3)
+        # Cast, divided, summed and divided, each in fp16.
+        assert_rounded_alike(param.grad.full_tensor().half(), grad.half(), 2 * (world + 3))
     ahead = sharded()
     ahead.set_modules_to_forward_prefetch(list(ahead.blocks))
     ahead.blocks[2].set_modules_to_backward_prefetch([ahead.blocks[1], ahead.blocks[0]])
@@ -191,10 +194,10 @@ def states(rank: int, world: int) -> None:
     doubled = copy.deepcopy(whole)
     reference = Stack()
     reference.load_state_dict({k: v * 2 for k, v in doubled.items()})
-    torch.testing.assert_close(model(batch()), reference(batch()))
+    assert torch.equal(model(batch()), reference(batch()))
     model.to(torch.float64)
     reference.to(torch.float64)
-    torch.testing.assert_close(model(batch().double()), reference(batch().double()))
+    assert torch.equal(model(batch().double()), reference(batch().double()))
     model.reshard()  # there was no backward pass, so the root is full
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (model, reference)]
     for _ in range(3):
@@ -206,6 +209,7 @@ def states(rank: int, world: int) -> None:
             norms = norm.full_tensor() if isinstance(norm, DTensor) else norm
     assert norms > 0
     assert set(get_optimizer_state_dict(model, optimizers[0])["state"]) == set(whole)
+    # In fp64, where 1e-7 has nine digits for what Adam makes of roundings.
     torch.testing.assert_close(model(batch().double()), reference(batch().double()))
 
 
@@ -226,7 +230,8 @@ def compositions(rank: int, world: int) -> None:
         for each in (plain, model):
             each.zero_grad()
             run(each).square().sum().backward()
-        torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+        # A mean of equal gradients: two sums and a quotient for three ranks.
+        assert_rounded_alike(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad, 3)
         assert model.embed.weight is model.head.weight
         assert model.body.up.weight.grad is None
         assert torch.equal(model.body.down.bias.grad, plain.body.down.bias.grad)
@@ -245,7 +250,7 @@ def compositions(rank: int, world: int) -> None:
     model(ids).square().sum().backward()
     plain.zero_grad()
     plain(ids).square().sum().backward()
-    torch.testing.assert_close(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad)
+    assert_rounded_alike(model.embed.weight.grad.full_tensor(), plain.embed.weight.grad, 3)
 
 
 @dataclass

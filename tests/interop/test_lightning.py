@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from models import Block
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from shardwise import Precision, gathered, save, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError
@@ -210,7 +210,7 @@ def fit_like_ddp(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_stage_takes_the_steps_of_ddp(world_size: int) -> None:
-    run_ranks(fit_like_ddp, world_size, timeout_s=120)
+    run_ranks(fit_like_ddp, world_size)
 
 
 class Flattened(Regression):
@@ -296,7 +296,7 @@ def check_best(rank: int, world_size: int, keep: ModelCheckpoint) -> None:
 
 
 def test_a_resumed_fit_goes_on_to_the_bit(tmp_path: Path) -> None:
-    run_ranks(resume, 2, tmp_path, timeout_s=120)
+    run_ranks(resume, 2, tmp_path)
 
 
 def resume_manual(rank: int, world_size: int, folder: Path) -> None:
@@ -439,7 +439,7 @@ def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(root / "src")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^epoch \d  loss (.*)$", done.stdout, re.M)]

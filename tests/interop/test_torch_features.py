@@ -17,15 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from models import Block, Stack
+from models import Block, Stack, stack_roundings
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
+from roundings import assert_all_rounded_alike, assert_rounded_alike
 from shardwise import gathered, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.trace import mark, span
-from trainer import adamw, full_parameters, make_steps, mean_square
+from trainer import adamw, full_parameters, make_steps, mean_square, sgd
 
 # torch's compiler and profiler warn about themselves.
 pytestmark = pytest.mark.filterwarnings("ignore:::torch", "ignore::DeprecationWarning")
@@ -110,7 +111,7 @@ def compare_compiled(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 def test_compiled_before_or_after_shard_is_the_same_and_compiled_once() -> None:
-    run_ranks(compare_compiled, 2, timeout_s=240)
+    run_ranks(compare_compiled, 2)
 
 
 # -- torch.autocast
@@ -317,7 +318,7 @@ def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process() ->
         env={**os.environ, "PYTHONPATH": src},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
 
@@ -353,7 +354,8 @@ def call_functionally(rank: int, world_size: int) -> None:
     for of in (keeps, plain):
         torch.vmap(of)(batch).square().mean().backward()
     for ours, theirs in zip(keeps.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+        grad = ours.grad.full_tensor()  # type: ignore[union-attr]
+        assert torch.equal(grad, theirs.grad)
 
 
 def test_torch_func_works_on_a_gathered_model() -> None:
@@ -369,7 +371,7 @@ def train_with_graphs(rank: int, world_size: int, compiled: bool) -> dict[str, T
     if compiled:
         for block in model:  # type: ignore[attr-defined]
             block.compile(mode="reduce-overhead", fullgraph=True)
-    optimizer = adamw(model.parameters())
+    optimizer = sgd(model.parameters())  # Note [Losses after steps of Adam] in roundings.py
     random = torch.Generator().manual_seed(1)
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()
@@ -391,16 +393,15 @@ def replay_gathered(rank: int, world_size: int) -> None:
             out = model(batch)
         batch.copy_(torch.ones(3, 8))
         graph.replay()
-        torch.testing.assert_close(out, model(batch))
+        assert_rounded_alike(out, model(batch), stack_roundings(rows=3))
 
 
 def run_on_gpu(rank: int, world_size: int) -> None:
     eager, graphs = (train_with_graphs(rank, world_size, c) for c in (False, True))
-    for name, value in eager.items():
-        torch.testing.assert_close(graphs[name], value, rtol=1e-4, atol=1e-5)
+    assert_all_rounded_alike(graphs, eager, stack_roundings(rows=64))
     replay_gathered(rank, world_size)
 
 
 @pytest.mark.gpu
 def test_cuda_graphs_of_compiled_blocks_and_of_a_gathered_model() -> None:
-    run_ranks(run_on_gpu, 1, timeout_s=300, fresh=True)
+    run_ranks(run_on_gpu, 1, fresh=True)

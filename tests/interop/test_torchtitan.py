@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models import Block
 from oracle import assert_same_bits
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
+from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError
 from shardwise.interop import torchtitan
 from trainer import adamw, full, full_parameters
@@ -219,7 +220,8 @@ def shard_over_replicas(rank: int, world_size: int) -> None:
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert theirs.grad is not None and ours.grad is not None
         dist.all_reduce(theirs.grad)
-        torch.testing.assert_close(full(ours.grad), theirs.grad)
+        # A sum over four ranks in another order; twice, since its terms are of either sign.
+        assert_rounded_alike(full(ours.grad), theirs.grad, 2 * 4)
 
 
 def test_replicas_of_shards_are_where_the_degrees_say() -> None:
@@ -367,7 +369,7 @@ def train_llama(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_torchtitans_llama_takes_the_steps_of_the_plain_one() -> None:
     titan()
-    run_ranks(train_llama, 2, timeout_s=180, fresh=True)
+    run_ranks(train_llama, 2, fresh=True)
 
 
 @pytest.mark.slow
@@ -379,7 +381,7 @@ def test_the_example_trains_torchtitans_debug_model() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", done.stdout, re.MULTILINE)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from shardwise import shard
 from shardwise.errors import ShardError
 
@@ -56,7 +56,7 @@ def compare_generated(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5"])
 def test_every_rank_gets_the_plain_models_tokens(name: str) -> None:
-    run_ranks(compare_generated, 2, name, timeout_s=120)
+    run_ranks(compare_generated, 2, name)
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path: Path)
         [sys.executable, root / "examples" / "trainer.py", "--folder", tmp_path],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     first, again = re.findall(r"^eval_loss (\S+) after 20 steps$", done.stdout, re.MULTILINE)

@@ -70,7 +70,7 @@ def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one
 ) -> None:
     names = MODELS if world_size == 2 else ("llama", "mixtral", "t5")
     paths = {name: save_plain(name, tmp_path) for name in names}
-    run_ranks(compare_loaded, world_size, paths, timeout_s=120)
+    run_ranks(compare_loaded, world_size, paths)
 
 
 def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:

@@ -306,7 +306,7 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ended = run_ranks(run_topics, 2, folder, fresh=True, timeout_s=400)
+        self._ended = run_ranks(run_topics, 2, folder, fresh=True)
 
     def of(self, topic: Callable[[int, Path], Any]) -> list[Any]:
         """Return a topic's results, in rank order; fail if it failed on a rank."""

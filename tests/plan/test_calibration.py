@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranks import HANG_S
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
@@ -303,7 +304,7 @@ def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
         [sys.executable, "-m", "shardwise", *arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=HANG_S,
         env={**os.environ, "PYTHONPATH": search, "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def check(cells: list[Cell]) -> None:
-    measured = run_ranks(measure_all, NUM_RANKS, cells, timeout_s=300)[0]
+    measured = run_ranks(measure_all, NUM_RANKS, cells)[0]
     for cell, real in zip(cells, measured, strict=True):
         counts, played = predict(cell, NUM_RANKS)
         peak = real.pop("peak")

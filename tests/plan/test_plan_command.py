@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from ranks import HANG_S
 from shardwise.cli.main import main
 from shardwise.cli.plan import run_plan, run_simulate
 from shardwise.plan.machine.calibration import write_calibration
@@ -65,7 +66,7 @@ def process(*arguments: object) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "shardwise", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         env={**os.environ, "PYTHONPATH": path},
     )
 
@@ -132,7 +133,7 @@ def test_the_accounting_answers_without_torch_numpy_or_transformers() -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert run.stderr.strip() == "set()"

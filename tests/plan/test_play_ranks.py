@@ -232,7 +232,7 @@ def measure_all(
 
 
 def check(num_ranks: int, cases: list[tuple[str, Candidate]]) -> None:
-    measured = run_ranks(measure_all, num_ranks, cases, timeout_s=120)[0]
+    measured = run_ranks(measure_all, num_ranks, cases)[0]
     for (name, candidate), real in zip(cases, measured, strict=True):
         counts, played = play_it(name, candidate)
         label = f"{name}: {candidate}"

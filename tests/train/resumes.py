@@ -2,13 +2,18 @@
 
 import json
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from roundings import of_gradient
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import check_quickly, step_name
+from shardwise.checkpoint.read import Checkpoint
 from shardwise.train.checks import check_run
-from shardwise.train.config import load_config
+from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.loop import train_prepared
 from shardwise.train.setup import Run, prepare_run
@@ -19,6 +24,17 @@ TINY: dict[str, Any] = {
     **{"lr": 3e-2, "sample_tokens": 2, "eval_windows": 3, "threads": 1},
 }
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "def", "return", "while\n"]
+
+
+def decoder_roundings(config: TrainConfig, rows: int, vocab: int = 256) -> int:
+    """Count the roundings of a gradient of the decoder, summed over so many windows.
+
+    Twice, since each step starts where the roundings of those before it have led.
+    """
+    dim, hidden = config.dim, 32 * max(1, round(config.ffn_multiple * config.dim / 32))
+    attends = (dim, dim, dim // config.heads, config.seq, dim)  # norm, query, scores, values, out
+    block = (*attends, dim, dim, hidden)  # norm, gate, down
+    return 2 * of_gradient(*block * config.layers, dim, dim, vocab, over=rows * config.seq)
 
 
 class Died(Exception):
@@ -92,3 +108,15 @@ def curve_of(output: Path) -> list[tuple[int, str, str]]:
     """Return (step, loss, gradient norm) of every step, the numbers to the bit."""
     steps = [line for line in lines_of(output) if "loss" in line]
     return [(s["step"], s["loss"].hex(), (s["grad_norm"] or 0.0).hex()) for s in steps]
+
+
+def moments_of(output: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the means of gradients that Adam had in a step of a run, in full, by parameter."""
+    files, path = RealFiles(), output / "checkpoints" / step_name(step)
+    manifest, _ = check_quickly(files, path)
+    with closing(Checkpoint(files, path, manifest)) as found:
+        return {
+            info.name: found.read(info, 0, info.numel)
+            for info in found.tensors
+            if info.state == "exp_avg"
+        }

@@ -8,12 +8,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from ranks import HANG_S, run_ranks
 from shardwise.cli.train import read_place
+from shardwise.train.checks import check_run
+from shardwise.train.config import load_config
 from shardwise.train.launch import RankPlace, StopRequest
+from shardwise.train.loop import train_prepared
+from shardwise.train.setup import prepare_run
 
 SOURCES = Path(__file__).parents[2] / "src"
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 32\nmicro_batch: 2\nsample_tokens: 4\neval_windows: 3\n"
@@ -32,7 +39,7 @@ def command(*arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=HANG_S)
     return process.returncode, out, err
 
 
@@ -139,25 +146,6 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_loss_is_the_same_on_1_2_and_3_ranks(tiny: Path) -> None:
-    shape = ["--micro-batch", 1, "--global-batch", 6, "--steps", 2, "--eval-windows", 0]
-    folders = [tiny.parent / name for name in ("one", "two")]
-    jobs = [
-        command("train", tiny, *shape, "--ranks", ranks, "--output", folder)
-        for ranks, folder in enumerate(folders, 1)
-    ]
-    for code, _, err in map(finish, jobs):
-        assert code == 0, err
-    losses = [[line["loss"] for line in metrics(folder)] for folder in folders]
-    over = ["--ranks", 3, "--output", folders[0], "--overwrite"]
-    code, _, err = finish(command("train", tiny, *shape, *over))
-    assert code == 0, err
-    losses.append([line["loss"] for line in metrics(folders[0])])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "flags", "hint"),
     [
@@ -170,7 +158,7 @@ def test_a_signal_ends_all_ranks_after_their_step(
 ) -> None:
     process = command("train", tiny, "--ranks", 2, "--steps", 100_000, *flags)
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, number)
@@ -195,11 +183,17 @@ def test_a_rank_that_dies_is_named(tiny: Path) -> None:
 def ranks_at_work(process: subprocess.Popen[str], tiny: Path) -> list[int]:
     """Return the ranks' process ids once a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.1)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     return [int(child) for child in children.split()]
+
+
+def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None:
+    config = check_run(load_config(path, flags), world_size)
+    place = RankPlace(rank, world_size, rank, world_size)
+    train_prepared(prepare_run(config, place, torch.device("cpu")), StopRequest())
 
 
 @pytest.mark.slow
@@ -214,8 +208,8 @@ def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
     lines = metrics(tiny.parent / "run")
     last = int(max(line["step"] for line in lines))
     assert f"stopped after step {last}, the launcher is gone; it is saved" in out
-    code, _, err = finish(command("train", tiny, *saving, "--steps", last + 1, "--resume", "auto"))
-    assert code == 0, err
+    flags = {"save_every": 90_000, "steps": last + 1, "resume": "auto"}
+    run_ranks(go_on, 2, tiny, flags)
     assert max(line["step"] for line in metrics(tiny.parent / "run")) == last + 1
 
 

@@ -14,11 +14,29 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import run_ranks
-from resumes import CountsSteps, curve_of, lines_of, prepared, train, train_and_die, write_text
+from ranks import HANG_S, run_ranks
+from resumes import (
+    TINY,
+    CountsSteps,
+    curve_of,
+    decoder_roundings,
+    lines_of,
+    moments_of,
+    prepared,
+    train,
+    train_and_die,
+    write_text,
+)
+from roundings import (
+    SHARP,
+    SMOOTH_EPS,
+    assert_all_rounded_alike,
+    assert_rounded_alike,
+)
 from shardwise.checkpoint import checkpoints
 from shardwise.checkpoint.files import RealFiles, Writer
 from shardwise.errors import CheckpointError
+from shardwise.train.config import load_config
 from shardwise.train.launch import StopRequest
 from shardwise.train.loop import train_prepared
 from shardwise.train.saves import RunCheckpoints
@@ -90,20 +108,72 @@ def change_ranks(
     return said
 
 
+DECODER_ROUNDINGS = decoder_roundings(load_config(None, TINY), rows=12)
+SMOOTH = {"steps": STEPS, "global_batch": 12, "optimizer_options": {"eps": SMOOTH_EPS}}
+SAVES_ALL = {"save_every": 1, "resume": "auto"}
+
+
+def assert_same_steps(one: Path, other: Path, last: int = STEPS) -> None:
+    """Check that two runs have the same losses and gradients but for their roundings."""
+    losses = [[line["loss"] for line in lines_of(x) if "loss" in line][:last] for x in (one, other)]
+    assert len(losses[0]) == len(losses[1]) == last
+    for step, (ours, theirs) in enumerate(zip(*losses, strict=True), 1):
+        assert_rounded_alike(ours, theirs, DECODER_ROUNDINGS, f"losses of step {step}")
+        moments = moments_of(one, step), moments_of(other, step)
+        assert_all_rounded_alike(*moments, DECODER_ROUNDINGS)
+
+
+@pytest.mark.kernels
 def test_a_run_goes_on_over_other_ranks_and_another_stage(tmp_path: Path) -> None:
-    shape = {"data": write_text(tmp_path), "steps": STEPS, "global_batch": 12}
-    run_ranks(change_ranks, 1, {**shape, "output": tmp_path / "alone"}, None)
-    parts = {**shape, "output": tmp_path / "parts", "save_every": 1, "resume": "auto"}
+    shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL}
+    alone = {**shape, "output": tmp_path / "alone"}
+    run_ranks(change_ranks, 1, alone, 4)
+    run_ranks(change_ranks, 1, {**alone, "weight_decay": 0.2}, None)
+    parts = {**shape, "output": tmp_path / "parts"}
     run_ranks(change_ranks, 2, {**parts, "stage": 3, "layout": "flat"}, 4)
     said, *_ = run_ranks(change_ranks, 3, {**parts, "stage": 1, "weight_decay": 0.2}, None)
-    alone, changed = (lines_of(tmp_path / name) for name in ("alone", "parts"))
-    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (alone, changed)]
-    assert losses[1][:4] == pytest.approx(losses[0][:4], rel=1e-6)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert_same_steps(tmp_path / "parts", tmp_path / "alone")
     text = "\n".join(said)
     for part in ("ranks: 2 -> 3", "stage: 3 -> 1", "weight_decay: 0.1 -> 0.2"):
         assert part in text
     assert "global_batch" not in text and "dim" not in text
+
+
+def test_a_run_that_is_overwritten_has_the_losses_of_other_ranks(tmp_path: Path) -> None:
+    shape = {"data": write_text(tmp_path), **SMOOTH, "micro_batch": 1, "eval_windows": 0}
+    shape |= {"steps": 2, "output": tmp_path / "run", "overwrite": True}
+    losses = []
+    for num_ranks in (1, 2, 3):
+        run_ranks(change_ranks, num_ranks, shape, None)
+        losses.append([line["loss"] for line in lines_of(tmp_path / "run") if "loss" in line])
+    assert len(losses[0]) == 2
+    for alone, *others in zip(*losses, strict=True):
+        for other in others:
+            assert_rounded_alike(other, alone, DECODER_ROUNDINGS)
+
+
+def train_wrongly(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+    """Train with the gradient of one parameter, a small one, wrong by 1e-4."""
+    run = prepared(rank, world_size, flags)
+    wrong = dict(run.model.named_parameters())["blocks.1.attention_norm.weight"]
+
+    def spoil(*_: Any) -> None:
+        wrong.grad.mul_(1 + SHARP)
+
+    run.optimizer.register_step_pre_hook(spoil)
+    train_prepared(run, StopRequest())
+
+
+@pytest.mark.kernels
+def test_a_gradient_that_is_wrong_by_1e_4_does_not_pass_for_a_rounding(tmp_path: Path) -> None:
+    shape = {"data": write_text(tmp_path), **SMOOTH, **SAVES_ALL, "steps": 2}
+    run_ranks(change_ranks, 1, {**shape, "output": tmp_path / "alone"}, None)
+    for train_it, name in ((change_ranks, "right"), (train_wrongly, "wrong")):
+        last = (None,) if train_it is change_ranks else ()
+        run_ranks(train_it, 2, {**shape, "output": tmp_path / name}, *last)
+    assert_same_steps(tmp_path / "right", tmp_path / "alone", last=2)
+    with pytest.raises(AssertionError, match=r"blocks\.1\.attention_norm\.weight differ"):
+        assert_same_steps(tmp_path / "wrong", tmp_path / "alone", last=2)
 
 
 def change_settings(rank: int, world_size: int, flags: dict[str, Any]) -> list[float]:
@@ -270,14 +340,14 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     common += ["--ranks=2", "--save-every=1", f"--output={tmp_path / 'parts'}", "--resume=auto"]
     path = tmp_path / "parts" / "metrics.jsonl"
     process = start([*common, "--steps=100000"])
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while not (path.exists() and '"step": 6,' in path.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     kill_job(process)
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
     process = start([*common, f"--steps={reached + 4}"])
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, err) == (0, ""), err
     said = re.search(r"^going on from step (\d+) .*\nchanged since then: steps: 100000 ->", out)
     assert said is not None and reached - 2 <= int(said[1]) <= reached
