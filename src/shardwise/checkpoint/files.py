@@ -173,7 +173,7 @@ class RealFiles:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
-            # Not atomic, but the lock of the run keeps other writers of this program away.
+            # Not atomic; but a folder never takes the place of one that holds anything.
             if os.path.lexists(target):
                 raise os_error(errno.EEXIST, source, target) from None
             os.rename(source, target)
@@ -206,19 +206,22 @@ class RealFiles:
 
     def lock(self, path: Path) -> Lock | None:
         """Lock a file, made if missing; None if somebody else holds it."""
-        fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
-        try:
-            with _named(path):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except BaseException:
-            os.close(fd)
-            raise
+        while True:
+            fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
+            try:
+                with _named(path):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file_of(path, fd):
+                    break
+                os.close(fd)  # whoever held it has removed it: there is another one by now, or none
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
         lock = _Lock(path, fd)
-        held = WeakSet([lock])  # a forked worker that outlives this process would keep the lock
-        os.register_at_fork(after_in_child=lambda: list(map(_Lock.close, held)))
+        _held.add(lock)
         return lock
 
 
@@ -342,6 +345,19 @@ class _Lock(_Descriptor):
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.close()
+
+
+# A forked worker that outlives this process would keep its locks.
+_held: WeakSet[_Lock] = WeakSet()
+os.register_at_fork(after_in_child=lambda: list(map(_Lock.close, _held)))
+
+
+def _is_file_of(path: Path, fd: int) -> bool:
+    """Tell whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:
