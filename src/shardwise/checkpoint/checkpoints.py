@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,11 +33,10 @@ from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.together import explain, together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
-from shardwise.comm.control import control_over
+from shardwise.comm.control import control_over, naming
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 
-_WRITE_TIMEOUT = timedelta(hours=12)  # the slowest rank's write behind the fastest one's
 _RUNNING, _DONE, _FAILED = range(3)
 
 
@@ -73,7 +71,7 @@ class Checkpoints:
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
         self._engine = engine_of(model)
-        self._control = control_over(self._engine.comm.axes, _WRITE_TIMEOUT)  # for the thread
+        self._control = control_over(self._engine.comm.axes)  # for the thread
         self._staging = Staging()
         self._saving: Saving | None = None
         self._lock: Lock | None = None
@@ -153,7 +151,8 @@ class Checkpoints:
             self._refuse_older(step)
             return self._staged(table)
 
-        table = collect_together(self._model, self._optimizer, extra, staged)
+        with naming(f"the save of {target}"):
+            table = collect_together(self._model, self._optimizer, extra, staged)
         stall_s = time.perf_counter() - started_s
         saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
         saving.start(lambda: self._write(table, step, target, progress))
@@ -193,11 +192,12 @@ class Checkpoints:
             restore_generators=restore_generators,
             progress=progress,
         )
-        if step is not None:
-            together(self._control, lambda: self._refuse_newer(checked_step(step)))
-            loaded: Loaded | None = load_one(request, self.folder / step_name(step))
-        else:
-            loaded = load_newest(request, self.folder)
+        with naming(f"the load of {self.folder}"):
+            if step is not None:
+                together(self._control, lambda: self._refuse_newer(checked_step(step)))
+                loaded: Loaded | None = load_one(request, self.folder / step_name(step))
+            else:
+                loaded = load_newest(request, self.folder)
         self._unread = None
         if loaded is not None:
             self.run = loaded.run
@@ -258,17 +258,18 @@ class Checkpoints:
 
     def _write(self, table: Table, step: int, target: Path, progress: Progress | None) -> Written:
         """Write and commit; for the thread."""
-        manifest, part = assemble(self._control, table, self.run, step)
-        written = write_checkpoint(
-            self._files,
-            self._control,
-            target,
-            os.urandom(NONCE_BYTES),
-            manifest,
-            part,
-            replace=step in self._passed_over,
-            progress=progress,
-        )
+        with naming(f"the save of {target}"):
+            manifest, part = assemble(self._control, table, self.run, step)
+            written = write_checkpoint(
+                self._files,
+                self._control,
+                target,
+                os.urandom(NONCE_BYTES),
+                manifest,
+                part,
+                replace=step in self._passed_over,
+                progress=progress,
+            )
         self._passed_over.discard(step)
         if self._control.rank == 0:
             other_files = [written.other_files] if written.other_files else []

@@ -22,7 +22,7 @@ from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Table, collect
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, naming
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -59,10 +59,11 @@ def save(
         target = target / step_name(checked_step(step))
     engine = engine_of(model)
     control = engine.comm.control
-    table = collect_together(model, optimizer, extra)
-    manifest, part = assemble(control, table, new_run(control), step)
-    nonce = os.urandom(NONCE_BYTES)
-    written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+    with naming(f"the save of {target}"):
+        table = collect_together(model, optimizer, extra)
+        manifest, part = assemble(control, table, new_run(control), step)
+        nonce = os.urandom(NONCE_BYTES)
+        written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
     if control.rank == 0:
         _warn(files, written, step)
     return written
@@ -131,9 +132,11 @@ def load(
         progress=progress,
     )
     if step is not None:
-        return load_one(request, folder / step_name(checked_step(step)))
-    is_one = together(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
-    loaded = load_one(request, folder) if is_one else load_newest(request, folder)
+        with naming(f"the load of step {step} of {folder}"):
+            return load_one(request, folder / step_name(checked_step(step)))
+    with naming(f"the load of {folder}"):
+        is_one = together(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
+        loaded = load_one(request, folder) if is_one else load_newest(request, folder)
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
     return loaded
