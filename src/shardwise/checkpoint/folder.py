@@ -15,12 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.files import Files, Lock, read_text
+from shardwise.checkpoint.digest import digest_of
+from shardwise.checkpoint.files import Entry, Files, Lock, read_text
 from shardwise.checkpoint.leftovers import LOCK_RETRY_S, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.presence import check_presence
+from shardwise.checkpoint.rank_index import parse_index, why_other
 from shardwise.checkpoint.read import read_small
-from shardwise.checkpoint.sealed import MANIFEST
+from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 LOCK = ".shardwise.lock"
@@ -57,8 +59,38 @@ def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
     named = _STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
-    check_presence(path, files.list(path), manifest.ranks)
+    entries = files.list(path)
+    try:
+        check_presence(path, entries, manifest.ranks)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(_find_wrong(files, path, manifest, entries) or str(error)) from None
     return manifest, data
+
+
+def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[Entry]) -> str:
+    """Name what is wrong where files and manifest do not fit; "" if their sizes say all there is.
+
+    The manifest has the size of all files of a rank together, the index has that of each; and it
+    may be the manifest that is of another save.
+    """
+    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
+    for rank, row in enumerate(manifest.ranks):
+        names = [file_name(rank, number) for number in range(row.num_files)]
+        as_named = sizes.get(index_name(rank)) == row.index_bytes
+        if rank and as_named and sum(sizes.get(name, 0) for name in names) == row.file_bytes:
+            continue
+        try:
+            data = read_small(files, path / index_name(rank))
+            if digest_of(data) != row.digest:
+                stale = why_other(manifest, rank, data)
+                return f"{path / MANIFEST}: {stale}" if stale else ""
+            index = parse_index(data, str(path / index_name(rank)))
+        except (OSError, CheckpointError):
+            return ""
+        for name, file in zip(names, index.files, strict=False):
+            if sizes.get(name, file.num_bytes) != file.num_bytes:
+                return f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
+    return ""
 
 
 def is_usable(files: Files, folder: Path, step: int) -> bool:

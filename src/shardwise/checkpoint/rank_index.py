@@ -18,6 +18,7 @@ from shardwise.checkpoint.sealed import (
     Part,
     Rank,
     Rows,
+    index_name,
     unseal,
     validated,
 )
@@ -90,6 +91,25 @@ class RankIndex(Part):
 def parse_index(data: bytes, where: str) -> RankIndex:
     """Read the index of a rank. **Raises** DamagedCheckpoint naming what is wrong."""
     return validated(RankIndex, unseal(data, where), where)
+
+
+def why_other(manifest: Manifest, rank: int, data: bytes) -> str:
+    """Say how a manifest is wrong that does not name this index; "" if the index is not whole.
+
+    An index that is whole in itself has not changed since it was written: then it is the manifest
+    that does not belong to the files beside it.
+    """
+    name = index_name(rank)
+    try:
+        index = parse_index(data, name)
+    except DamagedCheckpoint:
+        return ""
+    if (index.run, index.step) == (manifest.run, manifest.step):
+        return f"it is of another save than {name}, which is whole and is not the one it names"
+    return (
+        f"it is of another save than the files beside it: of step {manifest.step} of run "
+        f"{manifest.run}, and {name}, which is whole, is of step {index.step} of run {index.run}"
+    )
 
 
 def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> None:
