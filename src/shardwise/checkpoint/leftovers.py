@@ -189,8 +189,7 @@ def _claim(files: Files, folder: Path, entry: Entry) -> Path | None:
         return None
     try:
         _check_ours(files, path)
-        away = folder / (_REMOVED + entry.name.removeprefix(_TEMPORARY))
-        files.rename(path, away)
+        away = _rename_away(files, path, _target_of(entry.name))
     finally:
         let_go(files, path, lock)
     return away
@@ -222,17 +221,20 @@ def remove_checkpoint(files: Files, path: Path) -> Path | None:
     Returns the folder that holds what was in it and is none of ours, if there was anything.
     **Raises** OSError; what is left then is a checkpoint or a leftover.
     """
-    away = path.parent / f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"
-    files.rename(path, away)
+    away = _rename_away(files, path, path.name)
     files.sync_folder(path.parent)
     return empty(files, away)
 
 
 def discard_replaced(files: Files, folder: Path) -> Path | None:
     """Remove a checkpoint that another has taken the name of; it has that one's temporary name."""
-    away = folder.parent / (_REMOVED + folder.name.removeprefix(_TEMPORARY))
-    files.rename(folder, away)
-    return empty(files, away)
+    return empty(files, _rename_away(files, folder, _target_of(folder.name)))
+
+
+def _rename_away(files: Files, path: Path, target: str) -> Path:
+    away = path.parent / f"{_REMOVED}{target}-{os.urandom(4).hex()}"
+    files.rename(path, away)
+    return away
 
 
 def empty(files: Files, away: Path) -> Path | None:
