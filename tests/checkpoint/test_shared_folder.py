@@ -538,8 +538,9 @@ def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_oth
     assert found[0] == found[1] == found[2]
     stale, swapped, cut = found[0]
     for text, name in ((stale, "stale"), (swapped, "swapped")):
-        assert f"{tmp_path / name / manifest}: it is of another save than the files" in text
-    assert "of step 1 of run" in stale and "is of step 2 of run" in stale
+        said = f"{tmp_path / name}: {manifest} and rank00000.json are whole and of two saves"
+        assert said in text, text
+    assert "step 1 of run" in stale and "step 2 of run" in stale
     assert f"{several[1]}: " in cut and "bytes, expected" in cut and several[0].name not in cut
 
 

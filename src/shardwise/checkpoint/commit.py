@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from shardwise.checkpoint.files import Entry, Files, remove_tree
+from shardwise.checkpoint.files import Entry, Files
 from shardwise.checkpoint.leftovers import (
     clean_up_before,
     discard_replaced,
     hold,
     let_go,
+    remove_tree,
     temporary,
 )
 from shardwise.checkpoint.manifest import IndexRow

@@ -225,27 +225,6 @@ class RealFiles:
         return lock
 
 
-def remove_tree(files: Files, path: Path) -> None:
-    """Remove a folder that holds only files, if it is there; links are never followed.
-
-    **Raises** CheckpointError, with nothing removed, if ``path`` is no folder or holds another.
-    """
-    kinds = {entry.name: entry.kind for entry in files.list(path.parent)}
-    if path.name not in kinds:
-        return
-    if kinds[path.name] != "folder":
-        raise CheckpointError(f"{path} was to be removed but is no folder: remove it by hand")
-    entries = files.list(path)
-    if folders := [entry.name for entry in entries if entry.kind == "folder"]:
-        raise CheckpointError(
-            f"{path} was to be removed but holds the folder {folders[0]!r}, which no checkpoint "
-            "does: remove it by hand"
-        )
-    for entry in entries:
-        files.remove_file(path / entry.name)
-    files.remove_folder(path)
-
-
 def read_text(files: Files, path: Path, limit: int) -> str:
     """Return a whole file of UTF-8 text.
 

@@ -20,7 +20,7 @@ from shardwise.checkpoint.files import Entry, Files, Lock, read_text
 from shardwise.checkpoint.leftovers import LOCK_RETRY_S, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.presence import check_presence
-from shardwise.checkpoint.rank_index import parse_index, why_other
+from shardwise.checkpoint.rank_index import parse_index, two_saves
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -82,8 +82,8 @@ def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[
         try:
             data = read_small(files, path / index_name(rank))
             if digest_of(data) != row.digest:
-                stale = why_other(manifest, rank, data)
-                return f"{path / MANIFEST}: {stale}" if stale else ""
+                found = two_saves(manifest, rank, data)
+                return f"{path}: {found}" if found else ""
             index = parse_index(data, str(path / index_name(rank)))
         except (OSError, CheckpointError):
             return ""

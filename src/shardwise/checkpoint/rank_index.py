@@ -11,6 +11,7 @@ from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.digest import DIGEST_CHARS, num_chunks
 from shardwise.checkpoint.manifest import Manifest, TensorRow
 from shardwise.checkpoint.sealed import (
+    MANIFEST,
     Count,
     Digest,
     Format,
@@ -93,22 +94,22 @@ def parse_index(data: bytes, where: str) -> RankIndex:
     return validated(RankIndex, unseal(data, where), where)
 
 
-def why_other(manifest: Manifest, rank: int, data: bytes) -> str:
-    """Say how a manifest is wrong that does not name this index; "" if the index is not whole.
+def two_saves(manifest: Manifest, rank: int, data: bytes) -> str:
+    """Say that a manifest and an index that it does not name are of two saves.
 
-    An index that is whole in itself has not changed since it was written: then it is the manifest
-    that does not belong to the files beside it.
+    Returns "" if the index is damaged, or of another rank: then it is the wrong one.
     """
     name = index_name(rank)
     try:
         index = parse_index(data, name)
     except DamagedCheckpoint:
         return ""
-    if (index.run, index.step) == (manifest.run, manifest.step):
-        return f"it is of another save than {name}, which is whole and is not the one it names"
+    if index.rank != rank:
+        return ""
     return (
-        f"it is of another save than the files beside it: of step {manifest.step} of run "
-        f"{manifest.run}, and {name}, which is whole, is of step {index.step} of run {index.run}"
+        f"{MANIFEST} and {name} are whole and of two saves: step {manifest.step} of run "
+        f"{manifest.run} and step {index.step} of run {index.run}. One of the two was copied there "
+        "from another checkpoint"
     )
 
 

@@ -18,7 +18,7 @@ from shardwise.checkpoint.rank_index import (
     RankIndex,
     check_index,
     parse_index,
-    why_other,
+    two_saves,
 )
 from shardwise.checkpoint.sealed import MANIFEST, MAX_PART_BYTES, file_name, index_name
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
@@ -196,10 +196,9 @@ class Checkpoint:
             self._reader.num_bytes += len(data)
             expected = self.manifest.ranks[rank]
             if len(data) != expected.index_bytes or digest_of(data) != expected.digest:
-                stale = why_other(self.manifest, rank, data)
-                if stale:
-                    raise DamagedCheckpoint(f"{self.folder / MANIFEST}: {stale}")
-                raise DamagedCheckpoint(f"{path}: it is not the one that the manifest names")
+                found = two_saves(self.manifest, rank, data)
+                text = f"{path}: it is not the one that the manifest names"
+                raise DamagedCheckpoint(f"{self.folder}: {found}" if found else text)
             index = parse_index(data, str(path))
             check_index(self.manifest, rank, index, str(path))
             self._indexes[rank] = index
