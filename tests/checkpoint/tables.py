@@ -232,8 +232,10 @@ def assert_an_error_leaves_nothing(
         left = [name for name in disk.tree() if name.startswith("/run/.")]
         assert replace or all(name.endswith(".lock") for name in left), left
         assert met or not left, left
-        clean_up(disk, RUN)
-        assert not [name for name in disk.tree() if name.startswith("/run/.")]
+        if not any(op == "release" for met_by in failed.values() for op, _ in met_by):
+            clean_up(disk, RUN)  # else the lock is held still: as by a process that lives
+            left = [name for name in disk.tree() if name.startswith("/run/.")]
+            assert not left, (where, left)
         return "saved, leftovers" if met else "saved"
     texts = {str(result) for result in results}
     assert {type(result) for result in results} == {CheckpointError} and len(texts) == 1, results
