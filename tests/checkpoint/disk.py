@@ -802,5 +802,8 @@ class _LockstepControl:
     def exchange(self, row: bytes) -> list[bytes]:
         return self._lockstep.meet(self.rank, "exchange", bytes(row))
 
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        return self.exchange(work())
+
     def broadcast(self, data: bytes) -> bytes:
         return self._lockstep.meet(self.rank, "broadcast", bytes(data))[0]

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import shard
 
@@ -30,11 +31,15 @@ class Net(nn.Module):
 
 
 def build(
-    stage: int = 3, layout: str = "rows", width: int = 13, depth: int = 2
+    stage: int = 3,
+    layout: str = "rows",
+    width: int = 13,
+    depth: int = 2,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, torch.optim.AdamW]:
     """Shard a model and give its optimizer state, as a step would; no backward pass is run."""
     # A scalar cannot be cut by rows over ranks that own less than one row: some ranks own nothing.
-    model = shard(Net(width, depth), stage=stage, layout=layout)
+    model = shard(Net(width, depth), stage=stage, layout=layout, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
         optimizer.state[param] = {

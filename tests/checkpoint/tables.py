@@ -17,6 +17,7 @@ import torch
 from disk import Fault, FaultyFiles, Lockstep, SimulatedDisk, all_crashes
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
+from shardwise.checkpoint.leftovers import clean_up
 from shardwise.checkpoint.manifest import LayoutRow, Manifest, OptimizerRow, TensorRow
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.together import together
@@ -203,7 +204,7 @@ def failed_operations(files: FaultyFiles, fault: Fault) -> list[tuple[str, str]]
     return found if fault.lasting else found[:1]
 
 
-CLEAN_UP = ("list", "remove_file", "remove_folder")
+CLEAN_UP = ("list", "remove_file", "remove_folder", "release")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -226,8 +227,16 @@ def assert_an_error_leaves_nothing(
     met, where = [rank for rank in sorted(faults) if failed[rank]], f"{faults}: {failed}"
     if all(isinstance(result, Written) for result in results):
         assert newest(disk, ranks) == (step, "B"), where
-        # What may fail with no more than a leftover is the removal of what was replaced.
-        return "saved, old one left" if met else "saved"
+        # What may fail with no more than a leftover is the removal of what was replaced, and of
+        # the lock of the temporary folder.
+        left = [name for name in disk.tree() if name.startswith("/run/.")]
+        assert replace or all(name.endswith(".lock") for name in left), left
+        assert met or not left, left
+        if not any(op == "release" for met_by in failed.values() for op, _ in met_by):
+            clean_up(disk, RUN)  # else the lock is held still: as by a process that lives
+            left = [name for name in disk.tree() if name.startswith("/run/.")]
+            assert not left, (where, left)
+        return "saved, leftovers" if met else "saved"
     texts = {str(result) for result in results}
     assert {type(result) for result in results} == {CheckpointError} and len(texts) == 1, results
     text = texts.pop()

@@ -18,11 +18,10 @@ from disk import Fault, Killed, PowerCut, SimulatedDisk, all_crashes
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
     check_quickly,
-    clean_up,
-    remove_checkpoint,
     step_name,
     steps_in,
 )
+from shardwise.checkpoint.leftovers import clean_up, remove_checkpoint
 from shardwise.checkpoint.write import Written
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CollectiveError

@@ -25,7 +25,8 @@ from disk import (
     randomly,
 )
 from ranks import HANG_S
-from shardwise.checkpoint.files import Files, RealFiles, read_text, remove_tree
+from shardwise.checkpoint.files import Files, RealFiles, read_text
+from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
 

@@ -15,7 +15,8 @@ import pytest
 
 from shardwise.checkpoint import files as files_module
 from shardwise.checkpoint import linux
-from shardwise.checkpoint.files import RealFiles, read_text, remove_tree
+from shardwise.checkpoint.files import RealFiles, read_text
+from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 FILES = RealFiles()

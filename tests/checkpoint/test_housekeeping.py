@@ -22,14 +22,15 @@ from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files, RealFiles
 from shardwise.checkpoint.folder import (
     LOCK,
+    Rotated,
     check_quickly,
-    clean_up,
     rotate,
     step_name,
     steps_in,
     steps_to_remove,
     take_lock,
 )
+from shardwise.checkpoint.leftovers import clean_up
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from stamped import build, count, stamp
@@ -86,8 +87,8 @@ def test_rotation_counts_no_checkpoint_that_fails_the_quick_check_and_removes_no
 
 def test_rotation_removes_no_checkpoint_of_another_run() -> None:
     disk = disk_with(1, {1: "A", 2: "B", 3: "C"})
-    assert rotate(disk, RUN, "another run", 1, None, 3) == []
-    assert rotate(disk, RUN, "run", 1, None, 3) == [1, 2]
+    assert rotate(disk, RUN, "another run", 1, None, 3) == Rotated()
+    assert rotate(disk, RUN, "run", 1, None, 3) == Rotated((1, 2))
     assert steps_in(disk, RUN) == [3]
 
 
@@ -162,8 +163,10 @@ def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(
     (folder / ".old-step-00000002-87654321").mkdir()
     left = clean_up(RealFiles(), folder)
     assert set(left.removed) == {ours.name, ".old-step-00000002-87654321"}
-    assert set(left.kept) == {*FOREIGN[2:5], ".tmp-step-00000003-00c0ffee"}
-    assert rotate(RealFiles(), folder, "run", 1, None, 99) == []
+    given_back = "step-00000001-other-files"  # a removal of ours that a user's folder stopped
+    assert set(left.kept) == {FOREIGN[2], given_back, FOREIGN[4], ".tmp-step-00000003-00c0ffee"}
+    (folder / given_back).rename(folder / FOREIGN[3])
+    assert rotate(RealFiles(), folder, "run", 1, None, 99) == Rotated()
     assert snapshot(tmp_path) == before
 
 

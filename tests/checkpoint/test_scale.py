@@ -56,6 +56,9 @@ class Recording:
         self.sizes.append(len(row))
         return [row] * self.num_ranks
 
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        return self.exchange(work())
+
     def broadcast(self, data: bytes) -> bytes:
         raise AssertionError("a save needs no broadcast of what grows")
 

@@ -62,6 +62,9 @@ class _Rank:
     def exchange(self, row: bytes) -> list[bytes]:
         return self._threads.exchange(self.rank, row)
 
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        return self.exchange(work())
+
     def broadcast(self, data: bytes) -> bytes:
         raise AssertionError("nothing is broadcast")
 

@@ -44,6 +44,9 @@ class ThreadControl:
         assert len({len(r) for r in rows}) == 1
         return rows
 
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        return self.exchange(work())
+
     def broadcast(self, data: bytes) -> bytes:
         self.meeting.rows[self.rank] = data
         self.meeting.barrier.wait()

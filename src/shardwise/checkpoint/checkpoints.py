@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,14 +17,8 @@ from torch import nn
 
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock, RealFiles
-from shardwise.checkpoint.folder import (
-    Leftovers,
-    clean_up,
-    rotate,
-    step_name,
-    steps_in,
-    take_lock,
-)
+from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
+from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.saving import Saving
 from shardwise.checkpoint.single import (
@@ -34,16 +27,16 @@ from shardwise.checkpoint.single import (
     collect_together,
     holds_checkpoint,
     new_run,
+    tell_other_files,
 )
 from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.together import explain, together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
-from shardwise.comm.control import control_over
+from shardwise.comm.control import control_over, naming
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 
-_WRITE_TIMEOUT = timedelta(hours=12)  # the slowest rank's write behind the fastest one's
 _RUNNING, _DONE, _FAILED = range(3)
 
 
@@ -73,18 +66,19 @@ class Checkpoints:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the process may change its directory
         self._files = files or RealFiles()
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
         self._engine = engine_of(model)
-        self._control = control_over(self._engine.comm.axes, _WRITE_TIMEOUT)  # for the thread
+        self._control = control_over(self._engine.comm.axes)  # for the thread
         self._staging = Staging()
         self._saving: Saving | None = None
         self._lock: Lock | None = None
         self._open = True
         self._passed_over: set[int] = set()  # on rank 0: damaged steps that may be replaced
-        self._not_removed = ""
+        self._unread: int | None = None  # on rank 0: the newest step of an earlier run, not loaded
+        self._news: list[str] = []  # on rank 0: what `finish` warns of
         self.leftovers = Leftovers((), ())
         self.run = new_run(self._control)
         try:
@@ -103,6 +97,7 @@ class Checkpoints:
                 )
             self._lock = take_lock(self._files, self.folder, self.run)
             self.leftovers = clean_up(self._files, self.folder)
+            self._unread = next(iter(steps_in(self._files, self.folder)), None)
 
     def _leave_folder(self) -> None:
         self._open = False
@@ -141,8 +136,9 @@ class Checkpoints:
 
         **Cost** one copy of this rank's state into memory that is held (`reserve`).
 
-        **Raises** CheckpointError of an earlier save; StateError inside an accumulation window,
-        after a load that failed, and once closed.
+        **Raises** CheckpointError of an earlier save; ConfigError when the folder holds a higher
+        step, which the next load would take in the place of this one; StateError inside an
+        accumulation window, after a load that failed, and once closed.
         """
         self._check_open()
         target = self.folder / step_name(checked_step(step))
@@ -150,7 +146,13 @@ class Checkpoints:
         self.finish()
         waited_s = time.perf_counter() - started_s
         started_s = time.perf_counter()
-        table = collect_together(self._model, self._optimizer, extra, self._staged)
+
+        def staged(table: Table) -> Table:
+            self._refuse_older(step)
+            return self._staged(table)
+
+        with naming(f"the save of {target}"):
+            table = collect_together(self._model, self._optimizer, extra, staged)
         stall_s = time.perf_counter() - started_s
         saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
         saving.start(lambda: self._write(table, step, target, progress))
@@ -190,11 +192,13 @@ class Checkpoints:
             restore_generators=restore_generators,
             progress=progress,
         )
-        if step is not None:
-            together(self._control, lambda: self._refuse_newer(checked_step(step)))
-            loaded: Loaded | None = load_one(request, self.folder / step_name(step))
-        else:
-            loaded = load_newest(request, self.folder)
+        with naming(f"the load of {self.folder}"):
+            if step is not None:
+                together(self._control, lambda: self._refuse_newer(checked_step(step)))
+                loaded: Loaded | None = load_one(request, self.folder / step_name(step))
+            else:
+                loaded = load_newest(request, self.folder)
+        self._unread = None
         if loaded is not None:
             self.run = loaded.run
             together(self._control, lambda: self._note_passed_over(loaded))
@@ -205,6 +209,7 @@ class Checkpoints:
 
         **Cost** one exchange of a byte while a save is in flight, nothing otherwise.
         """
+        self._warn_of_unread()
         if self._saving is None:
             return
         mine = _FAILED if self._saving.failed else _DONE if self._saving.done else _RUNNING
@@ -219,9 +224,9 @@ class Checkpoints:
             return
         saving.join()  # interrupted, it is still in flight
         self._saving = None
-        if self._not_removed:
-            warnings.warn(f"old checkpoints stay: {self._not_removed}", stacklevel=2)
-            self._not_removed = ""
+        news, self._news = self._news, []
+        for text in news:
+            warnings.warn(text, stacklevel=2)
         saving.raise_once()
 
     def close(self) -> None:
@@ -253,23 +258,29 @@ class Checkpoints:
 
     def _write(self, table: Table, step: int, target: Path, progress: Progress | None) -> Written:
         """Write and commit; for the thread."""
-        manifest, part = assemble(self._control, table, self.run, step)
-        written = write_checkpoint(
-            self._files,
-            self._control,
-            target,
-            os.urandom(NONCE_BYTES),
-            manifest,
-            part,
-            replace=step in self._passed_over,
-            progress=progress,
-        )
+        with naming(f"the save of {target}"):
+            manifest, part = assemble(self._control, table, self.run, step)
+            written = write_checkpoint(
+                self._files,
+                self._control,
+                target,
+                os.urandom(NONCE_BYTES),
+                manifest,
+                part,
+                replace=step in self._passed_over,
+                progress=progress,
+            )
         self._passed_over.discard(step)
         if self._control.rank == 0:
+            other_files = [written.other_files] if written.other_files else []
             try:
-                rotate(self._files, self.folder, self.run, *self._keep, step)
+                rotated = rotate(
+                    self._files, self.folder, self.run, *self._keep, step, self._passed_over
+                )
+                other_files += rotated.other_files
             except (OSError, CheckpointError) as error:  # the new one is safe; told by `finish`
-                self._not_removed = explain(error)
+                self._news.append(f"old checkpoints stay: {explain(error)}")
+            self._news += [tell_other_files(path) for path in other_files]
         return written
 
     def _to_stage(self, table: Table) -> list[Item]:
@@ -297,6 +308,31 @@ class Checkpoints:
                 f"step={step}: {self.folder} holds newer checkpoints ({newer[0]}), and the next "
                 "load of the newest would come back to them. Move them away first, or use "
                 "shardwise.load() and save into another folder"
+            )
+
+    def _refuse_older(self, step: int) -> None:
+        """Refuse a save that the next load would not find, as a higher step is there."""
+        if self._control.rank != 0:
+            return
+        for other in steps_in(self._files, self.folder):
+            if other <= step:
+                return
+            if other not in self._passed_over and is_usable(self._files, self.folder, other):
+                raise ConfigError(
+                    f"step {step}: {self.folder} holds step {other}, which the next load would "
+                    "take, and not this one. Call load() to go on from there, choose another "
+                    "folder, or move the newer checkpoints away first"
+                )
+
+    def _warn_of_unread(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            warnings.warn(
+                f"{self.folder} holds checkpoints of an earlier run (newest: step {unread}) and "
+                "training begins without load(). The next load takes the highest step, so saves "
+                f"below step {unread} will be refused. Call load() to go on from there, choose "
+                "another folder, or move them away first",
+                stacklevel=2,
             )
 
     def _note_passed_over(self, loaded: Loaded) -> None:

@@ -173,7 +173,7 @@ class RealFiles:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOSYS):
                 raise
-            # Not atomic, but the lock of the run keeps other writers of this program away.
+            # Not atomic; but a folder never takes the place of one that holds anything.
             if os.path.lexists(target):
                 raise os_error(errno.EEXIST, source, target) from None
             os.rename(source, target)
@@ -206,41 +206,23 @@ class RealFiles:
 
     def lock(self, path: Path) -> Lock | None:
         """Lock a file, made if missing; None if somebody else holds it."""
-        fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
-        try:
-            with _named(path):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except BaseException:
-            os.close(fd)
-            raise
+        while True:
+            fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
+            try:
+                with _named(path):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file_of(path, fd):
+                    break
+                os.close(fd)  # whoever held it has removed it: there is another one by now, or none
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
         lock = _Lock(path, fd)
-        held = WeakSet([lock])  # a forked worker that outlives this process would keep the lock
-        os.register_at_fork(after_in_child=lambda: list(map(_Lock.close, held)))
+        _held.add(lock)
         return lock
-
-
-def remove_tree(files: Files, path: Path) -> None:
-    """Remove a folder that holds only files, if it is there; links are never followed.
-
-    **Raises** CheckpointError, with nothing removed, if ``path`` is no folder or holds another.
-    """
-    kinds = {entry.name: entry.kind for entry in files.list(path.parent)}
-    if path.name not in kinds:
-        return
-    if kinds[path.name] != "folder":
-        raise CheckpointError(f"{path} was to be removed but is no folder: remove it by hand")
-    entries = files.list(path)
-    if folders := [entry.name for entry in entries if entry.kind == "folder"]:
-        raise CheckpointError(
-            f"{path} was to be removed but holds the folder {folders[0]!r}, which no checkpoint "
-            "does: remove it by hand"
-        )
-    for entry in entries:
-        files.remove_file(path / entry.name)
-    files.remove_folder(path)
 
 
 def read_text(files: Files, path: Path, limit: int) -> str:
@@ -342,6 +324,19 @@ class _Lock(_Descriptor):
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.close()
+
+
+# A forked worker that outlives this process would keep its locks.
+_held: WeakSet[_Lock] = WeakSet()
+os.register_at_fork(after_in_child=lambda: list(map(_Lock.close, _held)))
+
+
+def _is_file_of(path: Path, fd: int) -> bool:
+    """Tell whether an open file still has its name."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:

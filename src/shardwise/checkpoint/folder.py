@@ -1,11 +1,6 @@
 """All checkpoints of one run, in one folder: who may write there, which is the newest, what goes.
 
-Note [What may be removed]
-~~~~~~~~~~~~~~~~~~~~~~~~~~
-A checkpoint is removed only if its manifest says that this run wrote it, and only while another of
-this run that is kept passes `check_quickly`. It is first renamed to ``.old-...``, so that a removal
-that is cut short leaves a leftover and never half a checkpoint. A leftover is removed only by the
-holder of the folder's lock, and only if every name in it is one that we give. Anything else stays.
+What may be removed: Note [What may be removed] in `leftovers`.
 """
 
 from __future__ import annotations
@@ -15,25 +10,24 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.files import Entry, Files, Lock, read_text, remove_tree
+from shardwise.checkpoint.digest import digest_of
+from shardwise.checkpoint.files import Entry, Files, Lock, read_text
+from shardwise.checkpoint.leftovers import LOCK_RETRY_S, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.presence import check_presence
+from shardwise.checkpoint.rank_index import parse_index, two_saves
 from shardwise.checkpoint.read import read_small
-from shardwise.checkpoint.sealed import MANIFEST, is_ours
-from shardwise.checkpoint.write import TEMPORARY
+from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 LOCK = ".shardwise.lock"
-_REMOVED = ".old-"
 _STEP = re.compile(r"step-([0-9]{8,12})")
-_LEFTOVER = re.compile(rf"({re.escape(TEMPORARY)}|{re.escape(_REMOVED)}).+-[0-9a-f]{{8}}")
 _LOCK_CHARS = 4096
-_RETRY_S = 0.1
 
 
 def step_name(step: int) -> str:
@@ -65,44 +59,49 @@ def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
     named = _STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
-    check_presence(path, files.list(path), manifest.ranks)
+    entries = files.list(path)
+    try:
+        check_presence(path, entries, manifest.ranks)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(_find_wrong(files, path, manifest, entries) or str(error)) from None
     return manifest, data
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """What interrupted saves and removals left: removed now, or kept as not proved to be ours."""
+def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[Entry]) -> str:
+    """Name what is wrong where files and manifest do not fit; "" if their sizes say all there is.
 
-    removed: tuple[str, ...]
-    kept: tuple[str, ...]
-
-
-def leftovers_in(files: Files, folder: Path) -> list[Entry]:
-    """Return what has the name of an interrupted save or removal."""
-    return [entry for entry in files.list(folder) if _LEFTOVER.fullmatch(entry.name)]
-
-
-def clean_up(files: Files, folder: Path) -> Leftovers:
-    """Remove what interrupted saves left; only the holder of the lock may call it.
-
-    See Note [What may be removed].
+    The manifest has the size of all files of a rank together, the index has that of each; and it
+    may be the manifest that is of another save.
     """
-    # A run that was killed may have swapped or renamed folders and not synced that; were the names
-    # to come back after a power cut, they would be those of folders that are emptied here.
-    files.sync_folder(folder)
-    removed, kept = [], []
-    for entry in leftovers_in(files, folder):
-        path = folder / entry.name
-        with suppress(OSError):
-            ours = entry.kind == "folder" and all(
-                e.kind == "file" and is_ours(e.name) for e in files.list(path)
-            )
-            if ours:
-                remove_tree(files, path)
-                removed.append(entry.name)
-                continue
-        kept.append(entry.name)
-    return Leftovers(tuple(removed), tuple(kept))
+    sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
+    for rank, row in enumerate(manifest.ranks):
+        names = [file_name(rank, number) for number in range(row.num_files)]
+        as_named = sizes.get(index_name(rank)) == row.index_bytes
+        if rank and as_named and sum(sizes.get(name, 0) for name in names) == row.file_bytes:
+            continue
+        try:
+            data = read_small(files, path / index_name(rank))
+            if digest_of(data) != row.digest:
+                found = two_saves(manifest, rank, data)
+                return f"{path}: {found}" if found else ""
+            index = parse_index(data, str(path / index_name(rank)))
+        except (OSError, CheckpointError):
+            return ""
+        for name, file in zip(names, index.files, strict=False):
+            if sizes.get(name, file.num_bytes) != file.num_bytes:
+                return f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
+    return ""
+
+
+def is_usable(files: Files, folder: Path, step: int) -> bool:
+    """Tell whether a load of the newest would take this step, or be stopped by it."""
+    try:
+        check_quickly(files, folder / step_name(step))
+    except (DamagedCheckpoint, OSError):
+        return False
+    except CheckpointError:  # of a newer version
+        return True
+    return True
 
 
 def take_lock(files: Files, folder: Path, run: str) -> Lock:
@@ -111,7 +110,7 @@ def take_lock(files: Files, folder: Path, run: str) -> Lock:
     path = folder / LOCK
     lock = files.lock(path)
     if lock is None:
-        time.sleep(_RETRY_S)  # `lock_holder` holds it for an instant
+        time.sleep(LOCK_RETRY_S)  # `lock_holder` holds it for an instant
         lock = files.lock(path)
     if lock is None:
         raise CheckpointError(
@@ -158,32 +157,39 @@ def steps_to_remove(
     ]
 
 
-def rotate(
-    files: Files, folder: Path, run: str, keep_last: int | None, keep_every: int | None, saved: int
-) -> list[int]:
-    """Remove the checkpoints of this run that need not be kept; return their steps.
+@dataclass(frozen=True)
+class Rotated:
+    """Which steps a rotation removed, and the folders of what lay in them and is none of ours."""
 
-    ``saved`` is the step that was saved just now. It stays: a higher step may be one that a load
-    passed over as damaged, which only shows when it is read.
+    steps: tuple[int, ...] = ()
+    other_files: tuple[Path, ...] = ()
+
+
+def rotate(
+    files: Files,
+    folder: Path,
+    run: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    saved: int,
+    damaged: Collection[int] = (),
+) -> Rotated:
+    """Remove the checkpoints of this run that need not be kept.
+
+    ``saved`` is the step that was saved just now. It stays. ``damaged`` are steps that a load
+    passed over, which only shows when they are read: they neither count nor go.
 
     See Note [What may be removed]. **Raises** OSError; what is left is a checkpoint or a leftover.
     """
     ours = []
     for step in steps_in(files, folder) if keep_last is not None else ():
+        if step in damaged:
+            continue
         with suppress(CheckpointError, OSError):
             if check_quickly(files, folder / step_name(step))[0].run == run:
                 ours.append(step)
     if saved not in ours:
-        return []
+        return Rotated()
     going = [step for step in steps_to_remove(ours, keep_last, keep_every) if step != saved]
-    for step in going:
-        remove_checkpoint(files, folder / step_name(step))
-    return going
-
-
-def remove_checkpoint(files: Files, path: Path) -> None:
-    """Remove a checkpoint, so that at no moment half of one stands under its name."""
-    away = path.parent / f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"
-    files.rename(path, away)
-    files.sync_folder(path.parent)
-    remove_tree(files, away)
+    left = [remove_checkpoint(files, folder / step_name(step)) for step in going]
+    return Rotated(tuple(going), tuple(path for path in left if path is not None))

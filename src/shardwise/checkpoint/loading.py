@@ -10,7 +10,6 @@ as a rule that of the next older checkpoint, ends this.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
 from shardwise.checkpoint.generators import derive_generators, set_generators
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
+from shardwise.checkpoint.newest import MAX_LOOKS, Chosen, choose, has_changed, vanishing
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
     Matched,
@@ -44,7 +44,6 @@ from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
 from shardwise.unit.unit import Slot
 
-_SIZE_BYTES = 8
 _SHOWN = 5
 
 
@@ -88,24 +87,33 @@ def load_newest(request: Request, folder: Path) -> Loaded | None:
 
     Returns None if the folder holds no checkpoint. **Raises** CheckpointError, the same on all
     ranks, if all are damaged, or if one does not fit the model (an older one would not either).
+    What is removed while it is read: Note [Beside a run that goes on] in `newest`.
     """
-    skipped: list[str] = []
-    below: int | None = None
-    while True:
-        chosen = _choose(request, folder, below, skipped)
+    skipped: dict[int, str] = {}
+    for _ in range(MAX_LOOKS):
+        chosen = choose(request.control, request.files, folder, skipped)
         if chosen is None:
             if skipped:
-                raise CheckpointError(f"{folder}: no checkpoint can be used: " + "; ".join(skipped))
+                reasons = "; ".join(_reasons(skipped, -1))
+                raise CheckpointError(f"{folder}: no checkpoint can be used: {reasons}")
             return None
-        path, step, manifest = chosen
         try:
-            loaded = _load(request, path, manifest, tuple(skipped))
-        except DamagedCheckpoint as error:
-            skipped.append(str(error))
-            below = step
+            loaded = _load(request, chosen.path, chosen.manifest, _reasons(skipped, chosen.step))
+        except CheckpointError as error:
+            if has_changed(request.control, request.files, chosen):
+                continue
+            if not isinstance(error, DamagedCheckpoint):
+                raise
+            skipped[chosen.step] = str(error)
             continue
         _warn(request, loaded)
         return loaded
+    raise CheckpointError(vanishing(folder))
+
+
+def _reasons(skipped: Mapping[int, str], above: int) -> tuple[str, ...]:
+    """Return why newer checkpoints than ``above`` were passed over, the newest first."""
+    return tuple(skipped[step] for step in sorted(skipped, reverse=True) if step > above)
 
 
 @collector_paused()
@@ -125,50 +133,15 @@ def load_one(request: Request, path: Path) -> Loaded:
     together(request.control, check)
     said = request.control.broadcast(found[0][1] if found else b"")
     manifest = found[0][0] if found else parse_manifest(said, str(path / MANIFEST))
-    loaded = _load(request, path, manifest, ())
+    chosen = Chosen(path, manifest.step or 0, manifest, said)
+    try:
+        loaded = _load(request, path, manifest, ())
+    except CheckpointError as error:
+        if has_changed(request.control, request.files, chosen):
+            raise CheckpointError(f"{path} was removed or replaced while it was read") from error
+        raise
     _warn(request, loaded)
     return loaded
-
-
-def _choose(
-    request: Request, folder: Path, below: int | None, skipped: list[str]
-) -> tuple[Path, int, Manifest] | None:
-    """Let rank 0 find the highest step under ``below`` that passes the quick check."""
-    found: list[tuple[Manifest | None, bytes]] = []
-
-    def look() -> None:
-        if request.control.rank == 0:
-            found.append(_look(request, folder, below))
-
-    together(request.control, look)
-    manifest, said = found[0] if found else (None, b"")
-    said = request.control.broadcast(said)
-    size = int.from_bytes(said[:_SIZE_BYTES], "little")
-    word = json.loads(said[_SIZE_BYTES : _SIZE_BYTES + size])
-    skipped += word["skipped"]
-    if word["step"] is None:
-        return None
-    path = folder / step_name(word["step"])
-    if manifest is None:
-        manifest = parse_manifest(said[_SIZE_BYTES + size :], str(path / MANIFEST))
-    return path, word["step"], manifest
-
-
-def _look(request: Request, folder: Path, below: int | None) -> tuple[Manifest | None, bytes]:
-    """Return the manifest of the newest that passes, and the word on it for the other ranks."""
-    skipped, chosen, manifest, data = [], None, None, b""
-    for step in steps_in(request.files, folder):
-        if below is not None and step >= below:
-            continue
-        path = folder / step_name(step)
-        try:
-            manifest, data = check_quickly(request.files, path)
-            chosen = step
-            break
-        except DamagedCheckpoint as error:
-            skipped.append(str(error))
-    word = json.dumps({"step": chosen, "skipped": skipped}).encode()
-    return manifest, len(word).to_bytes(_SIZE_BYTES, "little") + word + data
 
 
 def _warn(request: Request, loaded: Loaded) -> None:

@@ -11,6 +11,7 @@ from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.digest import DIGEST_CHARS, num_chunks
 from shardwise.checkpoint.manifest import Manifest, TensorRow
 from shardwise.checkpoint.sealed import (
+    MANIFEST,
     Count,
     Digest,
     Format,
@@ -18,6 +19,7 @@ from shardwise.checkpoint.sealed import (
     Part,
     Rank,
     Rows,
+    index_name,
     unseal,
     validated,
 )
@@ -90,6 +92,25 @@ class RankIndex(Part):
 def parse_index(data: bytes, where: str) -> RankIndex:
     """Read the index of a rank. **Raises** DamagedCheckpoint naming what is wrong."""
     return validated(RankIndex, unseal(data, where), where)
+
+
+def two_saves(manifest: Manifest, rank: int, data: bytes) -> str:
+    """Say that a manifest and an index that it does not name are of two saves.
+
+    Returns "" if the index is damaged, or of another rank: then it is the wrong one.
+    """
+    name = index_name(rank)
+    try:
+        index = parse_index(data, name)
+    except DamagedCheckpoint:
+        return ""
+    if index.rank != rank:
+        return ""
+    return (
+        f"{MANIFEST} and {name} are whole and of two saves: step {manifest.step} of run "
+        f"{manifest.run} and step {index.step} of run {index.run}. One of the two was copied there "
+        "from another checkpoint"
+    )
 
 
 def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> None:

@@ -12,7 +12,14 @@ from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
 from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
-from shardwise.checkpoint.rank_index import BoxPlace, OwnRow, RankIndex, check_index, parse_index
+from shardwise.checkpoint.rank_index import (
+    BoxPlace,
+    OwnRow,
+    RankIndex,
+    check_index,
+    parse_index,
+    two_saves,
+)
 from shardwise.checkpoint.sealed import MANIFEST, MAX_PART_BYTES, file_name, index_name
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.errors import DamagedCheckpoint
@@ -189,7 +196,9 @@ class Checkpoint:
             self._reader.num_bytes += len(data)
             expected = self.manifest.ranks[rank]
             if len(data) != expected.index_bytes or digest_of(data) != expected.digest:
-                raise DamagedCheckpoint(f"{path}: it is not the one that the manifest names")
+                found = two_saves(self.manifest, rank, data)
+                text = f"{path}: it is not the one that the manifest names"
+                raise DamagedCheckpoint(f"{self.folder}: {found}" if found else text)
             index = parse_index(data, str(path))
             check_index(self.manifest, rank, index, str(path))
             self._indexes[rank] = index

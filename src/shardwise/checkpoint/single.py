@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ from torch import nn
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files, RealFiles
-from shardwise.checkpoint.folder import step_name
+from shardwise.checkpoint.folder import is_usable, step_name, steps_in
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Table, collect
 from shardwise.checkpoint.together import together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, naming
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -52,15 +54,42 @@ def save(
     **Raises** CheckpointError on all ranks, with the rank, the file and the reason; nothing is left
     of the attempt then, and training may go on.
     """
-    files, target = RealFiles(), Path(path)
+    files, target = RealFiles(), Path(path).absolute()
     if step is not None:
         target = target / step_name(checked_step(step))
     engine = engine_of(model)
     control = engine.comm.control
-    table = collect_together(model, optimizer, extra)
-    manifest, part = assemble(control, table, new_run(control), step)
-    nonce = os.urandom(NONCE_BYTES)
-    return write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+    with naming(f"the save of {target}"):
+        table = collect_together(model, optimizer, extra)
+        manifest, part = assemble(control, table, new_run(control), step)
+        nonce = os.urandom(NONCE_BYTES)
+        written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+    if control.rank == 0:
+        _warn(files, written, step)
+    return written
+
+
+def _warn(files: Files, written: Written, step: int | None) -> None:
+    """Say what whoever saved would not expect: what was moved, and that an older run goes first."""
+    if written.other_files is not None:
+        warnings.warn(tell_other_files(written.other_files), stacklevel=3)
+    folder = written.path.parent
+    with suppress(OSError):
+        newest = max(steps_in(files, folder), default=0) if step is not None else 0
+        if step is not None and newest > step and is_usable(files, folder, newest):
+            warnings.warn(
+                f"{folder} holds step {newest} too: load() takes that one, and step {step} only "
+                f"with step={step}. Save another run in another folder",
+                stacklevel=3,
+            )
+
+
+def tell_other_files(path: Path) -> str:
+    """Say where files were left that lay in a checkpoint which was removed or replaced."""
+    return (
+        f"{path}: here is what lay in a checkpoint that was removed or replaced, and is none of "
+        "its files"
+    )
 
 
 def load(
@@ -89,7 +118,7 @@ def load(
     not fit; DamagedCheckpoint, naming file and tensor, when its bytes are not those that were saved
     (the model then refuses to run until a load succeeds).
     """
-    files, folder = RealFiles(), Path(path)
+    files, folder = RealFiles(), Path(path).absolute()
     control = engine_of(model).comm.control
     request = Request(
         files,
@@ -103,9 +132,11 @@ def load(
         progress=progress,
     )
     if step is not None:
-        return load_one(request, folder / step_name(checked_step(step)))
-    is_one = together(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
-    loaded = load_one(request, folder) if is_one else load_newest(request, folder)
+        with naming(f"the load of step {step} of {folder}"):
+            return load_one(request, folder / step_name(checked_step(step)))
+    with naming(f"the load of {folder}"):
+        is_one = together(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
+        loaded = load_one(request, folder) if is_one else load_newest(request, folder)
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
     return loaded

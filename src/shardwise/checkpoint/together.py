@@ -30,18 +30,25 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 def together(control: Control, work: Callable[[], bytes | None], row_bytes: int = 0) -> list[bytes]:
     """Run ``work`` on every rank; return the rows of ``row_bytes`` that it returned, in rank order.
 
+    It may take as long as its disk takes: Note [How long a rank may be silent] in `comm.control`.
+
     **Cost** one exchange; a second one when a rank failed. ``work`` must not communicate.
 
     **Raises** on every rank the error of the first rank that failed, with its rank in the text.
     """
     failure: Exception | None = None
-    row = bytes(row_bytes)
-    try:
-        row = work() or row
-    except Exception as error:  # told to the others below, and raised there and here
-        failure = error
-    assert len(row) == row_bytes
-    rows = control.exchange(bytes([failure is not None]) + row)
+
+    def attempt() -> bytes:
+        nonlocal failure
+        row = bytes(row_bytes)
+        try:
+            row = work() or row
+        except Exception as error:  # told to the others below, and raised there and here
+            failure = error
+        assert len(row) == row_bytes
+        return bytes([failure is not None]) + row
+
+    rows = control.exchange_after(attempt, 1 + row_bytes)
     if not any(r[0] for r in rows):
         return [r[1:] for r in rows]
     _raise_first(control, failure)

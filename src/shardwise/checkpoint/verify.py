@@ -20,7 +20,7 @@ from shardwise.checkpoint.digest import DIGEST_CHARS, chunk_digest, chunks_of, d
 from shardwise.checkpoint.files import Entry, Files, Reader
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.rank_index import RankIndex, parse_index
+from shardwise.checkpoint.rank_index import RankIndex, parse_index, two_saves
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, is_ours
 from shardwise.checkpoint.together import explain
@@ -170,8 +170,8 @@ class _Check:
             self._unchecked(names, name)
             return
         if len(data) != row.index_bytes or digest_of(data) != row.digest:
-            text = "it is damaged, or of another checkpoint: not the one that the manifest names"
-            self._found(name, "", text)
+            found = two_saves(manifest, rank, data)
+            self._found(name, "", found or "it is damaged: not the one that the manifest names")
             self._unchecked(names, name)
             return
         try:

@@ -2,11 +2,12 @@
 
 Note [Commit]
 ~~~~~~~~~~~~~
-1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target; the others learn the nonce.
+1. Rank 0 makes ``.tmp-<name>-<nonce>`` beside the target, under a lock (Note [Who writes there]);
+   the others learn the nonce.
 2. Every rank writes its tensors there, hashing the memory as it goes, then its index; each file is
    synced. The ranks exchange a row: whether it worked, and the size and digest of the index.
 3. Rank 0 writes the manifest with those rows, syncs it and the folder, renames the folder to its
-   name, and syncs the folder above. A last exchange, and `write_checkpoint` returns.
+   name, and syncs the folder above (`commit`). A last exchange, and `write_checkpoint` returns.
 
 So a folder of that name is complete, and complete for good once the call has returned; everything
 else is a leftover. A failure anywhere raises the same error on all ranks, and rank 0 removes what
@@ -17,26 +18,26 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint.commit import commit, discard, prepare
 from shardwise.checkpoint.container import Stored, build_header, place
 from shardwise.checkpoint.digest import CHUNK_BYTES, chunk_digests, digest_of
-from shardwise.checkpoint.files import Files, Writer, remove_tree
+from shardwise.checkpoint.files import Files, Writer
+from shardwise.checkpoint.leftovers import temporary
 from shardwise.checkpoint.manifest import IndexRow, Manifest, TensorRow
-from shardwise.checkpoint.presence import check_presence
 from shardwise.checkpoint.rank_index import BoxRow, FileRow, OwnRow, RankIndex
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal
 from shardwise.checkpoint.together import together
-from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
+from shardwise.errors import CheckpointError, CollectiveError
 from shardwise.layout.boxes import Box
 
 if TYPE_CHECKING:
     from shardwise.comm.control import Control
 
-TEMPORARY = ".tmp-"
 NONCE_BYTES = 4
 _DIGEST_BYTES = 16
 _BATCH_BYTES = 8 * CHUNK_BYTES
@@ -62,11 +63,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """What the ranks wrote: the checkpoint's folder, the bytes of all ranks and of this one."""
+    """What the ranks wrote: the checkpoint's folder, the bytes of all ranks and of this one.
+
+    ``other_files`` is, on rank 0, the folder of what lay in a replaced checkpoint and is none of
+    ours, if there was anything.
+    """
 
     path: Path
     num_bytes: int
     rank_bytes: int
+    other_files: Path | None = None
 
 
 def write_checkpoint(
@@ -87,52 +93,70 @@ def write_checkpoint(
 
     **Raises** CheckpointError, the same on all ranks; the target is as it was then.
     """
-    first = control.rank == 0
     assert len(nonce) == NONCE_BYTES
+    with ExitStack() as held:  # of rank 0: the lock of the temporary folder
+        return _write(files, control, target, nonce, manifest, part, replace, progress, held)
+
+
+def _write(
+    files: Files,
+    control: Control,
+    target: Path,
+    nonce: bytes,
+    manifest: Manifest,
+    part: Part,
+    replace: bool,
+    progress: Progress | None,
+    held: ExitStack,
+) -> Written:
+    first = control.rank == 0
     rows = together(
-        control, lambda: _begin(files, target, nonce, manifest, replace, first), len(nonce) + 16
+        control,
+        lambda: (
+            (prepare(files, target, nonce, replace, held) if first else nonce)
+            + bytes.fromhex(digest_of(_meant(manifest)))
+        ),
+        len(nonce) + _DIGEST_BYTES,
     )
-    folder = target.parent / f"{TEMPORARY}{target.name}-{rows[0][: len(nonce)].hex()}"
+    folder = temporary(target, rows[0][: len(nonce)])
     try:
         _check_same(rows, len(nonce))
         rows = together(
             control, lambda: write_rank(files, folder, manifest, part, progress), _ROW_BYTES
         )
     except CollectiveError:
-        raise  # the others may be writing still; what they leave is found by the next run
+        raise  # the others may be writing still; what they leave is found by the next save or run
     except CheckpointError:
         if first:
-            _discard(files, folder)
+            discard(files, folder)
         raise
     ranks = [_index_row(row) for row in rows]
-    together(
-        control,
-        lambda: _commit(files, folder, target, manifest, ranks, replace) if first else None,
-    )
+    left: list[Path | None] = []
+
+    def write_manifest() -> None:
+        whole = manifest.model_copy(update={"ranks": tuple(ranks)})
+        _write_small(files, folder / MANIFEST, seal(whole))
+
+    def give_name() -> None:
+        if first:
+            with held:
+                left.append(commit(files, folder, target, ranks, write_manifest, replace))
+
+    together(control, give_name)
     mine = ranks[control.rank]
     return Written(
         target,
         sum(row.index_bytes + row.file_bytes for row in ranks),
         mine.index_bytes + mine.file_bytes,
+        left[0] if left else None,
     )
 
 
-def _begin(
-    files: Files, target: Path, nonce: bytes, manifest: Manifest, replace: bool, first: bool
-) -> bytes:
-    """Make the temporary folder; return the nonce and a digest of what this rank means to save."""
-    meant = manifest.model_dump_json(
+def _meant(manifest: Manifest) -> bytes:
+    """Return what this rank means to save, as text."""
+    return manifest.model_dump_json(
         include={"run", "step", "stage", "layouts", "tensors", "tied", "optimizer"}
-    )
-    if first:
-        files.make_folders(target.parent)
-        exists = any(entry.name == target.name for entry in files.list(target.parent))
-        if exists and not replace:
-            raise CheckpointError(
-                f"{target} exists already; save under another name or step, or pass replace=True"
-            )
-        files.make_folder(target.parent / f"{TEMPORARY}{target.name}-{nonce.hex()}")
-    return nonce + bytes.fromhex(digest_of(meant.encode()))
+    ).encode()
 
 
 def _check_same(rows: Sequence[bytes], begin: int) -> None:
@@ -274,79 +298,6 @@ class _Batch:
 def _write_small(files: Files, path: Path, data: bytes) -> None:
     with _new_file(files, path, len(data)) as writer:
         writer.write([memoryview(data)])
-
-
-def _commit(
-    files: Files,
-    folder: Path,
-    target: Path,
-    manifest: Manifest,
-    ranks: Sequence[IndexRow],
-    replace: bool,
-) -> None:
-    """Write the manifest and give the folder its name; see Note [Commit]."""
-    whole = manifest.model_copy(update={"ranks": tuple(ranks)})
-    try:
-        _check_shared(files, folder, ranks)
-        _write_small(files, folder / MANIFEST, seal(whole))
-        files.sync_folder(folder)
-        replaces = replace and any(e.name == target.name for e in files.list(target.parent))
-        if replaces:
-            _exchange(files, folder, target)
-        else:
-            files.rename(folder, target)
-    except (OSError, CheckpointError):
-        _discard(files, folder)
-        raise
-    try:
-        files.sync_folder(target.parent)
-    except OSError:
-        _take_back(files, folder, target, replaces)
-        raise
-    if replaces:  # the new one is safe; should the old one resist, it is a leftover
-        _discard(files, folder)
-
-
-def _take_back(files: Files, folder: Path, target: Path, replaces: bool) -> None:
-    """Give the names back that could not be made durable, so that the target is as it was.
-
-    Only once that is durable is the new one removed: until then a power cut may bring either back.
-    """
-    with suppress(OSError, CheckpointError):
-        if replaces:
-            files.exchange(folder, target)
-        else:
-            files.rename(target, folder)
-        files.sync_folder(target.parent)
-        remove_tree(files, folder)
-
-
-def _check_shared(files: Files, folder: Path, ranks: Sequence[IndexRow]) -> None:
-    """See that what the other ranks wrote arrived in the folder that this rank sees."""
-    try:
-        check_presence(folder, files.list(folder), ranks)
-    except DamagedCheckpoint as error:
-        raise CheckpointError(
-            f"what the ranks wrote is not all there ({error}). Does every machine see the same "
-            "folder? A checkpoint goes to a file system that all ranks share"
-        ) from error
-
-
-def _exchange(files: Files, folder: Path, target: Path) -> None:
-    try:
-        files.exchange(folder, target)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EINVAL):
-            raise
-        raise CheckpointError(
-            f"{target}: this file system cannot swap two folders at once, so the old checkpoint "
-            "cannot be replaced safely; save under another name and remove the old one afterwards"
-        ) from error
-
-
-def _discard(files: Files, folder: Path) -> None:
-    with suppress(OSError, CheckpointError):
-        remove_tree(files, folder)
 
 
 _NUMBER_BYTES = 8

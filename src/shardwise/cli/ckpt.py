@@ -259,8 +259,9 @@ def _open(path: Path, step: int | None) -> Checkpoint:
     """Open a checkpoint, or of a run that step or the newest that passes the quick check."""
     from shardwise.checkpoint.files import RealFiles
     from shardwise.checkpoint.folder import check_quickly, step_name
+    from shardwise.checkpoint.newest import MAX_LOOKS, vanishing
     from shardwise.checkpoint.read import Checkpoint
-    from shardwise.cli.facts import checkpoints_at, kind_of
+    from shardwise.cli.facts import checkpoints_at, is_gone, kind_of
 
     files = RealFiles()
     is_run = kind_of(files, path) == "run"
@@ -272,14 +273,19 @@ def _open(path: Path, step: int | None) -> Checkpoint:
         if manifest.step != step:
             raise ConfigError(f"{one} is of step {manifest.step}, not {step}")
         return Checkpoint(files, one, manifest)
-    for one in checkpoints_at(files, path):
-        try:
-            return Checkpoint(files, one, check_quickly(files, one)[0])
-        except CheckpointError as error:
-            if not is_run:
-                raise
-            sys.stderr.write(f"passed over: {_shown(error)}\n")
-    raise CheckpointError(f"{path}: there is no checkpoint in it that can be used")
+    for _ in range(MAX_LOOKS):
+        for one in checkpoints_at(files, path):
+            try:
+                return Checkpoint(files, one, check_quickly(files, one)[0])
+            except (CheckpointError, OSError) as error:
+                if is_run and is_gone(files, one):
+                    break  # the run goes on and has removed it: there may be a newer one
+                if not is_run or not isinstance(error, CheckpointError):
+                    raise
+                sys.stderr.write(f"passed over: {_shown(error)}\n")
+        else:
+            raise CheckpointError(f"{path}: there is no checkpoint in it that can be used")
+    raise CheckpointError(vanishing(path))
 
 
 def _export_weights(

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint.container import element_bytes
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import Entry, Files
 from shardwise.checkpoint.folder import (
     LOCK,
     check_quickly,
-    leftovers_in,
     lock_holder,
     step_name,
     steps_in,
 )
+from shardwise.checkpoint.leftovers import is_held, leftovers_in
 from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow, parse_manifest
 from shardwise.checkpoint.read import Checkpoint, read_small
 from shardwise.checkpoint.sealed import MANIFEST, is_ours
@@ -119,9 +119,19 @@ def run_facts(files: Files, folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "checkpoints": rows,
         "removed_meanwhile": removed,
-        "leftovers": [entry.name for entry in leftovers_in(files, folder)],
+        "leftovers": [
+            e.name for e in leftovers_in(files, folder) if not _is_held(files, folder, e)
+        ],
         "lock_holder": holder,
     }
+
+
+def _is_held(files: Files, folder: Path, entry: Entry) -> bool:
+    """Tell whether a plain save writes there at this moment, as far as can be known."""
+    try:
+        return is_held(files, folder / entry.name)
+    except (OSError, CheckpointError):
+        return False
 
 
 def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> dict[str, Any]:

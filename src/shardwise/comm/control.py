@@ -2,9 +2,20 @@
 
 Training's collectives run on training's groups, perhaps at this very moment in another thread; what
 is said here never mixes with them. Everything has a fixed size: no object is pickled.
+
+Note [How long a rank may be silent]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The timeout is that of the process group that trains: a rank that says nothing for so long is taken
+for lost, and the others raise. A rank may need longer than that for its part of a save or a load,
+as its disk is slow or has more to do. So while it works, another thread of it goes on meeting the
+other ranks (`exchange_after`), and the timeout is how long a rank may be silent, never how long its
+disk takes. A process that is stopped, dead or cut off is silent.
 """
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Protocol
 
@@ -15,7 +26,11 @@ from shardwise.comm.watch import WATCH, Meeting
 from shardwise.errors import CollectiveError
 from shardwise.mesh import Axes
 
-_TIMEOUT = timedelta(minutes=30)
+_TAG = 7  # of messages between two ranks; collectives have numbers of their own
+_MEETINGS = 4  # within one timeout, while a rank works
+_MEET_S = 10.0  # at least so often
+_NAMED = 8
+_AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 
 
 class Control(Protocol):
@@ -26,6 +41,9 @@ class Control(Protocol):
 
     def exchange(self, row: bytes) -> list[bytes]:
         """Return every rank's row in rank order; rows have one length on all ranks."""
+
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        """Do work that may take long, then exchange the row of ``row_bytes`` that it returns."""
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes; the other ranks' argument is ignored."""
@@ -41,6 +59,10 @@ class SoloControl:
         """Return the row."""
         return [row]
 
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        """Do the work; return its row."""
+        return [work()]
+
     def broadcast(self, data: bytes) -> bytes:
         """Return the bytes."""
         return data
@@ -50,23 +72,93 @@ class GroupControl:
     """The exchanges over a gloo group of all ranks of one mesh."""
 
     def __init__(
-        self, group: dist.ProcessGroup, rank: int, members: Sequence[int], name: str = ""
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        members: Sequence[int],
+        timeout: timedelta,
+        name: str = "",
     ) -> None:
         self._group = group
+        self._timeout_s = timeout.total_seconds()
         self.rank = rank
         self.num_ranks = len(members)
         self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """Return every rank's row in rank order; one all-gather."""
+        """Return every rank's row in rank order.
+
+        Each rank sends its row to each: so it is known whose did not come.
+
+        **Cost** sends and receives ranks - 1 messages of a byte more than the row.
+
+        **Raises** CollectiveError naming the ranks that did not come within the timeout.
+        """
         if not row:
             return [row] * self.num_ranks
-        mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        rows = torch.empty(self.num_ranks * len(row), dtype=torch.uint8, device="cpu")
-        with _Blame(self.rank, self._meeting):
-            self._group.allgather([list(rows.chunk(self.num_ranks))], [mine]).wait()
-        whole = rows.numpy().tobytes()
-        return [whole[i : i + len(row)] for i in range(0, len(whole), len(row))]
+        mine = torch.frombuffer(bytearray(b"\x01" + row), dtype=torch.uint8)
+        rows = torch.zeros((self.num_ranks, len(mine)), dtype=torch.uint8, device="cpu")
+        rows[self.rank] = mine
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        began_s = time.monotonic()
+        try:
+            with WATCH.waiting(self._meeting):
+                receives = [self._group.recv([rows[rank]], rank, _TAG) for rank in others]
+                sends = [self._group.send([mine], rank, _TAG) for rank in others]
+                for work in (*receives, *sends):
+                    left_s = self._timeout_s - (time.monotonic() - began_s)
+                    work.wait(timedelta(seconds=max(left_s, 0.01)))
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            missing = [rank for rank in others if not rows[rank, 0]]
+            raise self._lost(missing, time.monotonic() - began_s, error) from error
+        return [each.tobytes() for each in rows[:, 1:].numpy()]
+
+    def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
+        named = ", ".join(map(str, missing[:_NAMED]))
+        named += f", ... ({len(missing)} in all)" if len(missing) > _NAMED else ""
+        who = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "another rank"
+        late = waited_s > 0.9 * self._timeout_s
+        why = (
+            f" within {self._timeout_s:g} s, the timeout of the process group. It is stopped, has "
+            "died, or waits elsewhere: every rank must make this call"
+            if late
+            else f": {_reason(error)}. {_AS_A_RULE}"
+        )
+        cause = WATCH.fail(self._meeting, f"{who} did not come{why}")
+        return CollectiveError(f"rank {self.rank}: the ranks could not agree: {cause}")
+
+    def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
+        """Do work that may take long, then exchange the row of ``row_bytes`` that it returns.
+
+        The others are met by another thread meanwhile, see Note [How long a rank may be silent]:
+        the work must not communicate here.
+
+        **Cost** one exchange, and one more for each few seconds that the slowest rank works.
+        """
+        done, failures = threading.Event(), list[Exception]()
+
+        def meet() -> None:
+            try:
+                while not done.wait(min(self._timeout_s / _MEETINGS, _MEET_S)):
+                    self.exchange(bytes(1 + row_bytes))
+            except Exception as error:  # raised below
+                failures.append(error)
+
+        thread = threading.Thread(target=meet, name="shardwise-meet", daemon=True)
+        thread.start()
+        try:
+            mine = work()
+        finally:
+            done.set()  # interrupted work leaves the others alone, as a dead rank does
+        thread.join()
+        if failures:
+            raise failures[0]
+        while True:
+            said = self.exchange(b"\x01" + mine)
+            if all(other[0] for other in said):
+                return [other[1:] for other in said]
 
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes; two broadcasts, of the length and of the bytes."""
@@ -97,8 +189,7 @@ class _Blame:
         if self._meeting is not None:
             WATCH.leave()
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            cause = f"{reason}. As a rule another rank died or raised first: its log has the cause"
+            cause = f"{_reason(error)}. {_AS_A_RULE}"
             if self._meeting is not None:
                 cause = WATCH.fail(self._meeting, cause)
             raise CollectiveError(
@@ -106,12 +197,36 @@ class _Blame:
             ) from error
 
 
-def control_over(axes: Axes, timeout: timedelta = _TIMEOUT) -> Control:
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say in a CollectiveError what the ranks were at."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(f"{what}: {error}") from error
+
+
+def timeout_of(axes: Axes) -> timedelta:
+    """Return how long the groups of a mesh wait for a rank: the shortest, if they differ."""
+    found = []
+    for axis in axes.all:
+        for device in axis.group._device_types:
+            with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+                found.append(axis.group._get_backend(device).options._timeout)
+    return min(found, default=dist.distributed_c10d.default_pg_timeout)
+
+
+def control_over(axes: Axes) -> Control:
     """Open a group for small exchanges over a mesh; every rank of the mesh calls it together.
 
     Torch does not know this group: it ends with the last reference to it, and its name, which
     ranks find each other by, does not depend on which other groups a rank is in. Two threads must
-    not share one. Each rank of a fake process group stands for itself.
+    not share one. Each rank of a fake process group stands for itself. It waits for a rank as long
+    as the groups of the mesh do, see Note [How long a rank may be silent].
 
     **Cost** one gloo group for more than one rank.
 
@@ -130,5 +245,7 @@ def control_over(axes: Axes, timeout: timedelta = _TIMEOUT) -> Control:
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
         number = store.add(f"{name}/{rank}", 1)  # each rank counts its own calls, all alike
         own_store = dist.PrefixStore(f"{name}/{number}", store)
+        timeout = timeout_of(axes)
         group = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout)
-    return GroupControl(group, rank, ranks, f"{name}/{number}")  # type: ignore[arg-type]  # a Backend does too
+    name = f"{name}/{number}"
+    return GroupControl(group, rank, ranks, timeout, name)  # type: ignore[arg-type]  # a Backend does too

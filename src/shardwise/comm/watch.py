@@ -27,7 +27,8 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -139,6 +140,16 @@ class Watch:
     def leave(self) -> None:
         """Note that this thread's wait is over."""
         self._waits.pop(threading.get_ident(), None)
+
+    @contextmanager
+    def waiting(self, meeting: Meeting) -> Iterator[None]:
+        """Begin a collective that blocks, and wait for it inside."""
+        self.refuse_failed(meeting.text, meeting.group)
+        self.enter(meeting, self.begin(meeting))
+        try:
+            yield
+        finally:
+            self.leave()
 
     def fail(self, meeting: Meeting, reason: str) -> str:
         """Note that a group has failed; return why, which may be what the watch has found."""

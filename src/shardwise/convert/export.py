@@ -26,7 +26,8 @@ from shardwise.checkpoint.container import (
     place,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, RealFiles, Writer, remove_tree
+from shardwise.checkpoint.files import Files, RealFiles, Writer
+from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.together import explain
 from shardwise.convert.foreign import follow_link

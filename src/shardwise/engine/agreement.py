@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise import __version__
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, naming
 from shardwise.config import ShardConfig
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
@@ -37,7 +37,8 @@ def agree(control: Control, facts: Sequence[str], what: str) -> None:
 
     **Raises** ConfigError, the same on all ranks, naming the ranks and the first fact that differs.
     """
-    difference = find_difference(control, facts)
+    with naming(what):
+        difference = find_difference(control, facts)
     if difference is not None:
         raise ConfigError(
             f"{what}: the ranks differ: {difference}. Start every rank with the same code, the "

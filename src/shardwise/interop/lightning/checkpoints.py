@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.files import RealFiles
-from shardwise.checkpoint.folder import remove_checkpoint
+from shardwise.checkpoint.leftovers import remove_checkpoint
 from shardwise.checkpoint.single import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError, ConfigError

@@ -1,0 +1,574 @@
+"""One folder, many hands: other processes that save and load there, and the user's own files."""
+
+import errno
+import os
+import shutil
+import signal
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from disk import Fault, FaultyFiles, Killed, SimulatedDisk
+from ranks import run_ranks, start_ranks
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
+from shardwise.checkpoint.leftovers import clean_up, hold, is_held, let_go, temporary
+from shardwise.checkpoint.loading import Request, load_newest
+from shardwise.comm.control import SoloControl
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from stamped import build, count, stamp
+from tables import NONCE, RUN, disk_with, kept, newest, write
+
+FILES = RealFiles()
+WAIT_S = 240  # against hangs alone
+
+
+def hidden(folder: Path) -> list[str]:
+    """Return the temporary names in a folder."""
+    return [p.name for p in folder.iterdir() if p.name.startswith((".tmp-", ".old-"))]
+
+
+# ------------------------------------------------------------------------ saves of other processes
+
+
+def save_many(rank: int, world_size: int, folder: str, name: str, number: int) -> list[str]:
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    failures = []
+    for n in range(number):
+        try:
+            written = shardwise.save(Path(folder, f"{name}{n}"), model, optimizer)
+            check_quickly(FILES, written.path)
+        except CheckpointError as error:
+            failures.append(str(error))
+    Path(folder, f"{name}-done").touch()
+    return failures
+
+
+def open_until(rank: int, world_size: int, folder: str, done: list[str]) -> int:
+    model, optimizer = build()
+    opened = 0
+    while not all(Path(folder, f"{name}-done").exists() for name in done):
+        with Checkpoints(folder, model, optimizer):
+            opened += 1
+    return opened
+
+
+@pytest.mark.slow
+def test_saves_of_other_processes_all_succeed_while_a_run_opens_the_folder_again_and_again(
+    tmp_path: Path,
+) -> None:
+    folder = str(tmp_path)
+    worlds = [
+        start_ranks(save_many, 1, folder, "one", 30),
+        start_ranks(save_many, 2, folder, "two", 20),
+        start_ranks(open_until, 1, folder, ["one", "two"]),
+    ]
+    found = [world.wait(WAIT_S) for world in worlds]
+    assert all(outcome.ok for world in found for outcome in world), found
+    assert [outcome.result for world in found[:2] for outcome in world] == [[], [], []]
+    assert found[2][0].result > 5
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 50 and not hidden(tmp_path)
+
+
+def test_a_save_that_loses_a_race_says_that_the_name_is_taken(tmp_path: Path) -> None:
+    class Late(FaultyFiles):
+        def rename(self, source: Path, target: Path) -> None:
+            if not any(name.name == target.name for name in self.inner.list(target.parent)):
+                self.inner.make_folder(target)
+            super().rename(source, target)
+
+    disk = disk_with(1, {1: "A"})
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002 exists already.* meanwhile"
+    ) as caught:
+        write(Late(disk), SoloControl(), "B", 2)
+    assert ".tmp-" not in str(caught.value)
+    assert not [name for name in disk.tree() if "/.tmp-" in name]
+
+
+# -------------------------------------------------------------------------------------- leftovers
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_what_a_killed_save_left_is_removed_by_the_next_save_of_its_name_or_series(
+    replace: bool,
+) -> None:
+    start, at = disk_with(1, {1: "A"}), 0
+    seen = 0
+    while True:
+        disk = kept(start)
+        files = FaultyFiles(disk, Fault(at, when="after"))
+        try:
+            write(files, SoloControl(), "B", 1 if replace else 2, replace=replace)
+        except Killed:
+            pass
+        else:
+            assert seen > 5
+            return
+        left = [name for name in disk.tree() if name.startswith("/run/.")]
+        seen += bool(left)
+        write(disk, SoloControl(), "C", 3)
+        # What was written comes first: it has a nonce of its own, the same in all these tests.
+        assert not [name for name in disk.tree() if name.startswith("/run/.")], (at, left)
+        assert newest(disk, 1) == (3, "C")
+        at += 1
+
+
+def test_a_save_of_another_name_leaves_leftovers_alone() -> None:
+    disk = disk_with(1, {1: "A"})
+    for name in ("best", "step-00000007"):
+        disk.make_folder(temporary(RUN / name, b"\1\1\1\1"))
+    write(disk, SoloControl(), "B", 2)
+    assert [name for name in disk.tree() if name.startswith("/run/.")] == [
+        "/run/.tmp-best-01010101"
+    ]
+
+
+def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover() -> None:
+    disk = SimulatedDisk()
+    disk.make_folders(RUN)
+    folder = temporary(RUN / step_name(3), NONCE)
+    lock = hold(disk, folder)
+    disk.make_folder(folder)
+    with disk.create(folder / "manifest.json") as writer:
+        writer.sync()
+    before = disk.tree()
+    assert is_held(disk, folder)
+    left = clean_up(disk, RUN)
+    assert (left.removed, left.kept) == ((), ()) and disk.tree() == before
+    let_go(disk, folder, lock)
+    assert not is_held(disk, folder)
+    assert clean_up(disk, RUN).removed == (folder.name,)
+    assert disk.tree() == {"/run": None}
+
+
+def test_without_locks_saves_work_and_nothing_is_removed() -> None:
+    disk = disk_with(1, {1: "A"})
+    fault = Fault(0, errno.ENOSYS, "lock", lasting=True)
+    write(FaultyFiles(disk, fault), SoloControl(), "B", 2)
+    assert newest(disk, 1) == (2, "B") and not [n for n in disk.tree() if n.startswith("/run/.")]
+    folder = temporary(RUN / step_name(3), NONCE)
+    disk.make_folder(folder)
+    assert clean_up(FaultyFiles(disk, fault), RUN).kept == (folder.name,)
+    write(FaultyFiles(disk, fault), SoloControl(), "D", 4)
+    assert folder.name in [entry.name for entry in disk.list(RUN)]
+
+
+def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_files_missing() -> (
+    None
+):
+    """Another machine takes the save for a leftover, at any of its operations."""
+    at, lost = 0, 0
+    while True:
+        disk = disk_with(1, {1: "A"})
+
+        class Blind(FaultyFiles):
+            def lock(self, path: Path) -> Any:
+                self.do("lock", path, lambda: None)
+                raise OSError(errno.ENOSYS, "no locks", str(path))
+
+        others = FaultyFiles(disk)
+        mine = Blind(disk, before=lambda: None)
+
+        def meddle(mine: Any = mine, others: Any = others, at: int = at) -> None:
+            if len(mine.operations) == at:
+                clean_up(others, RUN)
+
+        mine._before = meddle
+        try:
+            write(mine, SoloControl(), "B", 2)
+            found = (2, "B")
+        except CheckpointError:
+            lost += 1
+            found = (1, "A")
+        assert newest(disk, 1) == found, at
+        for step in steps_in(disk, RUN):
+            check_quickly(disk, RUN / step_name(step))
+        if at > len(mine.operations):
+            assert lost > 3
+            return
+        at += 1
+
+
+# ---------------------------------------------------------------------------- the user's own files
+
+
+def put_things_into(folder: Path) -> None:
+    (folder / "eval.json").write_text("{}")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "a.png").write_text("picture")
+    (folder / "link").symlink_to(folder / "eval.json")
+
+
+def things_in(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+THINGS = ["eval.json", "link", "plots", "plots/a.png"]
+
+
+def rotate_and_replace(rank: int, world_size: int, root: str) -> list[str]:
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    folder, best, told = Path(root, "run"), Path(root, "best"), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Checkpoints(folder, model, optimizer, keep_last=1) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, wait=True)
+                if rank == 0 and step == 1:
+                    put_things_into(folder / step_name(1))
+                dist.barrier()
+        for _ in range(2):
+            shardwise.save(best, model, optimizer, replace=True)
+            if rank == 0 and not (Path(root) / "best-other-files").exists():
+                put_things_into(best)
+            dist.barrier()
+        told = [str(warning.message) for warning in caught]
+    assert shardwise.load(best, model, optimizer).step is None
+    return told
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_files_that_are_none_of_ours_stay_and_are_told_of_when_their_checkpoint_goes(
+    tmp_path: Path, world_size: int
+) -> None:
+    told, *others = run_ranks(rotate_and_replace, world_size, str(tmp_path))
+    left = [tmp_path / "run" / "step-00000001-other-files", tmp_path / "best-other-files"]
+    for folder, text in zip(left, told, strict=True):
+        assert things_in(folder) == THINGS
+        assert text.startswith(f"{folder}: ")
+    assert not any(others)
+    assert steps_in(FILES, tmp_path / "run") == [2]
+    assert not hidden(tmp_path) and not hidden(tmp_path / "run")
+
+
+def test_killed_at_any_operation_of_a_removal_nothing_of_the_user_is_lost_or_stays_hidden() -> None:
+    start = disk_with(1, {1: "A", 2: "B"})
+    start.make_folder(RUN / step_name(1) / "plots")
+    with start.create(RUN / step_name(1) / "eval.json") as writer:
+        writer.write([memoryview(b"mine")])
+        writer.sync()
+    at = 0
+    while True:
+        disk = kept(start)
+        with suppress(Killed):
+            rotate(FaultyFiles(disk, Fault(at)), RUN, "run", 1, None, 2)
+            at = -1
+        clean_up(disk, RUN)
+        rotate(disk, RUN, "run", 1, None, 2)
+        left = sorted(n for n in disk.tree() if not n.startswith(f"/run/{step_name(2)}"))
+        other = f"/run/{step_name(1)}-other-files"
+        assert left == ["/run", other, f"{other}/eval.json", f"{other}/plots"], (at, left)
+        if at < 0:
+            return
+        at += 1
+
+
+def replace_what_is_none(rank: int, world_size: int, root: str) -> dict[str, str]:
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    texts = {}
+    for name in ("link", "file", "project", "folder-of-steps"):
+        with pytest.raises(CheckpointError) as caught:
+            shardwise.save(Path(root, name), model, optimizer, replace=True)
+        texts[name] = str(caught.value)
+    shardwise.save(Path(root, "nothing-in-it"), model, optimizer, replace=True)
+    return texts
+
+
+def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "thesis.tex").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "project")
+    (tmp_path / "folder-of-steps" / step_name(1)).mkdir(parents=True)
+    (tmp_path / "nothing-in-it").mkdir()
+    before = things_in(tmp_path)
+    (texts,) = run_ranks(replace_what_is_none, 1, str(tmp_path))
+    for name in ("link", "file"):
+        assert f"{tmp_path / name} is a link or a file" in texts[name]
+    for name in ("project", "folder-of-steps"):
+        assert f"{tmp_path / name} is a folder that holds no checkpoint" in texts[name]
+    after = things_in(tmp_path)
+    assert [name for name in after if not name.startswith("nothing-in-it/")] == before
+    assert "nothing-in-it/manifest.json" in after
+
+
+# ----------------------------------------------------------------------------- damage and old runs
+
+
+def go_on_behind_damage(rank: int, world_size: int, folder: str) -> list[int]:
+    model, optimizer = build()
+    root = Path(folder)
+    stamp(model, optimizer, "A")
+    with Checkpoints(root, model, optimizer) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, wait=True)
+    if rank == 0:
+        for step in (3, 4):
+            path = root / step_name(step) / "rank00000-0.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Checkpoints(root, model, optimizer, keep_last=2) as checkpoints:
+            loaded = checkpoints.load()
+            assert loaded is not None and loaded.step == 2
+            checkpoints.save(5, wait=True)
+            dist.barrier()  # rank 0 removes after the others have gone on
+            found = steps_in(FILES, root)
+            dist.barrier()
+            checkpoints.save(6, wait=True)
+        dist.barrier()
+    return found + steps_in(FILES, root)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_steps_that_a_load_found_damaged_do_not_count_among_the_last_to_keep(
+    tmp_path: Path, world_size: int
+) -> None:
+    for found in run_ranks(go_on_behind_damage, world_size, str(tmp_path)):
+        assert found == [5, 4, 3, 2, 6, 5, 4, 3]
+
+
+def start_anew(rank: int, world_size: int, folder: str) -> list[Any]:
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    with Checkpoints(folder, model, optimizer) as old:
+        old.save(10, wait=True)
+    told: list[str] = []
+    stamp(model, optimizer, "B")
+    with Checkpoints(folder, model, optimizer) as new:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(2, 13)).sum().backward()
+            optimizer.zero_grad()
+            told += [str(warning.message) for warning in caught]
+        with pytest.raises(ConfigError) as refused:
+            new.save(3)
+        told.append(str(refused.value))
+        stamp(model, optimizer, "B")
+        new.save(11, wait=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shardwise.save(folder, model, optimizer, step=4)
+            told += [str(warning.message) for warning in caught]
+    loaded = shardwise.load(folder, model, optimizer)
+    return [told, loaded.step, set(count(model, optimizer))]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_new_run_in_an_old_folder_is_warned_and_no_save_counts_that_a_load_would_not_take(
+    tmp_path: Path, world_size: int
+) -> None:
+    found = run_ranks(start_anew, world_size, str(tmp_path))
+    for rank, (told, step, save) in enumerate(found):
+        assert step == 11 and save == {"B"}
+        (refusal,) = told[1:2] if rank == 0 else told
+        assert f"step 3: {tmp_path} holds step 10, which the next load would take" in refusal
+    warned, _, beside = found[0][0]
+    assert "(newest: step 10)" in warned and "load()" in warned and str(tmp_path) in warned
+    assert f"{tmp_path} holds step 11 too" in beside
+    assert steps_in(FILES, tmp_path) == [11, 10, 4]
+
+
+def change_directory(rank: int, world_size: int, root: str) -> list[str]:
+    here, there = Path(root, "here"), Path(root, "there")
+    for folder in (here, there):
+        folder.mkdir(exist_ok=True)
+    os.chdir(here)
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    with Checkpoints("run", model, optimizer) as checkpoints:
+        os.chdir(there)
+        saving = checkpoints.save(1, wait=True)
+        with pytest.raises(ConfigError, match="holds step 1"):
+            checkpoints.save(0)
+        again = checkpoints.load()
+    os.chdir(here)
+    written = shardwise.save("one", model, optimizer)
+    loaded = shardwise.load("one", model, optimizer)
+    assert again is not None
+    return [str(path) for path in (saving.wait().path, again.path, written.path, loaded.path)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_relative_folder_is_the_one_of_the_moment_it_was_named(
+    tmp_path: Path, world_size: int
+) -> None:
+    run, one = tmp_path / "here" / "run" / step_name(1), tmp_path / "here" / "one"
+    for found in run_ranks(change_directory, world_size, str(tmp_path)):
+        assert found == [str(path) for path in (run, run, one, one)]
+    assert not list((tmp_path / "there").iterdir())
+
+
+# ------------------------------------------------------------------------- loads beside a rotation
+
+
+class Rotating(FaultyFiles):
+    """A disk on which a run that goes on replaces its one checkpoint at some operation of ours."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        super().__init__(RealFiles(), before=self._rotate)
+        self._folder, self._at = folder, at
+
+    def _rotate(self) -> None:
+        if len(self.operations) == self._at:
+            (self._folder / "next").rename(self._folder / step_name(2))
+            (self._folder / step_name(1)).rename(self._folder / ".old-step-00000001-01020304")
+
+
+def load_beside_a_rotation(rank: int, world_size: int, root: str, moments: list[int]) -> list[Any]:
+    model, optimizer = build()
+    folder, found = Path(root, "run"), []
+    for step, letter in ((1, "A"), (2, "B")):
+        stamp(model, optimizer, letter)
+        shardwise.save(Path(root, "all"), model, optimizer, step=step)
+    for at in moments:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(Path(root, "all", step_name(1)), folder / step_name(1))
+            shutil.copytree(Path(root, "all", step_name(2)), folder / "next")
+        dist.barrier()
+        stamp(model, optimizer, "Z")
+        files = Rotating(folder, at) if rank == 0 else FILES
+        control = engine_of(model).comm.control
+        loaded = load_newest(Request(files, control, model, optimizer), folder)
+        assert loaded is not None
+        found.append((loaded.step, "".join(count(model, optimizer)), loaded.skipped))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_one(
+    tmp_path: Path, world_size: int
+) -> None:
+    found = run_ranks(load_beside_a_rotation, world_size, str(tmp_path), list(range(14)))
+    for rank in found:
+        assert set(rank) <= {(1, "A", ()), (2, "B", ())}
+        assert rank == found[0] and len(set(rank)) == 2
+
+
+def save_and_rotate(rank: int, world_size: int, folder: str) -> int:
+    model, optimizer = build()
+    stamp(model, optimizer, "A")
+    step = 0
+    with Checkpoints(folder, model, optimizer, keep_last=2) as checkpoints:
+        while not Path(folder, "stop").exists():
+            step += 1
+            checkpoints.save(step, wait=True)
+    return step
+
+
+def load_many(rank: int, world_size: int, folder: str, number: int) -> list[int]:
+    model, optimizer = build()
+    while not steps_in(FILES, Path(folder)):
+        time.sleep(0.01)
+    steps = []
+    for _ in range(number):
+        loaded = shardwise.load(folder, model, optimizer)
+        assert loaded.step is not None and not loaded.skipped
+        steps.append(loaded.step)
+    return steps
+
+
+@pytest.mark.slow
+def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    trainer = start_ranks(save_and_rotate, 1, folder)
+    readers = [start_ranks(load_many, size, folder, 15) for size in (1, 2)]
+    found = [reader.wait(WAIT_S) for reader in readers]
+    (tmp_path / "stop").touch()
+    (ended,) = trainer.wait(WAIT_S)
+    assert ended.ok, ended.describe()
+    for outcome in (outcome for world in found for outcome in world):
+        assert outcome.ok, outcome.describe()
+        assert outcome.result == sorted(outcome.result)
+
+
+# ------------------------------------------------------------------------------------------ texts
+
+
+def save_flat(rank: int, world_size: int, root: str) -> None:
+    model, optimizer = build(layout="flat")
+    for name in ("one", "two"):
+        for step in (1, 2):
+            stamp(model, optimizer, "A")
+            shardwise.save(Path(root, name), model, optimizer, step=step)
+
+
+def load_texts(rank: int, world_size: int, root: str) -> list[str]:
+    model, optimizer = build(layout="flat")
+    texts = []
+    for name in ("stale", "swapped", "cut"):
+        with pytest.raises(DamagedCheckpoint) as caught:
+            shardwise.load(Path(root, name), model, optimizer)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_other_file(
+    tmp_path: Path,
+) -> None:
+    run_ranks(save_flat, 3, str(tmp_path))
+    for name in ("stale", "swapped", "cut"):
+        shutil.copytree(tmp_path / "one" / step_name(2), tmp_path / name)
+    manifest = "manifest.json"
+    shutil.copy(tmp_path / "one" / step_name(1) / manifest, tmp_path / "stale" / manifest)
+    shutil.copy(tmp_path / "two" / step_name(2) / manifest, tmp_path / "swapped" / manifest)
+    several = sorted((tmp_path / "cut").glob("rank00001-*.safetensors"))
+    assert len(several) > 1
+    several[1].write_bytes(several[1].read_bytes()[:-4])
+    found = run_ranks(load_texts, 3, str(tmp_path))
+    assert found[0] == found[1] == found[2]
+    stale, swapped, cut = found[0]
+    for text, name in ((stale, "stale"), (swapped, "swapped")):
+        said = f"{tmp_path / name}: {manifest} and rank00000.json are whole and of two saves"
+        assert said in text, text
+    assert "step 1 of run" in stale and "step 2 of run" in stale
+    assert f"{several[1]}: " in cut and "bytes, expected" in cut and several[0].name not in cut
+
+
+def hold_a_save(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = build()
+
+    class Stuck(RealFiles):
+        def create(self, path: Path) -> Any:
+            Path(folder, "writing").touch()
+            signal.pause()
+
+    from shardwise.checkpoint import single
+
+    single.RealFiles = Stuck  # type: ignore[misc]
+    shardwise.save(folder, model, optimizer, step=1)
+
+
+def test_a_save_that_is_under_way_is_left_alone_until_its_process_is_dead(tmp_path: Path) -> None:
+    (tmp_path / step_name(0)).mkdir()
+    world = start_ranks(hold_a_save, 1, str(tmp_path))
+    try:
+        while not (tmp_path / "writing").exists():
+            assert world.processes[0].is_alive()
+            time.sleep(0.01)
+        (name,) = [n for n in hidden(tmp_path) if not n.endswith(".lock")]
+        assert clean_up(FILES, tmp_path).removed == () and (tmp_path / name).is_dir()
+        world.kill(0)
+        world.wait()
+        assert clean_up(FILES, tmp_path).removed == (name,) and not hidden(tmp_path)
+    finally:
+        world.close()

@@ -1,0 +1,149 @@
+"""The process group's timeout is how long a rank may be silent, not how long its disk takes."""
+
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from disk import FaultyFiles
+from models import Stack
+from ranks import run_ranks, start_ranks
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.folder import steps_in
+from shardwise.comm.control import timeout_of
+from shardwise.errors import CollectiveError
+from shardwise.mesh import resolve_axes
+from stamped import build, stamp
+
+TIMEOUT_S = 4.0
+VICTIM = 1
+WAIT_S = 240  # against hangs alone
+
+
+def short_mesh(world_size: int) -> Any:
+    """Return a mesh whose group waits for a rank for a few seconds only."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    return type(mesh).from_group(group, "cpu", mesh_dim_names=("shard",))
+
+
+def test_small_exchanges_wait_as_long_as_the_groups_of_the_mesh() -> None:
+    run_ranks(_ask_for_timeout, 3)
+
+
+def _ask_for_timeout(rank: int, world_size: int) -> None:
+    axes = resolve_axes(short_mesh(world_size), None, None, "cpu")
+    assert timeout_of(axes) == timedelta(seconds=TIMEOUT_S)
+    assert timeout_of(resolve_axes(None, None, None, "cpu")) == timedelta(minutes=5)
+
+
+def call_while_one_is_stopped(
+    rank: int, world_size: int, what: str, folder: str
+) -> tuple[str, list[int]]:
+    """Make a call that the victim, stopped by the test, never joins; return what it raised."""
+    model, optimizer = build(mesh=short_mesh(world_size))
+    stamp(model, optimizer, "A")
+    shardwise.save(folder, model, optimizer, step=1)
+    checkpoints = Checkpoints(Path(folder, "run"), model, optimizer)
+    dist.barrier()
+    Path(folder, f"ready{rank}").touch()
+    while rank == VICTIM or not Path(folder, "stopped").exists():
+        time.sleep(0.01)
+    with pytest.raises(CollectiveError) as caught:
+        if what == "save":
+            shardwise.save(folder, model, optimizer, step=2)
+        elif what == "load":
+            shardwise.load(folder, model, optimizer)
+        elif what == "behind":
+            checkpoints.save(2, wait=True)
+        else:
+            shardwise.shard(Stack(), mesh=short_mesh_of(model))
+    return str(caught.value), steps_in(RealFiles(), Path(folder))
+
+
+def short_mesh_of(model: Any) -> Any:
+    from shardwise.engine.api import engine_of
+
+    return engine_of(model).comm.axes.mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["save", "load", "behind", "shard"])
+def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(tmp_path: Path, what: str) -> None:
+    ranks = start_ranks(call_while_one_is_stopped, 3, what, str(tmp_path))
+    while len(list(tmp_path.glob("ready*"))) < 3:
+        assert all(process.is_alive() for process in ranks.processes)
+        time.sleep(0.01)
+    ranks.kill(VICTIM, signal.SIGSTOP)
+    (tmp_path / "stopped").touch()
+    for rank in (0, 2):
+        ranks.processes[rank].join(WAIT_S)
+    ranks.kill(VICTIM)
+    for outcome in ranks.wait(WAIT_S):
+        if outcome.rank != VICTIM:
+            assert outcome.ok, outcome.describe()
+            text, steps = outcome.result
+            assert steps == [1]
+            if what != "shard":  # training's own group finds it first
+                assert "rank 1 did not come within 4 s" in text and str(tmp_path) in text, text
+
+
+class SlowFiles(FaultyFiles):
+    """A disk that takes longer for one file than the group waits for a rank."""
+
+    def __init__(self, slow: bool) -> None:
+        super().__init__(RealFiles())
+        self._slow = slow
+
+    def create(self, path: Path) -> Any:
+        if self._slow and path.suffix == ".safetensors":
+            time.sleep(2.5 * TIMEOUT_S)
+        return super().create(path)
+
+
+def save_with_a_slow_disk(rank: int, world_size: int, folder: str, slow: int) -> list[Any]:
+    model, optimizer = build(mesh=short_mesh(world_size))
+    stamp(model, optimizer, "A")
+    files = SlowFiles(rank == slow)
+    with Checkpoints(Path(folder), model, optimizer, files=files) as checkpoints:
+        written = checkpoints.save(1, wait=True).wait()
+    return [written.num_bytes, shardwise.load(folder, model, optimizer).step]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
+    found = run_ranks(save_with_a_slow_disk, 3, str(tmp_path), 2, timeout_s=WAIT_S)
+    assert all(row == found[0] and row[1] == 1 for row in found)
+
+
+def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
+    from shardwise.checkpoint.together import together
+    from shardwise.comm.control import control_over
+
+    control = control_over(resolve_axes(short_mesh(world_size), None, None, "cpu"))
+    seen = []
+
+    def work() -> bytes:
+        if rank == VICTIM:
+            raise KeyboardInterrupt
+        return bytes([rank])
+
+    try:
+        together(control, work, 1)
+    except (KeyboardInterrupt, CollectiveError) as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    return seen
+
+
+def test_a_rank_that_is_interrupted_in_its_work_is_missed_and_no_row_of_it_counts() -> None:
+    found = run_ranks(meet_after_an_interrupt, 3, timeout_s=WAIT_S)
+    assert found[VICTIM] == ["KeyboardInterrupt: "]
+    for rank in (0, 2):
+        assert "CollectiveError" in found[rank][0] and "rank 1 did not come" in found[rank][0]
