@@ -15,11 +15,11 @@ from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import names_of_params, persistent_buffers, slot_names
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError
+from shardwise.unit.plain_state import PLAIN_SCALARS
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Slot
 
 _SHOWN = 5
-_PLAIN_SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _is_cut(source: Checkpoint, info: TensorInfo, slot: Slot) -> bool:
     if info.shape != slot.cut.shape:
         return False
     # One that was imported is whole in its file; of a scalar the shape does not tell then.
-    return source.is_cut(info) or (source.is_imported and info.state not in _PLAIN_SCALARS)
+    return source.is_cut(info) or (source.is_imported and info.state not in PLAIN_SCALARS)
 
 
 def _state_tensor(

@@ -28,6 +28,7 @@ from shardwise.checkpoint.values import encode
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Slot
@@ -213,6 +214,7 @@ def _collect_optimizer(
 ) -> OptimizerRow:
     """Add the optimizer's tensors to the lists; return what else it has."""
     by_group = names_of_params(slots, optimizer)
+    cut_plain_state(optimizer)
     values: dict[str, dict[str, Any]] = {}
     for slot in (slot for group in by_group for slot in group):
         cut = cuts[id(slot)]
