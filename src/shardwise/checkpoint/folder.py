@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.files import Entry, Files, Lock, read_text, remove_tree
+from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text, remove_tree
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.presence import check_presence
 from shardwise.checkpoint.read import read_small
@@ -65,7 +65,13 @@ def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
     named = _STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
-    check_presence(path, files.list(path), manifest.ranks)
+    try:
+        entries = files.list(path)
+    except OSError as error:
+        if is_unreadable(error):
+            raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
+        raise
+    check_presence(path, entries, manifest.ranks)
     return manifest, data
 
 

@@ -14,9 +14,9 @@ at another stage: replicas are written once, by all ranks together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -138,7 +138,15 @@ def collect(
     )
 
 
-def names_of_params(slots: list[Slot], optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
+class _HasParam(Protocol):
+    @property
+    def param(self) -> Any: ...
+
+
+_S = TypeVar("_S", bound=_HasParam)
+
+
+def names_of_params(slots: Sequence[_S], optimizer: torch.optim.Optimizer) -> list[list[_S]]:
     """Return the slots of each of the optimizer's groups. **Raises** ConfigError for strangers."""
     by_param = {id(slot.param): slot for slot in slots}
     groups = []

@@ -54,7 +54,7 @@ class ShardTensor(Sliced):
         """
         return self._cut.gather(self._local_tensor)
 
-    def redistribute(  # type: ignore[override]
+    def redistribute(
         self, device_mesh: Any = None, placements: Any = None, **kwargs: Any
     ) -> DTensor:
         """Return the whole tensor as a replicated DTensor; other placements are refused.
