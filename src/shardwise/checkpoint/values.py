@@ -14,6 +14,7 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -64,6 +65,7 @@ class _Spot:
         return _Spot("", self, key, self.is_key, self.depth + levels)
 
     def as_key(self, levels: int) -> "_Spot":
+        """Return the spot of all keys or members of this one."""
         return _Spot(f"a key or member of {self.where}", None, None, True, self.depth + levels)
 
     @property
@@ -100,6 +102,8 @@ def encode(
 
 def decode(value: Any, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
     """Return what `encode` was given; ``tensors`` gives the tensor of a place.
+
+    Lists and dicts in which nothing had to be decoded are those of ``value`` itself.
 
     **Raises** CheckpointError for everything that `encode` does not write.
     """
@@ -192,7 +196,8 @@ class _Encoder:
         return tagged
 
     def _keys(self, keys: Iterable[Any], spot: _Spot) -> list[Any]:
-        return [self.encode(key, spot.as_key(2)) for key in keys]
+        inside = spot.as_key(2)
+        return [self.encode(key, inside) for key in keys]
 
     def _tensor(self, value: torch.Tensor, spot: _Spot) -> str:
         if isinstance(value, DTensor):
@@ -233,16 +238,19 @@ class _Decoder:
             _refuse(spot, f"expected a value read from JSON, got a {kind.__name__}")
         if spot.depth >= MAX_DEPTH:
             _refuse(spot, f"it is nested deeper than {MAX_DEPTH} levels")
+        # What holds no tag stays the same object: it may be large.
         if kind is list:
-            return [
+            members = [
                 member if is_plain(member) else self.decode(member, spot.inside(i, 1))
                 for i, member in enumerate(value)
             ]
+            return value if all(map(is_, members, value)) else members
         if "$" not in value:
-            return {
+            made = {
                 key: member if is_plain(member) else self.decode(member, spot.inside(key, 1))
                 for key, member in value.items()
             }
+            return value if all(map(is_, made.values(), value.values())) else made
         return self._tagged(value, spot)
 
     def _tagged(self, value: dict[str, Any], spot: _Spot) -> Any:
