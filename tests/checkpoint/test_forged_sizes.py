@@ -30,7 +30,7 @@ from shardwise.errors import CheckpointError
 
 MIB = 1 << 20
 PAGE = Path(__file__).parents[2] / "docs/checkpoint-format.md"
-FREE_BYTES = 80 * MIB  # what a file of any size may take
+FREE_BYTES = 60 * MIB  # what a file of any size may take
 TIMES = 24  # of its size
 
 
@@ -69,7 +69,7 @@ def read_index(data: bytes) -> None:
     ids=["lists", "dicts", "dicts of one", "lists of lists", "texts"],
 )
 def test_json_of_many_small_values_is_counted_before_it_is_made(item: bytes, fits: bool) -> None:
-    data = index_of(item, 2 * MIB)
+    data = index_of(item, MIB)
     peak, said = peak_of(lambda: read_index(data))
     assert fits or "lists and objects" in said
     assert peak < (FREE_BYTES + TIMES * len(data) if fits else 8 * len(data))
@@ -77,7 +77,7 @@ def test_json_of_many_small_values_is_counted_before_it_is_made(item: bytes, fit
 
 def test_what_could_not_be_read_for_its_many_lists_is_not_saved() -> None:
     part = sealed.unseal(index_of(b"1", 8), "x")
-    part["values"]["extra"] = [[] for _ in range(300_000)]
+    part["values"]["extra"] = [[] for _ in range(400_000)]
     index = parse_index(index_of(b"1", 8), "x").model_copy(update={"values": part["values"]})
     with pytest.raises(CheckpointError, match="large state belongs into tensors"):
         sealed.seal(index)
@@ -116,7 +116,7 @@ PICKLES = {
 def test_a_pickle_of_many_small_objects_is_charged_before_they_are_made(what: str) -> None:
     code = PICKLES[what]
     start = b"\x80\x04(ccollections\nOrderedDict\nq\x00ctorch\nSize\nq\x01N"
-    data = start + code * (MIB // len(code)) + b"t."
+    data = start + code * (MIB // 2 // len(code)) + b"t."
     names = {"collections.OrderedDict": OrderedDict, "torch.Size": None}
     peak, said = peak_of(lambda: read_pickle(data, "x", names))
     assert peak < FREE_BYTES + TIMES * len(data)
@@ -143,6 +143,7 @@ def test_a_table_that_names_one_part_many_times_is_refused(tmp_path: Path) -> No
     assert peak < FREE_BYTES + TIMES * data
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_torch_writes_stays_well_below_the_limits(tmp_path: Path) -> None:
     state = {f"layers.{n}.weight": torch.zeros(2, 2) for n in range(300)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
