@@ -15,8 +15,8 @@ by identity: the hash of nested tuples can take for ever. Numbers and tuples can
 one hash, so only a few of one hash may come. A memo index of four bytes allocates nothing. What is
 called copies its arguments, which two bytes can name again: all that is handed over is counted,
 and limited by the size of the pickle. So is the memory of what one byte can make, an empty list or
-set: what it takes, more or less, is charged before it is made, against 16 times the pickle and 16
-MiB; what torch writes takes 9 times its size. What is left is that a small pickle can describe a
+set: what it takes, more or less, is charged before it is made, against 40 times the pickle and 16
+MiB; what torch writes is charged with 22 times its size. What is left is that a small pickle can describe a
 tree in which one branch stands in a million places: who walks the tree counts his steps, and nobody
 prints it.
 """
@@ -35,7 +35,7 @@ _MAX_KEY_PARTS = 256
 _MAX_COLLISIONS = 1000
 _UNIQUE = (1 << 61) - 1  # Python's hash of numbers below this has no collisions
 _FREE_BYTES, _FREE_TIMES = 1 << 20, 8  # what may be copied: bytes, and times the pickle's size
-_FREE_MADE, _MADE_TIMES = 16 << 20, 16  # what may be made: bytes of memory, and times that size
+_FREE_MADE, _MADE_TIMES = 16 << 20, 40  # what may be made: bytes of memory, and times that size
 # Bytes of memory, about, of what an opcode makes, and of one more key or member.
 _MADE_BYTES: Mapping[int, int] = {
     **dict.fromkeys(b"(NJKMha\x88\x89)", 8),
