@@ -16,9 +16,9 @@ one hash, so only a few of one hash may come. A memo index of four bytes allocat
 called copies its arguments, which two bytes can name again: all that is handed over is counted,
 and limited by the size of the pickle. So is the memory of what one byte can make, an empty list or
 set: what it takes, more or less, is charged before it is made, against 40 times the pickle and 16
-MiB; what torch writes is charged with 22 times its size. What is left is that a small pickle can describe a
-tree in which one branch stands in a million places: who walks the tree counts his steps, and nobody
-prints it.
+MiB; what torch writes is charged with 22 times its size. What is left is that a small pickle can
+describe a tree in which one branch stands in a million places: who walks the tree counts his steps,
+and nobody prints it.
 """
 
 import struct
