@@ -1,5 +1,6 @@
 """`shardwise ckpt` on real checkpoints: what it prints, what it writes, and how it ends."""
 
+import datetime
 import json
 import os
 import subprocess
@@ -407,6 +408,24 @@ def test_a_deepspeed_folder_is_found_and_imported_to_the_bit(tmp_path: Path, way
         assert back.step == open_deepspeed(home).step
     assert all_bits(found) == all_bits(whole_tensors(open_deepspeed(home)))
     assert command("verify", tmp_path / "back").exit_code == 0
+
+
+@pytest.mark.parametrize("prefix", [(), ("--strip-prefix", "a")], ids=["as it is", "renamed"])
+def test_an_import_prints_which_entries_of_the_users_state_it_left_out(
+    tmp_path: Path, prefix: tuple[str, ...]
+) -> None:
+    run = fake_deepspeed.make_run()
+    run.client = {"n": 1, "in": {"when": datetime.datetime(2026, 1, 1), "ok": 2}, "cls": Path}
+    home = fake_deepspeed.write(tmp_path / "ds", run, 1, 1)
+    prefix = ("--strip-prefix", open_deepspeed(home).tensors[0].name[:1]) if prefix else ()
+    result = command("import", home, tmp_path / "back", *prefix)
+    assert result.exit_code == 0, result.stderr
+    said = [line for line in result.stdout.splitlines() if line.startswith("left out")]
+    assert len(said) == 2, result.stdout
+    assert all(any(place in line for line in said) for place in ("when", "cls"))
+    with closing(Checkpoint(FILES, tmp_path / "back")) as back:
+        assert back.extra["n"] == 1
+        assert back.extra["in"] == {"ok": 2}
 
 
 @pytest.mark.parametrize(

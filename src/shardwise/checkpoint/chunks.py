@@ -10,13 +10,12 @@ than their bytes.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shardwise.checkpoint.digest import CHUNK_BYTES, chunk_digest
-from shardwise.checkpoint.files import Files, Reader
+from shardwise.checkpoint.files import Files, Reader, is_unreadable
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 64
@@ -89,7 +88,7 @@ class ChunkReader:
             raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
         except OSError as error:
             # A sector that cannot be read is damage: an older checkpoint may be whole.
-            kind = DamagedCheckpoint if error.errno == errno.EIO else CheckpointError
+            kind = DamagedCheckpoint if is_unreadable(error) else CheckpointError
             raise kind(
                 f"{self._folder / first.name}: tensor '{first.key}': {error.strerror} "
                 f"(errno {error.errno})"

@@ -34,6 +34,8 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _CALL_BYTES = 64 << 20  # at most this much in one system call, so that a kill is soon answered
 _CALL_BUFFERS = 1024  # IOV_MAX of Linux and macOS
+# What a disk says of bytes that it has lost.
+_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -103,7 +105,7 @@ class Files(Protocol):
         """Make a file that does not exist."""
 
     def open(self, path: Path) -> Reader:
-        """Open a regular file. **Raises** CheckpointError if it is anything else."""
+        """Open a regular file. **Raises** DamagedCheckpoint if it is anything else."""
 
     def sync_folder(self, path: Path) -> None:
         """Return when the folder's names would survive a power cut."""
@@ -150,7 +152,7 @@ class RealFiles:
         return _Writer(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o644))
 
     def open(self, path: Path) -> Reader:
-        """Open a regular file. **Raises** CheckpointError if it is anything else."""
+        """Open a regular file. **Raises** DamagedCheckpoint if it is anything else."""
         fd = _open_regular(path, os.O_RDONLY)
         return _Reader(path, fd, os.fstat(fd).st_size)
 
@@ -223,6 +225,11 @@ class RealFiles:
         lock = _Lock(path, fd)
         _held.add(lock)
         return lock
+
+
+def is_unreadable(error: OSError) -> bool:
+    """Tell whether an error means that stored bytes are lost, and not that reading is refused."""
+    return error.errno in _UNREADABLE
 
 
 def read_text(files: Files, path: Path, limit: int) -> str:
@@ -369,7 +376,7 @@ def _check_regular(path: Path, mode: int) -> None:
         stat.S_IFSOCK: "socket",
     }
     if not stat.S_ISREG(mode):
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} should be a regular file but is a {kinds.get(stat.S_IFMT(mode), 'device')}; "
             "remove it, or load another checkpoint"
         )

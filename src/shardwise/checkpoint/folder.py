@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.digest import digest_of
-from shardwise.checkpoint.files import Entry, Files, Lock, read_text
+from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
 from shardwise.checkpoint.leftovers import LOCK_RETRY_S, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.presence import check_presence
@@ -59,7 +59,12 @@ def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
     named = _STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
-    entries = files.list(path)
+    try:
+        entries = files.list(path)
+    except OSError as error:
+        if is_unreadable(error):
+            raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
+        raise
     try:
         check_presence(path, entries, manifest.ranks)
     except DamagedCheckpoint as error:

@@ -98,6 +98,11 @@ def derive_generators(value: Any, rank: int, device: torch.device) -> None:
     random.seed(mine)
 
 
+def check_generators(value: Any, device: torch.device) -> None:
+    """See that `set_generators` would take these states; nothing is changed. **Raises** as it."""
+    _check(value, device)
+
+
 def _check(value: Any, device: torch.device) -> _Checked:
     """Try every state on a generator of its own."""
     names = [field.name for field in dataclasses.fields(Generators)]

@@ -11,7 +11,8 @@ as a rule that of the next older checkpoint, ends this.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,14 @@ from torch import nn
 from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
-from shardwise.checkpoint.generators import derive_generators, set_generators
+from shardwise.checkpoint.generators import (
+    check_generators,
+    derive_generators,
+    set_generators,
+)
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.newest import MAX_LOOKS, Chosen, choose, has_changed, vanishing
+from shardwise.checkpoint.places import Host, Place, host_of
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
     Matched,
@@ -40,9 +46,7 @@ from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import module_states
 from shardwise.checkpoint.together import together
 from shardwise.comm.control import Control
-from shardwise.engine.api import engine_of
-from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
-from shardwise.unit.unit import Slot
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _SHOWN = 5
 
@@ -160,19 +164,19 @@ def _warn(request: Request, loaded: Loaded) -> None:
 
 def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
     """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
-    control, model, optimizer = request.control, request.model, request.optimizer
-    engine = engine_of(model)
-    same_ranks = manifest.num_ranks == control.num_ranks
+    control, optimizer = request.control, request.optimizer
+    host = host_of(request.model)
+    same_ranks = manifest.num_ranks == host.num_ranks
     # A rank that did not save goes on with the own state of one that did.
-    checkpoint = Checkpoint(request.files, path, manifest, control.rank % manifest.num_ranks)
+    checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
     found: list[_Plan] = []
     values: dict[str, Any] = {}
+    begun = False
 
     def match() -> None:
-        if engine.suspended:
-            raise StateError("load() inside gathered(): leave that context first")
+        host.check()
         values.update(checkpoint.values_of(checkpoint.rank))
-        found.append(_plan(request, checkpoint, values))
+        found.append(_plan(request, host, checkpoint, values))
 
     def read() -> None:
         for num_bytes in read_targets(checkpoint, found[0].targets):
@@ -182,30 +186,29 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     try:
         together(control, match)
         plan = found[0]
-        engine.finish_reductions()
-        engine.half_loaded |= plan.names
-        engine.broken = f"a load of {path} did not come to its end; load a whole checkpoint first"
+        host.begin(plan.names, path)
+        begun = True
         together(control, read)
-    except BaseException:
+    except BaseException as error:
         # What was read into the memory of its state may be of two checkpoints.
         if optimizer is not None and found:
-            for slot in found[0].states:
-                optimizer.state.pop(slot.param, None)
+            for place in found[0].states:
+                optimizer.state.pop(place.param, None)
+        if begun and isinstance(error, Exception):
+            raise host.failed(error) from error
         raise
     finally:
         checkpoint.close()
-    engine.half_loaded -= plan.names
-    if engine.half_loaded:
-        raise CheckpointError(
-            f"{path}: '{min(engine.half_loaded)}' is half loaded from another checkpoint, and not "
-            "in this one; load one that has all of the model"
-        )
-    engine.broken = None
+    host.end(plan.names, path)
     if optimizer is not None:
         apply_optimizer(optimizer, plan.groups, plan.states)
-    for slot, _ in plan.matched.slots:
-        slot.write_grad(None)
-    together(control, lambda: _apply_values(request, values, same_ranks))
+    for place, _ in plan.matched.places:
+        place.param.grad = None
+    try:
+        together(control, lambda: _apply_values(request, host, values, same_ranks))
+    except CheckpointError as error:
+        host.stop(f"a load of {path} did not come to its end: {error}")
+        raise
     return Loaded(
         path,
         manifest.step,
@@ -227,13 +230,13 @@ class _Plan:
     targets: list[Target]
     names: set[str]
     groups: list[dict[str, Any]]
-    states: dict[Slot, dict[str, Any]]
+    states: dict[Place, dict[str, Any]]
 
 
-def _plan(request: Request, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
+def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
     """Match a checkpoint with the model, the optimizer and what else is to be restored."""
     model, optimizer = request.model, request.optimizer
-    matched = match_model(checkpoint, model, strict=request.strict, cast=request.cast)
+    matched = match_model(checkpoint, model, host.places, strict=request.strict, cast=request.cast)
     missing = [key for key in request.extra if key not in values["extra"]]
     if missing:
         raise CheckpointError(
@@ -246,6 +249,8 @@ def _plan(request: Request, checkpoint: Checkpoint, values: Mapping[str, Any]) -
             f"{checkpoint.where}: module '{name}' has an extra state "
             f"{'here, and none there' if name in modules else 'there, and none here'}"
         )
+    if request.restore_generators and values["generators"]:
+        check_generators(values["generators"], host.device)
     names = {target.info.key for target in matched.targets}
     if optimizer is None:
         return _Plan(matched, list(matched.targets), names, [], {})
@@ -254,20 +259,36 @@ def _plan(request: Request, checkpoint: Checkpoint, values: Mapping[str, Any]) -
     return _Plan(matched, [*matched.targets, *more], names, groups, states)
 
 
-def _apply_values(request: Request, values: Mapping[str, Any], same_ranks: bool) -> None:
-    states = values["extra"]
+def _apply_values(
+    request: Request, host: Host, values: Mapping[str, Any], same_ranks: bool
+) -> None:
+    """Give everybody's own state back, in code that is not ours and may raise."""
     for key, target in request.extra.items():
         load = getattr(target, "load_state_dict", None)
         if callable(load):
-            load(states[key])
+            with _named(f"extra[{key!r}].load_state_dict()", target):
+                load(values["extra"][key])
     for name, module in module_states(request.model):
         if name in values["modules"]:
-            module.set_extra_state(values["modules"][name])
+            with _named(f"set_extra_state() of module '{name or '(root)'}'", module):
+                module.set_extra_state(values["modules"][name])
     generators = values["generators"]
     if not request.restore_generators or not generators:
         return
-    device = engine_of(request.model).comm.device
     if same_ranks:
-        set_generators(generators, device)
+        set_generators(generators, host.device)
     else:
-        derive_generators(generators, request.control.rank, device)
+        derive_generators(generators, host.rank, host.device)
+
+
+@contextmanager
+def _named(what: str, target: object) -> Iterator[None]:
+    """Say whose code raised, and that parameters and optimizer are loaded by then."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} ({type(target).__name__}) raised {type(error).__name__}: {error}. Parameters "
+            "and optimizer are those of the checkpoint already; a sharded model refuses to run "
+            "until a load succeeds"
+        ) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.checkpoint.chunks import Chunk, ChunkReader
 from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
 from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
-from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.files import Files, is_unreadable
 from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
 from shardwise.checkpoint.rank_index import (
     BoxPlace,
@@ -32,7 +32,11 @@ _VALUES = ("extra", "modules", "generators")
 
 
 def read_small(files: Files, path: Path) -> bytes:
-    """Return the bytes of a manifest or an index. **Raises** DamagedCheckpoint if it is missing."""
+    """Return the bytes of a manifest or an index.
+
+    **Raises** DamagedCheckpoint if it is missing, no regular file, or the disk has lost it; OSError
+    where reading is refused.
+    """
     try:
         with files.open(path) as reader:
             if reader.size > MAX_PART_BYTES:
@@ -42,6 +46,10 @@ def read_small(files: Files, path: Path) -> bytes:
             return bytes(data)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{path}: it is missing") from None
+    except OSError as error:
+        if is_unreadable(error):
+            raise DamagedCheckpoint(f"{path}: {error.strerror} (errno {error.errno})") from error
+        raise
 
 
 class Checkpoint:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
+from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.checkpoint.state import names_of_params, persistent_buffers, slot_names
-from shardwise.engine.api import engine_of
+from shardwise.checkpoint.state import names_of_params, persistent_buffers
 from shardwise.errors import CheckpointError
+from shardwise.unit.plain_state import PLAIN_SCALARS
 from shardwise.unit.tensor import ShardTensor
-from shardwise.unit.unit import Slot
 
 _SHOWN = 5
-_PLAIN_SCALARS = ("step", "mu_product", "eta", "mu")  # of torch's optimizers
+_COMPARED_ELEMENTS = 1 << 22  # at once
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Matched:
-    """What goes where: parameters and buffers, and each slot with the name it was saved under.
+    """What goes where: parameters and buffers, and each place with the name it was saved under.
 
-    Without ``strict``, ``missing`` are the slots that the checkpoint has not, ``missing_names``
+    Without ``strict``, ``missing`` are the places that the checkpoint has not, ``missing_names``
     what it has not in all, ``unexpected`` what only it has.
     """
 
     targets: tuple[Target, ...]
-    slots: tuple[tuple[Slot, str], ...]
-    missing: tuple[Slot, ...]
+    places: tuple[tuple[Place, str], ...]
+    missing: tuple[Place, ...]
     missing_names: tuple[str, ...]
     unexpected: tuple[str, ...]
 
@@ -54,34 +54,47 @@ class Names:
         self.infos = {i.name: i for i in source.tensors if i.kind in ("param", "buffer")}
         self.tied = source.tied
 
-    def find(self, names: Sequence[str]) -> str | None:
-        """Return the name under which a parameter with these names was saved, if it was."""
-        for name in names:
-            found = self.tied.get(name, name)
-            if found in self.infos:
-                return found
-        return None
+    def find(self, names: Sequence[str]) -> list[str]:
+        """Return the names under which a parameter with these names was saved, each once.
+
+        More than one where weights are tied here and were not there.
+        """
+        found = dict.fromkeys(self.tied.get(name, name) for name in names)
+        return [name for name in found if name in self.infos]
 
 
-def match_model(source: Source, model: nn.Module, *, strict: bool, cast: bool) -> Matched:
-    """Find the place of every parameter and buffer; nothing is changed.
+def match_model(
+    source: Source, model: nn.Module, places: Sequence[Place], *, strict: bool, cast: bool
+) -> Matched:
+    """Find what goes to each parameter and buffer; nothing is changed.
 
     **Raises** CheckpointError naming what is missing, unexpected, or of another shape or dtype.
     """
     names = Names(source)
-    targets, slots, missing, lacking = [], [], [], []
+    targets, found, missing = [], [], []
+    lacking: list[Place] = []
     used: set[str] = set()
-    for slot in (slot for unit in engine_of(model).units for slot in unit.slots):
-        name = names.find(slot_names(slot))
-        if name is None:
-            missing.append(slot_names(slot)[0])
-            lacking.append(slot)
+    for place in places:
+        saved_names = names.find(place.names)
+        if not saved_names:
+            missing.append(place.names[0])
+            lacking.append(place)
             continue
-        used |= {name, *slot_names(slot)}
+        name, *others = saved_names
+        used |= {name, *place.names}
+        for other in others:
+            if _differ(source, names.infos[name], names.infos[other]):
+                if strict:
+                    raise CheckpointError(
+                        f"{source.where}: '{name}' and '{other}' are one parameter here, and two "
+                        "there with other values. Load into a model that does not tie them, or "
+                        f"pass strict=False to take '{name}' alone"
+                    )
+                used.discard(other)
         info = names.infos[name]
-        _check(source, info, slot.cut.shape, slot.storage.master.dtype, cast)
-        targets.append(Target(info, slot.cut.lo, slot.cut.hi, slot.param.to_local()))
-        slots.append((slot, name))
+        _check(source, info, place.shape, place.data.dtype, cast)
+        targets.append(Target(info, place.lo, place.hi, place.data))
+        found.append((place, name))
     for key, buffer in persistent_buffers(model):
         if key not in names.infos:
             missing.append(key)
@@ -91,13 +104,28 @@ def match_model(source: Source, model: nn.Module, *, strict: bool, cast: bool) -
         _check(source, info, tuple(buffer.shape), buffer.dtype, cast)
         targets.append(Target(info, 0, info.numel, buffer.detach()))
     unexpected = [name for name in names.infos if name not in used]
-    if (strict or not slots) and (missing or unexpected):
-        remedy = "or pass strict=False to load what both have" if slots else "no parameter is alike"
+    if (strict or not found) and (missing or unexpected):
+        remedy = "or pass strict=False to load what both have" if found else "no parameter is alike"
         raise CheckpointError(
             f"{source.where}: the model and the checkpoint differ: "
             f"{differences(missing, unexpected)}. Load into the model that was saved; {remedy}"
         )
-    return Matched(tuple(targets), tuple(slots), tuple(lacking), tuple(missing), tuple(unexpected))
+    return Matched(tuple(targets), tuple(found), tuple(lacking), tuple(missing), tuple(unexpected))
+
+
+def _differ(source: Source, a: TensorInfo, b: TensorInfo) -> bool:
+    """Tell whether two saved tensors have other bits; reads all of them if not, on every rank.
+
+    So all ranks come to one answer without asking each other.
+    """
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return True
+    for lo in range(0, a.numel, _COMPARED_ELEMENTS):
+        hi = min(lo + _COMPARED_ELEMENTS, a.numel)
+        first, second = (source.read(info, lo, hi).view(torch.uint8) for info in (a, b))
+        if not torch.equal(first, second):
+            return True
+    return False
 
 
 def differences(missing: Sequence[str], unexpected: Sequence[str]) -> str:
@@ -142,14 +170,14 @@ def match_optimizer(
             f"{source.where}: the optimizer is {info.class_name} there and "
             f"{type(optimizer).__name__} here; load with optimizer=None to take parameters alone"
         )
-    saved_names = {id(slot): name for slot, name in matched.slots}
-    slots = [*(slot for slot, _ in matched.slots), *matched.missing]
+    saved_names = {id(place): name for place, name in matched.places}
+    places = [*(place for place, _ in matched.places), *matched.missing]
     here = [
-        {saved_names[id(slot)] for slot in group if id(slot) in saved_names}
-        for group in names_of_params(slots, optimizer)
+        {saved_names[id(place)] for place in group if id(place) in saved_names}
+        for group in names_of_params(places, optimizer)
     ]
     # What is tied here has one name, what this model has not (without strict) has none.
-    known = {n: saved for slot, saved in matched.slots for n in (*slot_names(slot), saved)}
+    known = {n: saved for place, saved in matched.places for n in (*place.names, saved)}
     listed = [[source.tied.get(n, n) for n in group["params"]] for group in info.groups]
     there = [{known[name] for name in names if name in known} for names in listed]
     if len(here) != len(there):
@@ -171,8 +199,8 @@ def optimizer_targets(
     optimizer: torch.optim.Optimizer,
     matched: Matched,
     groups: Sequence[Mapping[str, Any]],
-) -> tuple[dict[Slot, dict[str, Any]], list[Target]]:
-    """Return new state for each slot, and what is to be read into its tensors.
+) -> tuple[dict[Place, dict[str, Any]], list[Target]]:
+    """Return new state for each place, and what is to be read into its tensors.
 
     Memory that the optimizer has already is used again. **Cost** the state's bytes of this rank,
     where it does not exist yet.
@@ -191,67 +219,50 @@ def optimizer_targets(
         for group, saved in zip(optimizer.param_groups, groups, strict=True)
         for p in group["params"]
     }
-    states: dict[Slot, dict[str, Any]] = {}
+    states: dict[Place, dict[str, Any]] = {}
     targets = []
-    for slot, name in matched.slots:
-        if id(slot.param) not in in_optimizer:
+    for place, name in matched.places:
+        if id(place.param) not in in_optimizer:
             continue
         state = dict(info.state.get(name, {}))
-        before = optimizer.state.get(slot.param, {})
+        before = optimizer.state.get(place.param, {})
         for tensor in by_name.get(name, ()):
-            is_cut = _is_cut(source, tensor, slot)
+            is_cut = _is_cut(source, tensor, place)
             dtype = torch_dtype(tensor.dtype)
-            if is_cut and tensor.dtype == saved_dtypes.get(name):
-                dtype = slot.storage.master.dtype  # like the parameter's, which may have been cast
-            value = _state_tensor(
-                (tensor.shape, dtype),
-                slot,
-                is_cut,
-                before.get(tensor.state),
-                in_optimizer[id(slot.param)],
-            )
+            if is_cut:
+                if tensor.dtype == saved_dtypes.get(name):
+                    dtype = place.data.dtype  # like the parameter's, which may have been cast
+                value = place.state_like(dtype, before.get(tensor.state))
+            else:
+                value = _plain_state((tensor.shape, dtype), place, in_optimizer[id(place.param)])
             state[tensor.state] = value
-            targets.append(_state_target(tensor, slot, value))
-        states[slot] = state
+            targets.append(_state_target(tensor, place, value))
+        states[place] = state
     return states, targets
 
 
-def _is_cut(source: Checkpoint, info: TensorInfo, slot: Slot) -> bool:
+def _is_cut(source: Checkpoint, info: TensorInfo, place: Place) -> bool:
     """Tell whether a tensor of the optimizer is cut like its parameter; else it is a plain one."""
-    if info.shape != slot.cut.shape:
+    if info.shape != place.shape:
         return False
     # One that was imported is whole in its file; of a scalar the shape does not tell then.
-    return source.is_cut(info) or (source.is_imported and info.state not in _PLAIN_SCALARS)
+    return source.is_cut(info) or (source.is_imported and info.state not in PLAIN_SCALARS)
 
 
-def _state_tensor(
-    like: tuple[tuple[int, ...], torch.dtype],
-    slot: Slot,
-    is_cut: bool,
-    before: Any,
-    group: Mapping[str, Any],
+def _plain_state(
+    like: tuple[tuple[int, ...], torch.dtype], place: Place, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return memory of this shape and dtype: what was there before, if it fits."""
+    """Return memory of this shape and dtype."""
     shape, dtype = like
-    device = slot.storage.master.device
-    if is_cut:
-        if (
-            isinstance(before, ShardTensor)
-            and before.dtype == dtype
-            and before._cut.matches(slot.cut)
-        ):
-            return before
-        return ShardTensor.wrap(
-            torch.empty(slot.cut.local_shape, dtype=dtype, device=device), slot.cut
-        )
     # torch keeps step counts on the CPU, unless the step itself runs on the device.
     on_device = group.get("fused") or group.get("capturable") or shape
-    return torch.empty(shape, dtype=dtype, device=device if on_device else torch.device("cpu"))
+    device = place.data.device if on_device else torch.device("cpu")
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _state_target(info: TensorInfo, slot: Slot, value: torch.Tensor) -> Target:
+def _state_target(info: TensorInfo, place: Place, value: torch.Tensor) -> Target:
     if isinstance(value, ShardTensor):
-        return Target(info, slot.cut.lo, slot.cut.hi, value.to_local())
+        return Target(info, place.lo, place.hi, value.to_local())
     return Target(info, 0, info.numel, value)
 
 
@@ -282,18 +293,20 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
 def apply_optimizer(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
-    states: Mapping[Slot, dict[str, Any]],
+    states: Mapping[Place, dict[str, Any]],
 ) -> None:
     """Give the optimizer its settings and its state, once all tensors are read."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             before = group.get(key)
-            if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
-                before.copy_(value)  # a captured graph, or a schedule, holds on to it
+            tensors = [v for v in (before, value) if isinstance(v, torch.Tensor)]
+            if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:
+                # A captured graph, or a schedule, holds on to it.
+                tensors[0].copy_(tensors[1])
             else:
                 group[key] = value
-    for slot, state in states.items():
+    for place, state in states.items():
         if state:
-            optimizer.state[slot.param] = state
+            optimizer.state[place.param] = state
         else:
-            optimizer.state.pop(slot.param, None)
+            optimizer.state.pop(place.param, None)

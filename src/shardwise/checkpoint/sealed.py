@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from shardwise.checkpoint.digest import digest_of
-from shardwise.checkpoint.strict_json import dumps, loads
+from shardwise.checkpoint.strict_json import check_containers, dumps, loads
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT = 1
@@ -49,6 +49,10 @@ def seal(part: Part) -> bytes:
             f"{len(sealed)} bytes of names and values are more than a checkpoint may have "
             f"({MAX_PART_BYTES}); put large state into tensors (torch.from_numpy)"
         )
+    try:
+        check_containers(body)
+    except ValueError as error:
+        raise CheckpointError(f"names and values cannot be saved: {error}") from None
     return sealed
 
 

@@ -18,6 +18,7 @@ from shardwise.checkpoint.files import Files, RealFiles
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
+from shardwise.checkpoint.places import host_of
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Table, collect
 from shardwise.checkpoint.together import together
@@ -104,10 +105,12 @@ def load(
     restore_generators: bool = True,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Load a checkpoint into a sharded model, whatever ranks, stage and layout it was saved with.
+    """Load a checkpoint into a model, whatever ranks, stage and layout it was saved with.
 
-    Every rank calls it. ``path`` is a checkpoint, or a folder of them: then the newest that
-    verifies is taken, with a warning for each damaged one, or that of ``step`` and no other. What
+    Every rank of a sharded model calls it. Into a plain one each process loads all of it, on its
+    own, also without a process group. ``path`` is a checkpoint, or a folder of them: then the
+    newest that verifies is taken, with a warning for each damaged one, or that of ``step`` and no
+    other. What
     ``extra`` names is restored in place where it has a ``load_state_dict()``; all of the user's
     state is in the answer. With another number of ranks than saved, each rank's random generators
     are seeded from those of rank 0 and its own number. Gradients are dropped.
@@ -119,7 +122,7 @@ def load(
     (the model then refuses to run until a load succeeds).
     """
     files, folder = RealFiles(), Path(path).absolute()
-    control = engine_of(model).comm.control
+    control = host_of(model).control
     request = Request(
         files,
         control,

@@ -14,9 +14,9 @@ at another stage: replicas are written once, by all ranks together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from shardwise.checkpoint.values import encode
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Slot
@@ -137,7 +138,15 @@ def collect(
     )
 
 
-def names_of_params(slots: list[Slot], optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
+class _HasParam(Protocol):
+    @property
+    def param(self) -> Any: ...
+
+
+_S = TypeVar("_S", bound=_HasParam)
+
+
+def names_of_params(slots: Sequence[_S], optimizer: torch.optim.Optimizer) -> list[list[_S]]:
     """Return the slots of each of the optimizer's groups. **Raises** ConfigError for strangers."""
     by_param = {id(slot.param): slot for slot in slots}
     groups = []
@@ -213,6 +222,7 @@ def _collect_optimizer(
 ) -> OptimizerRow:
     """Add the optimizer's tensors to the lists; return what else it has."""
     by_group = names_of_params(slots, optimizer)
+    cut_plain_state(optimizer)
     values: dict[str, dict[str, Any]] = {}
     for slot in (slot for group in by_group for slot in group):
         cut = cuts[id(slot)]

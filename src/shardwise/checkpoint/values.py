@@ -13,7 +13,8 @@ import reprlib
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -46,22 +47,39 @@ _MAPPINGS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Spot:
-    """Where a value stands: in words, as a tensor's place (none inside keys), and how deep."""
+    """Where a value stands: the spot around it and its key there, and how deep that is.
 
-    where: str
-    place: str | None
+    Words are made when they are asked for, as millions of values stand somewhere. What is or is in
+    a key has no place for a tensor.
+    """
+
+    name: str
+    outer: "_Spot | None" = None
+    key: Any = None
+    is_key: bool = False
     depth: int = 0
 
     def inside(self, key: Any, levels: int) -> "_Spot":
-        place = None
-        if self.place is not None:
-            place = f"{self.place}.{_text(key)}" if self.place else _text(key)
-        return _Spot(f"{self.where}[{_shown(key)}]", place, self.depth + levels)
+        return _Spot("", self, key, self.is_key, self.depth + levels)
 
     def as_key(self, levels: int) -> "_Spot":
-        return _Spot(f"a key or member of {self.where}", None, self.depth + levels)
+        """Return the spot of all keys or members of this one."""
+        return _Spot(f"a key or member of {self.where}", None, None, True, self.depth + levels)
+
+    @property
+    def where(self) -> str:
+        """The way to it in words."""
+        return f"{self.outer.where}[{_shown(self.key)}]" if self.outer is not None else self.name
+
+    @property
+    def place(self) -> str | None:
+        """The way to it as a tensor's place: its keys, joined by dots; none inside keys."""
+        if self.is_key or self.outer is None:
+            return None if self.is_key else ""
+        above = self.outer.place
+        return f"{above}.{_text(self.key)}" if above else _text(self.key)
 
 
 def encode(
@@ -79,15 +97,17 @@ def encode(
     """
     encoder = _Encoder()
     encoder.tensors.update(before or {})
-    return encoder.encode(value, _Spot(where, "")), encoder.tensors
+    return encoder.encode(value, _Spot(where)), encoder.tensors
 
 
 def decode(value: Any, tensors: Callable[[str], torch.Tensor], where: str = "value") -> Any:
     """Return what `encode` was given; ``tensors`` gives the tensor of a place.
 
+    Lists and dicts in which nothing had to be decoded are those of ``value`` itself.
+
     **Raises** CheckpointError for everything that `encode` does not write.
     """
-    return _Decoder(tensors).decode(value, _Spot(where, None))
+    return _Decoder(tensors).decode(value, _Spot(where))
 
 
 class _Encoder:
@@ -176,7 +196,8 @@ class _Encoder:
         return tagged
 
     def _keys(self, keys: Iterable[Any], spot: _Spot) -> list[Any]:
-        return [self.encode(key, spot.as_key(2)) for key in keys]
+        inside = spot.as_key(2)
+        return [self.encode(key, inside) for key in keys]
 
     def _tensor(self, value: torch.Tensor, spot: _Spot) -> str:
         if isinstance(value, DTensor):
@@ -217,10 +238,19 @@ class _Decoder:
             _refuse(spot, f"expected a value read from JSON, got a {kind.__name__}")
         if spot.depth >= MAX_DEPTH:
             _refuse(spot, f"it is nested deeper than {MAX_DEPTH} levels")
+        # What holds no tag stays the same object: it may be large.
         if kind is list:
-            return [self.decode(member, spot.inside(i, 1)) for i, member in enumerate(value)]
+            members = [
+                member if is_plain(member) else self.decode(member, spot.inside(i, 1))
+                for i, member in enumerate(value)
+            ]
+            return value if all(map(is_, members, value)) else members
         if "$" not in value:
-            return {key: self.decode(member, spot.inside(key, 1)) for key, member in value.items()}
+            made = {
+                key: member if is_plain(member) else self.decode(member, spot.inside(key, 1))
+                for key, member in value.items()
+            }
+            return value if all(map(is_, made.values(), value.values())) else made
         return self._tagged(value, spot)
 
     def _tagged(self, value: dict[str, Any], spot: _Spot) -> Any:
@@ -233,7 +263,7 @@ class _Decoder:
                 # The list of members is no container of the user's: only its members are walked.
                 if type(fields[name]) is not list:
                     _refuse(spot, f"expected a list as {name!r} of a {tag}")
-                inside = _Spot(spot.where, None, spot.depth + 1)
+                inside = replace(spot, depth=spot.depth + 1)
                 fields[name] = self.decode(fields[name], inside)
         try:
             if make is None:

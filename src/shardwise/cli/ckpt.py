@@ -167,7 +167,7 @@ def import_(
         from shardwise.checkpoint.files import RealFiles
         from shardwise.cli.progress import byte_bar
         from shardwise.convert.detect import FORMATS, open_any
-        from shardwise.convert.importing import import_source, without_prefix
+        from shardwise.convert.importing import import_source, left_out_of, without_prefix
 
         found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
         _say(f"reading {source} as {FORMATS[found]}")
@@ -177,6 +177,8 @@ def import_(
         with byte_bar("import", total) as progress:
             written = import_source(opened, target, files=RealFiles(), step=step, progress=progress)
         _say_written(written.path, len(opened.tensors), written.num_bytes)
+        for place in left_out_of(opened):
+            _say(f"left out: {place}, which is made of a class that is not read")
 
 
 # -- inspect and verify

@@ -22,6 +22,7 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 METADATA = ".metadata"
 _MAX_INDEX = 1 << 50
 _MAX_DIMS = 64
+_BYTES_PER_PART = 16  # of the table, at the least
 _FREE_COMPARES, _COMPARES_PER_CHUNK = 1_000_000, 100
 _PREFIX = "torch.distributed.checkpoint."
 _METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _INDEX, _STORAGE = (
@@ -118,7 +119,7 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
         reader.read_into(0, memoryview(data))
     tree = read_pickle(bytes(data), str(path), _NAMES)
     try:
-        metadata = _Table(folder, tree).read()
+        metadata = _Table(folder, tree, len(data)).read()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
             f"{path}: not a table as torch.distributed.checkpoint writes it: "
@@ -131,11 +132,12 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
 class _Table:
     """The tree of one ``.metadata``, taken apart."""
 
-    def __init__(self, folder: Path, tree: Any) -> None:
+    def __init__(self, folder: Path, tree: Any, num_bytes: int) -> None:
         self._folder = folder
         self._where = str(folder / METADATA)
         self._tree = _made(tree, _METADATA)
         self._compares_left = _FREE_COMPARES
+        self._parts_left = num_bytes // _BYTES_PER_PART
         self._places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
 
     def read(self) -> DcpMetadata:
@@ -183,6 +185,12 @@ class _Table:
         shape = _sizes(entry.field("size"))
         chunks = []
         for chunk in entry.field("chunks"):
+            self._parts_left -= 1  # one list may stand in many tensors, or one part often in a list
+            if self._parts_left < 0:
+                raise CheckpointError(
+                    f"{self._where}: it names more parts of tensors than it has room to describe: "
+                    "the file is damaged or hostile"
+                )
             offsets = _sizes(_made(chunk, _CHUNK).field("offsets"))
             lengths = _sizes(chunk.field("sizes"))
             ends = zip(offsets, lengths, shape, strict=True)

@@ -102,6 +102,12 @@ def without_prefix(source: Source, prefix: str) -> Source:
     return _Renamed(source, prefix)
 
 
+def left_out_of(source: Source) -> tuple[str, ...]:
+    """Return the entries of the user's own state that the source had and cannot give."""
+    found: tuple[str, ...] = getattr(source, "left_out", ())  # of formats that are pickles
+    return found
+
+
 class _Renamed:
     """A source under other names; the user's own state keeps its."""
 
@@ -111,6 +117,7 @@ class _Renamed:
         self._originals = {self._renamed(info).key: info for info in source.tensors}
         self.where = source.where
         self.step, self.extra = source.step, source.extra
+        self.left_out = left_out_of(source)
         self.tensors = [self._renamed(info) for info in source.tensors]
         self.tied = {self._names[a]: self._names[b] for a, b in source.tied.items()}
         self.optimizer: OptimizerInfo | None = None

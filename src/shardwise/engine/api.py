@@ -22,6 +22,7 @@ from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_
 from shardwise.mesh import resolve_axes
 from shardwise.trace import FullBytes, Stats
 from shardwise.unit.materialize import Init, Materializer
+from shardwise.unit.plain_state import cut_plain_state  # noqa: F401 - registers itself with torch
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested

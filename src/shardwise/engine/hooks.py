@@ -30,28 +30,43 @@ class Watcher(Protocol):
         """See the output (None after a forward pass that raised); return another one, or None."""
 
 
-def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, ...]:
-    """Make the engine see the forward passes of the unit's module; return what removes the hooks.
+class _Hooks:
+    """The two hooks of one unit, opaque to torch.compile.
 
-    The hooks are opaque to torch.compile: a compiled module breaks its graph there and compiles
-    what lies between.
+    A compiled module breaks its graph there and compiles what lies between.
     """
 
+    def __init__(self, watcher: Watcher, unit: HasModule) -> None:
+        self._watcher = watcher
+        self._unit = unit
+
     @torch._disable_dynamo
-    def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not watcher.suspended:
-            return watcher.before_forward(unit, args, kwargs)
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._watcher.suspended:
+            return self._watcher.before_forward(self._unit, args, kwargs)
         return None
 
     @torch._disable_dynamo
-    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not watcher.suspended:
-            return watcher.after_forward(unit, output)
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._watcher.suspended:
+            return self._watcher.after_forward(self._unit, output)
         return None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Hooks":
+        """Stay one, as functions do; the engine says what becomes of a copied model."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Answer ``torch.save(model)``, which meets the hooks first, as the engine does."""
+        return self._watcher.__reduce_ex__(protocol)
+
+
+def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, ...]:
+    """Make the engine see the forward passes of the unit's module; return what removes hooks."""
+    hooks = _Hooks(watcher, unit)
     return (
-        unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(post_forward, always_call=True),
+        unit.module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True),
+        unit.module.register_forward_hook(hooks.post_forward, always_call=True),
     )
 
 

@@ -46,7 +46,7 @@ RANDOM = _names("normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ ge
 METADATA = _names(
     """
     size dim ndimension numel nelement stride element_size is_floating_point is_complex is_signed
-    is_contiguous storage_offset get_device is_inference is_shared data_ptr untyped_storage
+    is_contiguous storage_offset get_device is_inference is_shared untyped_storage
     is_same_size has_names __len__ __hash__ __repr__ __str__ dim_order _is_view retain_grad
     _typed_storage type is_pinned is_conj is_neg result_type can_cast is_storage
     """

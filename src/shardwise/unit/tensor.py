@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
@@ -53,11 +54,20 @@ class ShardTensor(Sliced):
         """
         return self._cut.gather(self._local_tensor)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a ShardTensor's placement is its unit's."""
-        raise ShardError(
-            "redistribute: a ShardTensor stays where its unit puts it; use full_tensor()"
-        )
+    def redistribute(
+        self, device_mesh: Any = None, placements: Any = None, **kwargs: Any
+    ) -> DTensor:
+        """Return the whole tensor as a replicated DTensor; other placements are refused.
+
+        torch's ``get_model_state_dict(full_state_dict=True)`` asks for it. **Cost** as
+        `full_tensor`.
+        """
+        if not placements or not all(p.is_replicate() for p in placements):
+            raise ShardError(
+                "redistribute: a ShardTensor stays where its unit puts it; use full_tensor()"
+            )
+        mesh = self._cut.comm.axes.mesh
+        return DTensor.from_local(self.full_tensor(), mesh, placements, run_check=False)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -139,6 +149,12 @@ class ShardTensor(Sliced):
             raise ShardError(
                 f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "
                 "gradient is this rank's alone; read p.grad after loss.backward()"
+            )
+        elif name in ("data_ptr", "storage"):
+            raise ShardError(
+                f"{name} of a ShardTensor: each rank holds only a slice. To write whole tensors "
+                "(safetensors, NumPy), take model.state_dict() inside "
+                "`with shardwise.gathered(model):`; one tensor is t.full_tensor()"
             )
         elif func is torch.autograd.grad:
             raise ShardError(

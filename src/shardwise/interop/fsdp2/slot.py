@@ -14,6 +14,7 @@ from shardwise.comm.packed import waited_for
 from shardwise.interop.fsdp2.extension import Extension
 from shardwise.interop.fsdp2.meshes import Spread, sharded_spec
 from shardwise.layout.units import ParamUse
+from shardwise.unit.plain_state import FULLY_SHARD
 from shardwise.unit.storage import Storage
 
 _SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
@@ -45,6 +46,7 @@ class GroupSlot:
         chunk = _chunk(values, self.num_ranks, spread.axes.shard.rank, dim)
         self.local_shape = tuple(chunk.shape)
         self.param: Any = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
+        vars(self.param)[FULLY_SHARD] = True
         self.padded_size = torch.Size(
             -(-size // self.num_ranks) if d == dim else size for d, size in enumerate(self.shape)
         )
@@ -98,6 +100,7 @@ class GroupSlot:
         if not isinstance(found, DTensor):
             raise AssertionError(f"parameter '{self.name}': expected DTensor, got {type(found)}")
         self.param = found
+        vars(found)[FULLY_SHARD] = True
         has_methods = Extension.of(found._local_tensor) is not None
         is_known = has_methods == (self.extension is not None)
         return found._local_tensor is not self.local or not is_known

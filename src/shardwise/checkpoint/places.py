@@ -1,0 +1,183 @@
+"""A model as a load sees it, sharded or plain: where each parameter's values go, and who may run.
+
+A plain model is whole on every rank, and nothing is sent for it: each process that loads one reads
+all of it, alone or in a group, or without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.checkpoint.state import clean_name, slot_names
+from shardwise.comm.control import Control, SoloControl
+from shardwise.engine.api import engine_of
+from shardwise.engine.runtime import Engine
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
+from shardwise.unit.cut import Cut
+from shardwise.unit.tensor import ShardTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One parameter: all its names, and the memory of its elements [lo, hi); a plain one has all.
+
+    ``param`` is what the optimizer knows it by.
+    """
+
+    names: tuple[str, ...]
+    param: Any
+    shape: tuple[int, ...]
+    lo: int
+    hi: int
+    data: torch.Tensor
+    cut: Cut | None
+
+    def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
+        """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
+        if self.cut is None:
+            fits = type(before) is torch.Tensor and tuple(before.shape) == self.shape
+            if fits and before.dtype == dtype and before.device == self.data.device:
+                return before
+            return torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        fits = isinstance(before, ShardTensor) and before._cut.matches(self.cut)
+        if fits and before.dtype == dtype:
+            return before
+        local = torch.empty(self.cut.local_shape, dtype=dtype, device=self.data.device)
+        return ShardTensor.wrap(local, self.cut)
+
+
+class Host(Protocol):
+    """The model that is loaded into, between whose passes that is."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    control: Control
+    places: Sequence[Place]
+
+    def check(self) -> None:
+        """Refuse a moment at which nothing can be loaded. **Raises** StateError."""
+
+    def begin(self, names: set[str], path: Path) -> None:
+        """Note that the parameters of these names are no longer whole."""
+
+    def failed(self, error: Exception) -> Exception:
+        """Return the error of a load that broke off after `begin`."""
+
+    def end(self, names: set[str], path: Path) -> None:
+        """Note that they are whole again. **Raises** CheckpointError when others are not."""
+
+    def stop(self, why: str) -> None:
+        """Let nothing run until a load succeeds."""
+
+
+def host_of(model: nn.Module) -> Host:
+    """Return the host. **Raises** ConfigError when the model is sharded by somebody else."""
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        return _Sharded(engine_of(model))
+    try:
+        return _Sharded(engine_of(model))  # gathered, or without parameters
+    except ConfigError:
+        return _Plain(model)
+
+
+class _Sharded:
+    """A model of ``shard()``; its engine refuses to run what is half loaded."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.control: Control = engine.comm.control
+        self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
+        self.device = engine.comm.device
+        self._slots = [slot for unit in engine.units for slot in unit.slots]
+        self.places: Sequence[Place] = [
+            Place(
+                slot_names(slot),
+                slot.param,
+                slot.cut.shape,
+                slot.cut.lo,
+                slot.cut.hi,
+                slot.param.to_local(),
+                slot.cut,
+            )
+            for slot in self._slots
+        ]
+
+    def check(self) -> None:
+        if self._engine.suspended:
+            raise StateError("load() inside gathered(): leave that context first")
+
+    def begin(self, names: set[str], path: Path) -> None:
+        self._engine.finish_reductions()
+        self._engine.half_loaded |= names
+        self.stop(f"a load of {path} did not come to its end; load a whole checkpoint first")
+
+    def failed(self, error: Exception) -> Exception:
+        return error
+
+    def end(self, names: set[str], path: Path) -> None:
+        left = self._engine.half_loaded
+        left -= names
+        if left:
+            raise CheckpointError(
+                f"{path}: '{min(left)}' is half loaded from another checkpoint, and not in this "
+                "one; load one that has all of the model"
+            )
+        self._engine.broken = None
+
+    def stop(self, why: str) -> None:
+        self._engine.broken = why
+
+
+class _Plain:
+    """A model that is not sharded, which nobody can keep from running."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.control: Control = SoloControl()
+        in_group = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if in_group else 0
+        self.num_ranks = dist.get_world_size() if in_group else 1
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(clean_name(name))
+            if param.is_meta:
+                raise ConfigError(
+                    f"model: parameter '{name}' is on the meta device and has no memory to load "
+                    "into; call model.to_empty(device=...) first"
+                )
+        self.device = next((param.device for param in names), torch.device("cpu"))
+        self.places: Sequence[Place] = [
+            Place(
+                tuple(of_param), param, tuple(param.shape), 0, param.numel(), param.detach(), None
+            )
+            for param, of_param in names.items()
+        ]
+
+    def check(self) -> None:
+        return None
+
+    def begin(self, names: set[str], path: Path) -> None:
+        return None
+
+    def failed(self, error: Exception) -> Exception:
+        if isinstance(error, CheckpointError):
+            kind = DamagedCheckpoint if isinstance(error, DamagedCheckpoint) else CheckpointError
+            return kind(
+                f"{error}. What was read before it is in the model: do not use that before a load "
+                "has succeeded"
+            )
+        return error
+
+    def end(self, names: set[str], path: Path) -> None:
+        return None
+
+    def stop(self, why: str) -> None:
+        return None

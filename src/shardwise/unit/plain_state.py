@@ -1,0 +1,102 @@
+"""State of an optimizer that was loaded whole, cut like its parameters before it is used.
+
+Note [Plain state is cut at the first step]
+``optimizer.load_state_dict(torch.load(...))`` of a plain or DistributedDataParallel run puts whole
+tensors into the state of sharded parameters: torch casts them to the parameter's dtype and device
+and asks the parameter for nothing else, so it cannot answer with a slice there. But every load
+makes a new dict of the state, and torch calls the hooks of all optimizers before each step: there
+a dict that was not seen before is looked through once. What has its parameter's shape is cut, which
+is right for every optimizer whose state is elementwise; counts and other values stay.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.errors import ConfigError
+from shardwise.unit.tensor import ShardTensor
+
+FULLY_SHARD = "_is_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
+_SEEN = "_shardwise_state_seen"
+# One number for the whole parameter, whatever shape that has.
+PLAIN_SCALARS = ("step", "mu_product", "eta", "mu")
+# State of torch's optimizers that has its parameter's shape and no other.
+_ELEMENTWISE = (
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
+    *("acc_delta", "sum", "exp_inf", "ax", "prev", "step_size"),
+)
+
+
+def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Cut what an optimizer's state holds whole. See Note [Plain state is cut at the first step].
+
+    **Cost** nothing for state that was seen before; else a copy of this rank's slices.
+
+    **Raises** ConfigError naming the parameter, before anything is changed, when the state is of
+    another shape.
+    """
+    if vars(optimizer).get(_SEEN) is optimizer.state:
+        return
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            how = _how_to_cut(param)
+            if how is not None and param in optimizer.state:
+                where = f"parameter {place} of group {number}"
+                owner = getattr(param, "_owner", None)
+                where = f"'{owner.name}'" if owner is not None else where
+                state = optimizer.state[param]
+                found.append((param, _Walk(param, how, where).of_dict(state)))
+    for param, state in found:
+        optimizer.state[param] = state
+    vars(optimizer)[_SEEN] = optimizer.state
+
+
+def _how_to_cut(param: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what makes a slice of a whole tensor; None for parameters that are not ours."""
+    if isinstance(param, ShardTensor):
+        cut = param._cut
+        return lambda whole: ShardTensor.wrap(cut.slice_of(whole).clone(), cut)
+    if isinstance(param, DTensor) and vars(param).get(FULLY_SHARD):
+        mesh, placements = param.device_mesh, param.placements
+        # Every rank has loaded the whole: nothing is sent.
+        return lambda whole: distribute_tensor(whole, mesh, placements, src_data_rank=None).clone()
+    return None
+
+
+class _Walk:
+    """One walk over the state of one parameter."""
+
+    def __init__(
+        self, param: torch.Tensor, how: Callable[[torch.Tensor], torch.Tensor], where: str
+    ) -> None:
+        self._shape = tuple(param.shape)
+        self._how = how
+        self._where = where
+
+    def of_dict(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        return {key: self._of(value, key) for key, value in state.items()}
+
+    def _of(self, value: Any, key: Any) -> Any:
+        if type(value) is dict:
+            return self.of_dict(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._of(member, key) for member in value)
+        if type(value) is not torch.Tensor or key in PLAIN_SCALARS:
+            return value
+        if tuple(value.shape) != self._shape:
+            if value.dim() and key in _ELEMENTWISE:
+                raise ConfigError(
+                    f"optimizer: state '{key}' of {self._where} has shape {tuple(value.shape)}, "
+                    f"and the parameter has {self._shape}: it was loaded from an optimizer of "
+                    "another model, or of other groups of parameters"
+                )
+            return value
+        with torch.no_grad():
+            return self._how(value)
+
+
+register_optimizer_step_pre_hook(cut_plain_state)

@@ -1,0 +1,259 @@
+"""A checkpoint of any ranks loads into a plain model; what cannot be read, and what fails late."""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from ranks import run_ranks
+from saving import Net, Setting, adamw, build, differences, full, take_step, tokens_of, truth_of
+from shardwise.checkpoint.folder import step_name
+from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
+
+
+class Plain:
+    """A plain model with an optimizer, and what belongs to it."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Net(**options)
+        self.optimizer = adamw(self.model)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=3.0)
+        self.scaler.scale(torch.ones(()))
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"schedule": self.schedule, "scaler": self.scaler}
+
+
+def truth_of_plain(run: Plain) -> dict[str, Any]:
+    truth: dict[str, Any] = {}
+    for name, p in run.model.named_parameters(remove_duplicate=False):
+        truth[f"param {name}"] = full(p)
+        truth |= {f"state {name} {k}": full(v) for k, v in run.optimizer.state.get(p, {}).items()}
+    truth |= {f"buffer {n}": full(b) for n, b in run.model.named_buffers() if n != "scratch"}
+    truth |= {f"group 0 {k}": v for k, v in run.optimizer.param_groups[0].items() if k != "params"}
+    truth |= {f"schedule {k}": v for k, v in run.schedule.state_dict().items()}
+    return truth | {f"scaler {k}": v for k, v in run.scaler.state_dict().items()}
+
+
+def save(rank: int, world_size: int, folder: Path, setting: Setting) -> tuple[Any, Any]:
+    """Save steps 1 and 2; return the truth of both."""
+    run, truths = build(setting, 2), []
+    for step in (1, 2):
+        take_step(run, step, norm=False)
+        shardwise.save(folder, run.model, run.optimizer, step=step, extra=run.extra)
+        truths.append(truth_of(run))
+    return tuple(truths)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("setting", [Setting(1, 2), Setting(3, 3, "flat")], ids=str)
+def test_a_plain_model_gets_the_same_bits_without_a_process_group(
+    tmp_path: Path, setting: Setting
+) -> None:
+    older, newest = run_ranks(save, setting.num_ranks, tmp_path, setting)[0]
+    assert not dist.is_initialized()
+    run = Plain(7)
+    loaded = shardwise.load(tmp_path, run.model, run.optimizer, extra=run.extra)
+    assert (loaded.step, loaded.num_ranks_saved) == (2, setting.num_ranks)
+    assert differences(truth_of_plain(run), newest) == []
+    assert all(type(v) is torch.Tensor for s in run.optimizer.state.values() for v in s.values())
+    assert all(p.grad is None for p in run.model.parameters())
+    run.model(tokens_of(3, 0, 1)).sum().backward()  # it trains on
+    run.optimizer.step()
+    shardwise.load(tmp_path / step_name(1), run.model, run.optimizer, extra=run.extra)
+    assert differences(truth_of_plain(run), older) == []
+    weights = Plain(8).model.eval()
+    shardwise.load(tmp_path, weights, step=2, restore_generators=False)
+    got = {f"param {n}": full(p) for n, p in weights.named_parameters(remove_duplicate=False)}
+    assert differences(got, {k: v for k, v in newest.items() if k.startswith("param")}) == []
+
+
+def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(
+    tmp_path: Path,
+) -> None:
+    older, _ = run_ranks(save, 2, tmp_path, Setting(2))[0]
+    run = Plain(7)
+    run.model.few = torch.nn.Parameter(torch.zeros(3))
+    before = truth_of_plain(run)
+    with pytest.raises(CheckpointError, match=r"'few' has shape \(2,\) there and \(3,\) here"):
+        shardwise.load(tmp_path, run.model, run.optimizer)
+    assert differences(truth_of_plain(run), before) == []
+    with torch.device("meta"):
+        empty = Net()
+    with pytest.raises(ConfigError, match=r"meta device.*to_empty"):
+        shardwise.load(tmp_path, empty)
+    flip(tmp_path / step_name(2) / "rank00001-0.safetensors")
+    run = Plain(7)
+    with pytest.warns(UserWarning, match=r"rank00001-0.safetensors"):
+        loaded = shardwise.load(tmp_path, run.model, run.optimizer, extra=run.extra)
+    assert loaded.step == 1
+    assert differences(truth_of_plain(run), older) == []
+    with pytest.raises(DamagedCheckpoint, match=r"do not use that before a load has succeeded"):
+        shardwise.load(tmp_path, run.model, run.optimizer, step=2)
+
+
+def load_alone(rank: int, world_size: int, folder: Path, expected: Any) -> list[str]:
+    """Only rank 0 loads, then all do: nothing waits for anybody."""
+    problems = []
+    for who in (range(1), range(world_size)):
+        if rank in who:
+            run = Plain(rank)
+            shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
+            here = {k: v for k, v in truth_of_plain(run).items() if not k.startswith("buffer")}
+            there = {k: v for k, v in expected.items() if not k.startswith("buffer")}
+            problems += differences(here, there)
+    return problems
+
+
+def test_each_process_of_a_group_loads_a_plain_model_on_its_own(tmp_path: Path) -> None:
+    _, newest = run_ranks(save, 2, tmp_path, Setting(2, 1))[0]
+    assert run_ranks(load_alone, 3, tmp_path, newest) == [[]] * 3
+
+
+# -- manifests and indexes that cannot be read: the older checkpoint is taken
+
+
+def _as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _as_pipe(path: Path) -> None:
+    import os
+
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _as_link(path: Path) -> None:
+    aside = path.parent.parent / f"aside-{path.name}"
+    shutil.move(path, aside)
+    path.symlink_to(aside)
+
+
+KINDS = {"folder": _as_folder, "pipe": _as_pipe, "link": _as_link, "errno": None}
+
+
+def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
+    from shardwise.checkpoint import single
+    from shardwise.checkpoint.files import RealFiles
+
+    problems = []
+    run = build(Setting(world_size, 1), 9)
+    for part in ("manifest.json", "rank00001.json"):
+        for kind, change in KINDS.items():
+            folder = root / f"{part}-{kind}"
+            newest = folder / step_name(2) / part
+            if rank == 0:
+                shutil.copytree(root / "good", folder)
+                if change is not None:
+                    change(newest)
+            dist.barrier()
+
+            class Failing(RealFiles):
+                """A disk that has lost the sectors of one file."""
+
+                def open(self, path: Path) -> Any:
+                    if kind == "errno" and path == newest:  # noqa: B023
+                        raise OSError(5, "Input/output error", str(path))
+                    return super().open(path)
+
+            real, single.RealFiles = single.RealFiles, Failing
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    loaded = shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
+            finally:
+                single.RealFiles = real
+            said = [str(w.message) for w in caught if "passed over" in str(w.message)]
+            if loaded.step != 1 or part not in str(loaded.skipped):
+                problems.append(f"{part} {kind}: {loaded}")
+            if rank == 0 and (len(said) != 1 or str(newest) not in said[0]):
+                problems.append(f"{part} {kind}: {said}")
+            problems += differences(truth_of(run), older)
+    return problems
+
+
+def test_what_stands_in_place_of_a_manifest_or_index_lets_all_ranks_take_the_older_one(
+    tmp_path: Path,
+) -> None:
+    older, _ = run_ranks(save, 2, tmp_path / "good", Setting(2))[0]
+    older = {k: v for k, v in older.items() if not k.startswith("buffer")}
+    found = run_ranks(fall_back, 2, tmp_path, older, timeout_s=120)
+    assert [[p for p in of_rank if "only here: buffer" not in p] for of_rank in found] == [[], []]
+
+
+# -- what fails late
+
+
+class Stubborn(torch.nn.Linear):
+    """A module whose own state can be refused."""
+
+    refuses = False
+
+    def get_extra_state(self) -> Any:
+        return {"version": 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses:
+            raise KeyError("version 3 was expected")
+
+
+class Scheduler:
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise ValueError("not of this kind")
+
+
+def fail_late(rank: int, world_size: int, root: Path) -> None:
+    from shardwise.checkpoint import single
+    from shardwise.errors import StateError
+
+    model = shardwise.shard(torch.nn.Sequential(torch.nn.Linear(3, 3), Stubborn(3, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    read = single.read_generators
+    single.read_generators = lambda device: read(device) | {"torch": "AAAA"}
+    shardwise.save(root / "short", model, optimizer, extra={"s": Scheduler()})
+    single.read_generators = read
+    shardwise.save(root / "good", model, optimizer, extra={"s": Scheduler()})
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9)
+    with pytest.raises(CheckpointError, match="state of the torch generator does not fit"):
+        shardwise.load(root / "short", model, optimizer)
+    assert all((p.to_local() == 9).all() for p in model.parameters()), "changed before it was seen"
+    model(torch.ones(1, 3))
+    Stubborn.refuses = rank == world_size - 1
+    with pytest.raises(
+        CheckpointError, match=r"set_extra_state\(\) of module '1' \(Stubborn\) raised KeyError"
+    ):
+        shardwise.load(root / "good", model, optimizer)
+    with pytest.raises(StateError, match=r"module '1'"):
+        model(torch.ones(1, 3))
+    Stubborn.refuses = False
+    with pytest.raises(CheckpointError, match=r"extra\['s'\].load_state_dict\(\) \(Scheduler\)"):
+        shardwise.load(root / "good", model, optimizer, extra={"s": Scheduler()})
+    shardwise.load(root / "good", model, optimizer)
+    model(torch.ones(1, 3))
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.5])  # of another shape than what was saved
+    shardwise.load(root / "good", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
+
+
+def test_what_fails_late_is_found_early_or_named_and_nothing_runs(tmp_path: Path) -> None:
+    run_ranks(fail_late, 2, tmp_path)
