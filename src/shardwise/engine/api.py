@@ -12,6 +12,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, resolve_config
 from shardwise.device import current_device
+from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.entrances import register_entrances
 from shardwise.engine.hooks import register_hooks
@@ -42,11 +43,13 @@ def shard(
     prefetch_bytes: int | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     init: Init | None = None,
+    optimizer: Optimizers = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor` from here on. ``units`` are module classes,
+    ``model.parameters()``, which are `ShardTensor` from here on, or pass those that were built
+    before: they get these parameters, and their state is cut. ``units`` are module classes,
     class names or modules (default: found); ``mesh`` has one axis (shard) or two (replicate,
     shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
     by its modules' ``reset_parameters()``, or by ``init(module)``; the rest is in `ShardConfig`.
@@ -63,6 +66,7 @@ def shard(
         _check_model(model)
         specs = partition_into_units(model, units)
         device = find_device(specs)
+        adoption = Adoption(optimizer, specs)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
@@ -71,7 +75,7 @@ def shard(
     device = device or current_device(device_type)
     comm = Comm(axes, device, control_over(axes))
     if comm.control.num_ranks > 1:
-        agree(comm.control, start_facts(model, specs, config, axes, init), "shard()")
+        agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
     comm.agree_on_number(device)
     ledger = FullBytes()
     engine = Engine(config, comm, ledger)
@@ -79,15 +83,22 @@ def shard(
     materializer.check(specs)
     remaining: list[UnitSpec] = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
+    engine.settle(_build(remaining, materializer, adoption))
+    materializer.settle_buffers(model)
+    for unit in engine.units:
+        register_hooks(engine, unit)
+    _mark((model, *register_entrances(engine, engine.units)), engine)
+    return model
+
+
+def _build(remaining: list[UnitSpec], materializer: Materializer, adoption: Adoption) -> list[Unit]:
+    """Build the units, the last of the list first, and drop each one's specification."""
     built: list[Unit] = []
     while remaining:
-        built.append(materializer.build(remaining.pop(), len(built)))
-    materializer.settle_buffers(model)
-    engine.settle(built)
-    for unit in built:
-        register_hooks(engine, unit)
-    _mark((model, *register_entrances(engine, built)), engine)
-    return model
+        spec = remaining.pop()
+        built.append(materializer.build(spec, len(built)))
+        adoption.take(spec, built[-1])
+    return built
 
 
 def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
