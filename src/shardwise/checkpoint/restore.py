@@ -201,6 +201,8 @@ def optimizer_targets(
         for tensor in by_name.get(name, ()):
             is_cut = _is_cut(source, tensor, slot)
             dtype = torch_dtype(tensor.dtype)
+            if is_cut and dtype == torch.uint8:
+                _check_blocks(source, tensor, slot)
             if is_cut and tensor.dtype == saved_dtypes.get(name):
                 dtype = slot.storage.master.dtype  # like the parameter's, which may have been cast
             value = _state_tensor(
@@ -214,6 +216,18 @@ def optimizer_targets(
             targets.append(_state_target(tensor, slot, value))
         states[slot] = state
     return states, targets
+
+
+def _check_blocks(source: Checkpoint, info: TensorInfo, slot: Slot) -> None:
+    """Refuse 8-bit state whose blocks are not those of this rank's slices: scales are per block."""
+    here = slot.cut.ranges if slot.cut.layout is not None else ((0, info.numel),)
+    if source.ranges(info) != here:
+        raise CheckpointError(
+            f"{source.where}: optimizer state '{info.state}' of '{info.name}' is quantised in "
+            f"blocks of the slices that {source.manifest.num_shards} ranks had at stage "
+            f"{source.manifest.stage}, and the slices are others here. Load it with as many ranks, "
+            "the same layout and stage, or without the optimizer"
+        )
 
 
 def _is_cut(source: Checkpoint, info: TensorInfo, slot: Slot) -> bool:
