@@ -6,6 +6,7 @@ all of it, alone or in a group, or without any.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,13 @@ class Place:
     hi: int
     data: torch.Tensor
     cut: Cut | None
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The elements [lo, hi) that each rank of the shard axis works on."""
+        if self.cut is None or self.cut.layout is None:
+            return ((0, math.prod(self.shape)),)
+        return self.cut.ranges
 
     def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
         """Return memory for state that is cut as the parameter is: ``before``, if it fits."""

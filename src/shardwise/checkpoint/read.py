@@ -139,6 +139,15 @@ class Checkpoint:
         """Tell whether the ranks that saved held slices of it; else it was whole on each."""
         return self.manifest.tensors[self._numbers[tensor]].layout is not None
 
+    def ranges(self, tensor: TensorInfo) -> tuple[tuple[int, int], ...]:
+        """Return the elements [lo, hi) that each rank of one replica worked on, that saved it."""
+        row = self.manifest.tensors[self._numbers[tensor]]
+        if row.layout is None or self.manifest.stage == 0 or self.manifest.num_shards == 1:
+            return ((0, tensor.numel),)
+        layout = self.manifest.built_layouts[row.layout]
+        pieces = [layout.piece(row.index or 0, rank) for rank in range(layout.num_ranks)]
+        return tuple((piece.lo, piece.hi) for piece in pieces)
+
     @property
     def is_imported(self) -> bool:
         """Tell whether it was written whole, from a checkpoint of somebody else."""

@@ -229,6 +229,8 @@ def optimizer_targets(
         for tensor in by_name.get(name, ()):
             is_cut = _is_cut(source, tensor, place)
             dtype = torch_dtype(tensor.dtype)
+            if is_cut and dtype == torch.uint8:
+                _check_blocks(source, tensor, place)
             if is_cut:
                 if tensor.dtype == saved_dtypes.get(name):
                     dtype = place.data.dtype  # like the parameter's, which may have been cast
@@ -239,6 +241,17 @@ def optimizer_targets(
             targets.append(_state_target(tensor, place, value))
         states[place] = state
     return states, targets
+
+
+def _check_blocks(source: Checkpoint, info: TensorInfo, place: Place) -> None:
+    """Refuse 8-bit state whose blocks are not those of this rank's slices: scales are per block."""
+    if source.ranges(info) != place.ranges:
+        raise CheckpointError(
+            f"{source.where}: optimizer state '{info.state}' of '{info.name}' is quantised in "
+            f"blocks of the slices that {source.manifest.num_shards} ranks had at stage "
+            f"{source.manifest.stage}, and the slices are others here. Load it with as many ranks, "
+            "the same layout and stage, or without the optimizer"
+        )
 
 
 def _is_cut(source: Checkpoint, info: TensorInfo, place: Place) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from shardwise import __version__
 from shardwise.comm.control import Control, naming
 from shardwise.config import ShardConfig
+from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axes
@@ -94,7 +95,12 @@ def refusal_facts(refusal: Exception | None) -> list[str]:
 
 
 def start_facts(
-    model: nn.Module, specs: Sequence[UnitSpec], config: ShardConfig, axes: Axes, init: Init | None
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    config: ShardConfig,
+    axes: Axes,
+    init: Init | None,
+    adoption: Adoption,
 ) -> list[str]:
     """Return what must be alike on all ranks when a model is sharded: code, settings, model."""
     facts = refusal_facts(None)
@@ -117,7 +123,7 @@ def start_facts(
             facts += _param_facts(param, unit.name or "(root)")
     for name, buffer in model.named_buffers(remove_duplicate=False):
         facts.append(f"buffer '{name}' {_describe(buffer)}")
-    return facts
+    return facts + adoption.facts()
 
 
 def _param_facts(spec: ParamSpec, unit: str) -> Iterator[str]:

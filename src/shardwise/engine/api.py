@@ -13,6 +13,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, resolve_config
 from shardwise.device import current_device
+from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.entrances import register_entrances
 from shardwise.engine.hooks import register_hooks
@@ -45,11 +46,13 @@ def shard(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     init: Init | None = None,
     optional: Sequence[UnitChoice] = (),
+    optimizer: Optimizers = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor` from here on. ``units`` are module classes,
+    ``model.parameters()``, which are `ShardTensor` from here on, or pass those that were built
+    before: they get these parameters, and their state is cut. ``units`` are module classes,
     class names or modules (default: found); ``mesh`` has one axis (shard) or two (replicate,
     shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
     by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named
@@ -68,6 +71,7 @@ def shard(
         _check_model(model)
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
+        adoption = Adoption(optimizer, specs)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
@@ -76,7 +80,7 @@ def shard(
     device = device or current_device(device_type)
     comm = Comm(axes, device, control_over(axes))
     if comm.control.num_ranks > 1:
-        agree(comm.control, start_facts(model, specs, config, axes, init), "shard()")
+        agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
     comm.agree_on_number(device)
     ledger = FullBytes()
     engine = Engine(config, comm, ledger)
@@ -84,17 +88,29 @@ def shard(
     materializer.check(specs)
     remaining: list[UnitSpec] = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
-    built: list[Unit] = []
-    while remaining:
-        built.append(materializer.build(remaining.pop(), len(built)))
+    engine.settle(_build(remaining, materializer, adoption))
     materializer.settle_buffers(model)
-    engine.settle(built)
-    for unit in built:
+    return _watch(model, engine, runs_all_layers=config.stage.frees_after_forward and not optional)
+
+
+def _watch(model: nn.Module, engine: Engine, *, runs_all_layers: bool) -> nn.Module:
+    """Make the engine see the model's passes; return the model."""
+    for unit in engine.units:
         register_hooks(engine, unit)
-    _mark((model, *register_entrances(engine, built)), engine)
-    if config.stage.frees_after_forward and axes.num_ranks > 1 and not optional:
+    _mark((model, *register_entrances(engine, engine.units)), engine)
+    if runs_all_layers and engine.comm.axes.num_ranks > 1:
         _run_all_layers(model)
     return model
+
+
+def _build(remaining: list[UnitSpec], materializer: Materializer, adoption: Adoption) -> list[Unit]:
+    """Build the units, the last of the list first, and drop each one's specification."""
+    built: list[Unit] = []
+    while remaining:
+        spec = remaining.pop()
+        built.append(materializer.build(spec, len(built)))
+        adoption.take(spec, built[-1])
+    return built
 
 
 def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:

@@ -16,9 +16,23 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
 from shardwise.unit.cut import GATHER_SITE, Cut
-from shardwise.unit.norms import NormKind, local_norm
-from shardwise.unit.operations import FACTORIES, NORMS, RANDOM, REDUCTIONS, is_elementwise
-from shardwise.unit.sliced import Sliced
+from shardwise.unit.draws import draw
+from shardwise.unit.elements import is_masked_fill, is_outer, run_kernel
+from shardwise.unit.flat import run_flat
+from shardwise.unit.operations import (
+    DIM_REDUCTIONS,
+    FACTORIES,
+    KERNELS,
+    LIKE,
+    NORMS,
+    PRODUCTS,
+    RANDOM,
+    REDUCTIONS,
+    is_elementwise,
+)
+from shardwise.unit.replaced import running_optimizer
+from shardwise.unit.sliced import Sliced, is_replicated, locals_of
+from shardwise.unit.totals import order_of_total, reduce_all, reduce_dims, total_norm
 
 
 def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[Sliced]:
@@ -61,6 +75,18 @@ def _refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
     what = (
         f"parameter '{owner.name}'" if owner else f"a ShardTensor of shape {tensors[0]._cut.shape}"
     )
+    if is_replicated(tensors):
+        return ShardError(
+            f"{name} on {what}: autograd takes the full parameter in its place, so the change "
+            "would be lost. Change parameters under torch.no_grad()"
+        )
+    optimizer = running_optimizer()
+    if optimizer is not None:
+        return ShardError(
+            f"{type(optimizer).__name__} asks for {name} on {what}: it needs whole tensors, and at "
+            "stages 1 to 3 each rank holds only a slice. Use it with shard(stage=0), where it runs "
+            "as it is, or an optimizer that runs at every stage: those of torch.optim but Muon"
+        )
     return ShardError(
         f"{name} on {what}: each rank holds only a slice, so the result would be this rank's, not "
         "the whole tensor's. Use t.full_tensor(), or `with shardwise.gathered(...)` to change it"
@@ -120,24 +146,37 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         args, kwargs = tuple(map(_plain_cpu, args)), {k: _plain_cpu(v) for k, v in kwargs.items()}
     if is_elementwise(name):
         return _run_local(func, name, args, kwargs, shards)
-    if name in RANDOM:
-        tensor = shards[0]
-        full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
-        tensor._local_tensor.copy_(tensor._cut.slice_of(func(full, *args[1:], **kwargs)))
-        return tensor
+    made = run_flat(name, args, kwargs)
+    if made is not NotImplemented:
+        return made
+    if name in RANDOM or name in LIKE:
+        return draw(func, name, args, kwargs, shards[0])
+    if name in KERNELS:
+        made = run_kernel(func, name, args, kwargs, shards)
+        if made is not NotImplemented:
+            return made
     if name == "_foreach_norm":
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
-        return [_norm(t, order) for t in args[0]]
-    if name in NORMS and (order := _order_of_total(args, kwargs)) is not None:
-        return _norm(args[0], order)
+        return [total_norm(t, order) for t in args[0]]
+    if name in NORMS and (order := order_of_total(args, kwargs)) is not None:
+        return total_norm(args[0], order)
     if name in REDUCTIONS and len(args) == 1 and not kwargs:
-        return _reduce(func, name, shards[0])
+        return reduce_all(func, name, shards[0])
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(func, args)
     if name in FACTORIES:
         return _new(func, args, kwargs, shards[0])
-    if all(t._cut.layout is None for t in shards):
-        return func(*_locals(args), **{k: _locals(v) for k, v in kwargs.items()})
+    if is_replicated(shards):
+        return func(*locals_of(args), **{k: locals_of(v) for k, v in kwargs.items()})
+    if name in DIM_REDUCTIONS and len(shards) == 1 and kwargs.get("out") is None:
+        made = reduce_dims(func, name, args, kwargs, shards[0])
+        if made is not NotImplemented:
+            return made
+    if name in PRODUCTS and not kwargs and is_outer(args[0], args[1], shards[0]._cut.shape):
+        return answer(torch.mul, "mul", args, {})
+    if name == "__setitem__" and is_masked_fill(*args):
+        args[0]._local_tensor[args[1]._local_tensor] = args[2]
+        return None
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
         raise _refusal(name, shards)
     return run_whole(func, name, args, kwargs, shards)
@@ -190,20 +229,12 @@ def _place_of_inplace(func: Any) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _locals(value: Any) -> Any:
-    if isinstance(value, Sliced):
-        return value._local_tensor
-    if isinstance(value, list | tuple):
-        return type(value)(_locals(v) for v in value)
-    return value
-
-
 def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an elementwise function of lists of tensors (foreach, fused) on the local tensors."""
     leads: Sequence[Any] = args[0]
     result = func(
-        *(_list_of_locals(a, leads, name) for a in args),
-        **{k: _list_of_locals(v, leads, name) for k, v in kwargs.items()},
+        *(_list_oflocals_of(a, leads, name) for a in args),
+        **{k: _list_oflocals_of(v, leads, name) for k, v in kwargs.items()},
     )
     if name.startswith("_fused_"):
         _bump_versions(args)
@@ -221,13 +252,15 @@ def _run_local(
 ) -> Any:
     """Run an elementwise function on the local tensors; wrap what is new."""
     cut = shards[0]._cut
-    writes = args[0] if is_in_place(name) else kwargs.get("out", shards[0])
-    if not isinstance(writes, Sliced):
-        raise _refusal(f"{name} into a plain tensor", shards)
     if name == "where" and len(args) == 1:
+        if is_replicated(shards):
+            return func(*locals_of(args))
         raise _refusal("where (of one argument)", shards)
     if name in ("to", "type_as") and args[0] is not shards[0]:
-        return func(*_locals(args), **kwargs)  # a plain tensor takes the dtype of a sharded one
+        return func(*locals_of(args), **kwargs)  # a plain tensor takes the dtype of a sharded one
+    writes = args[0] if is_in_place(name) else kwargs.get("out", shards[0])
+    if not isinstance(writes, Sliced):
+        return _run_into(func, name, args, kwargs, writes, cut)
     result = func(
         *(_operand(a, cut, name) for a in args),
         **{k: _operand(v, cut, name) for k, v in kwargs.items()},
@@ -239,6 +272,32 @@ def _run_local(
     return result
 
 
+def _run_into(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], into: Any, cut: Cut
+) -> Any:
+    """Run an elementwise function that writes a tensor which is not ours.
+
+    A DTensor that is cut as ours is (torchao's state is made like that) gets this rank's elements;
+    any other is a whole tensor, so it gets whole values.
+    """
+    if not isinstance(into, DTensor):
+        return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})
+    func(
+        *(_operand(a, cut, name) for a in args),
+        **{k: _operand(v, cut, name) for k, v in kwargs.items()},
+    )
+    return into
+
+
+def _full(value: Any) -> Any:
+    """Return the whole of a sharded tensor: for a parameter, what autograd knows."""
+    if not isinstance(value, Sliced):
+        return value
+    if value._cut.layout is None and not torch.is_grad_enabled():
+        return value._local_tensor
+    return whole(value) if value._owner is not None else value.full_tensor()
+
+
 def _plain_cpu(value: Any) -> Any:
     """Drop the index of a CPU: torch would copy a tensor to ``cpu:0``, which is the same place."""
     is_indexed = isinstance(value, str | torch.device) and str(value).startswith("cpu:")
@@ -246,6 +305,10 @@ def _plain_cpu(value: Any) -> Any:
 
 
 def _operand(value: Any, cut: Cut, name: str) -> Any:
+    if isinstance(value, Sliced) and value._cut.layout is None is cut.layout:
+        return value._local_tensor
+    if cut.layout is None and not isinstance(value, DTensor):
+        return value
     if isinstance(value, Sliced):
         if value._cut is not cut and not value._cut.matches(cut):
             raise ShardError(
@@ -263,7 +326,7 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
     return value
 
 
-def _list_of_locals(value: Any, leads: Sequence[Any], name: str) -> Any:
+def _list_oflocals_of(value: Any, leads: Sequence[Any], name: str) -> Any:
     """Return the local tensors of one list argument; other arguments pass."""
     if not isinstance(value, list | tuple):
         return value
@@ -283,10 +346,10 @@ def _list_of_locals(value: Any, leads: Sequence[Any], name: str) -> Any:
                 found.append(item._local_tensor)
             else:
                 found.append(_operand(item, lead._cut, name))
-        elif isinstance(item, Sliced):
+        elif isinstance(item, Sliced) and name.startswith("_fused_"):
             raise _refusal(f"{name} into a plain tensor", [item])
         else:
-            found.append(item)
+            found.append(_full(item))
     return found
 
 
@@ -301,50 +364,18 @@ def _bump_versions(args: tuple[Any, ...]) -> None:
     )
 
 
-def _order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """Return the order when the call is the norm of all elements, else None."""
-    names = ("p", "ord")
-    order = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), 2.0)
-    others = [*args[2:], *(v for k, v in kwargs.items() if k not in names)]
-    if any(v is not None and v is not False for v in others):  # dims, keepdim, dtype
-        return None
-    return 2.0 if order in (None, "fro") else order
-
-
-def _norm(tensor: Any, order: float) -> torch.Tensor:
-    if not isinstance(tensor, Sliced):
-        return torch.linalg.vector_norm(tensor, order)
-    if tensor._cut.layout is None:
-        return torch.linalg.vector_norm(tensor._local_tensor, order)
-    return local_norm(tensor._local_tensor, order, NormKind(float(order), tensor._cut.comm))
-
-
-def _reduce(func: Any, name: str, tensor: Sliced) -> torch.Tensor:
-    local, cut = tensor._local_tensor, tensor._cut
-    if cut.layout is None:
-        result: torch.Tensor = func(local)
-        return result
-    axis = cut.comm.axes.shard
-    if REDUCTIONS[name] == "sum":
-        partial = local.sum() / tensor.numel() if name == "mean" else func(local)
-        return cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
-    sign = 1 if REDUCTIONS[name] == "max" else -1
-    nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
-    extreme = func(local).double() * sign if local.numel() else nothing
-    total = cut.comm.max(extreme, axis, GATHER_SITE) * sign
-    return total.to(torch.bool if name in ("all", "any") else local.dtype)
-
-
 def _unscale(func: Any, args: tuple[Any, ...]) -> None:
     """Unscale gradients; an overflow that one rank sees, every rank sees (torch.amp.GradScaler)."""
     tensors, found_inf, inv_scale = args
-    func([_locals(t) for t in tensors], found_inf, inv_scale)
+    func([locals_of(t) for t in tensors], found_inf, inv_scale)
     first = next(t for t in tensors if isinstance(t, Sliced))
     for axis in first._cut.comm.axes.all:
         found_inf.copy_(first._cut.comm.max(found_inf, axis, GATHER_SITE))
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Sliced) -> Any:
+    if func.__name__ == "new" and args[1:] == like._cut.flat.shape and like._cut.layout is not None:
+        return like.wrap(like._local_tensor.new(like._local_tensor.numel()), like._cut.flat)
     size = args[1] if len(args) > 1 else kwargs.get("size")
     if isinstance(size, tuple | list) and tuple(size) == like._cut.shape:
         made = func(like._local_tensor, like._cut.local_shape, *args[2:], **kwargs)

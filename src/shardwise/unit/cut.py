@@ -1,6 +1,8 @@
 """How one tensor is cut: which elements each rank owns, and how DTensor describes that."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -38,7 +40,10 @@ class Ragged(Placement):
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated."""
+    """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
+
+    ``base`` is how the tensor is cut of which this one is a flat view.
+    """
 
     shape: tuple[int, ...]
     layout: Layout | None
@@ -49,6 +54,7 @@ class Cut:
     local_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
+    base: "Cut | None" = None
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return DTensor's description of the cut."""
@@ -64,10 +70,31 @@ class Cut:
             return self is other
         if self.layout is None or other.layout is None:
             return self.layout is other.layout
-        ranks = range(self.layout.num_ranks)
-        ours = [self.layout.piece(self.index, r) for r in ranks]
-        theirs = [other.layout.piece(other.index, r) for r in ranks]
-        return [(p.lo, p.hi) for p in ours] == [(p.lo, p.hi) for p in theirs]
+        return self.ranges == other.ranges
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The elements [lo, hi) of every rank in turn; of all parts one after the other."""
+        assert self.layout is not None
+        pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
+        return tuple((p.lo, p.hi) for p in pieces)
+
+    @cached_property
+    def flat(self) -> "Cut":
+        """How the same elements are cut in one row."""
+        if len(self.shape) == 1:
+            return self
+        placements = self.placements
+        if self.layout is not None:
+            placements = (*placements[:-1], Ragged(self.lo, self.hi))
+        return replace(
+            self,
+            shape=(prod(self.shape),),
+            local_shape=(self.hi - self.lo,),
+            placements=placements,
+            specs={},
+            base=self,
+        )
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
@@ -80,6 +107,12 @@ class Cut:
             ) from error
         return expanded.reshape(-1)[self.lo : self.hi].view(self.local_shape)
 
+    def place(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor of zeros but for this rank's elements."""
+        full = local.new_zeros(prod(self.shape))
+        full[self.lo : self.hi] = local.reshape(-1)
+        return full.view(self.shape)
+
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor. **Cost** one collective; ranks x the largest slice of memory."""
         if self.layout is None or self.layout.num_ranks == 1:
@@ -90,6 +123,54 @@ class Cut:
         rows = self.comm.gather_rows(padded, self.comm.axes.shard, GATHER_SITE)
         parts = [row[: p.numel] for row, p in zip(rows, pieces, strict=True)]
         return torch.cat(parts).view(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(Cut):
+    """How several flat tensors are cut that were joined: each rank has its elements of each."""
+
+    parts: tuple[Cut, ...] = ()
+
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The elements [lo, hi) of every rank in turn; of all parts one after the other."""
+        return tuple(bounds for part in self.parts for bounds in part.ranges)
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a full (or broadcastable) tensor, as a copy."""
+        fulls = full.expand(self.shape).split([part.shape[0] for part in self.parts])
+        return torch.cat([p.slice_of(f) for p, f in zip(self.parts, fulls, strict=True)])
+
+    def place(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor of zeros but for this rank's elements."""
+        locals_ = zip(self.parts, self._split(local), strict=True)
+        return torch.cat([part.place(own) for part, own in locals_])
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor. **Cost** one collective for each part."""
+        locals_ = zip(self.parts, self._split(local), strict=True)
+        return torch.cat([part.gather(own) for part, own in locals_])
+
+    def _split(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return local.split([part.local_shape[0] for part in self.parts])
+
+
+def join(cuts: Sequence[Cut]) -> Cut:
+    """Describe flat tensors, cut like these, that are joined into one."""
+    if len(cuts) == 1:
+        return cuts[0]
+    first, numel = cuts[0], sum(cut.local_shape[0] for cut in cuts)
+    return Joined(
+        (sum(cut.shape[0] for cut in cuts),),
+        first.layout,
+        first.index,
+        first.comm,
+        0,
+        numel,
+        (numel,),
+        (*first.placements[:-1], Ragged(0, numel)),
+        parts=tuple(cuts),
+    )
 
 
 def make_cut(shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm) -> Cut:

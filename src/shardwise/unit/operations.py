@@ -29,7 +29,7 @@ __floordiv__
 _FILL = "zero fill"
 _COPIES = """
 clone detach alias contiguous to _to_copy float double half bfloat16 type_as cpu cuda
-zeros_like ones_like empty_like full_like requires_grad_ view_as lift_fresh
+zeros_like ones_like empty_like full_like requires_grad_ lift_fresh
 """
 
 ELEMENTWISE = frozenset(
@@ -41,6 +41,21 @@ ELEMENTWISE = frozenset(
 # In-place draws: the whole tensor is drawn on every rank and each keeps its slice, so the values
 # do not depend on the number of ranks (given the same seed on all of them).
 RANDOM = _names("normal_ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_")
+
+# Functions whose result is drawn from a generator: outside a forward or backward pass every rank
+# draws the same, see `draws`. Those of LIKE make a tensor of their argument's shape.
+LIKE = _names("rand_like randn_like randint_like")
+DRAWS = (
+    RANDOM
+    | LIKE
+    | _names(
+        """
+        bernoulli normal poisson binomial multinomial dropout dropout_ dropout1d dropout2d dropout3d
+        native_dropout feature_dropout feature_dropout_ alpha_dropout alpha_dropout_
+        feature_alpha_dropout feature_alpha_dropout_ rrelu rrelu_ gumbel_softmax kaiming_uniform_
+        """
+    )
+)
 
 # What can be answered from the global description alone.
 METADATA = _names(
@@ -65,7 +80,7 @@ LOCAL_FACTS = _names(
 WHOLE_PROPERTIES = _names("T mT H mH real imag")
 
 # Methods that make a new tensor of any shape.
-FACTORIES = _names("new_zeros new_ones new_empty new_full new_tensor")
+FACTORIES = _names("new new_zeros new_ones new_empty new_full new_tensor")
 
 # What autograd does not record, so that a parameter's shard may answer in grad mode.
 GRAD_FREE = _names("detach requires_grad_ zeros_like ones_like empty_like full_like")
@@ -84,6 +99,15 @@ REDUCTIONS = {
 }
 
 NORMS = _names("norm vector_norm linalg_vector_norm")
+
+# Reductions over some dims: what each rank's elements give can be put together.
+DIM_REDUCTIONS = NORMS | _names("sum mean")
+
+# Products of matrices, elementwise where what is summed over has one element.
+PRODUCTS = _names("matmul mm __matmul__")
+
+# Kernels of other libraries that treat the elements in place, one by one or in blocks.
+KERNELS = _names("optimizer_update_32bit optimizer_update_8bit_blockwise")
 
 _FOREACH_REDUCTIONS = _names("_foreach_norm _foreach_powsum _foreach_max")
 

@@ -1,5 +1,6 @@
 """What a sharded tensor holds: this rank's elements, how the tensor is cut, and whose it is."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -47,3 +48,17 @@ class Sliced(DTensor):
         made._cut = cut
         made._owner = owner
         return made
+
+
+def is_replicated(tensors: Sequence[Sliced]) -> bool:
+    """Tell whether every rank has all of each of these tensors (stage 0)."""
+    return all(t._cut.layout is None for t in tensors)
+
+
+def locals_of(value: Any) -> Any:
+    """Put this rank's elements in the place of sharded tensors, in lists too."""
+    if isinstance(value, Sliced):
+        return value._local_tensor
+    if isinstance(value, list | tuple):
+        return type(value)(locals_of(v) for v in value)
+    return value

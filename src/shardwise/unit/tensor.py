@@ -6,7 +6,8 @@ one of:
 
 - elementwise (optimizers, EMA, clipping): run on the elements at hand, nothing sent;
 - a reduction or norm of the whole tensor: completed over the ranks, so every rank has the answer;
-- an in-place draw (``nn.init``): drawn whole on every rank, each keeps its slice;
+- a draw (``nn.init``, ``randn_like``): the same on every rank, each keeps its slice, see `draws`;
+- a write of one into a plain tensor: a plain tensor is whole, so it gets the whole value;
 - anything else on a *parameter*: the full parameter takes its place, so a parameter used outside
   its module (weight decay in the loss, tied projections) is right, in autograd too;
 - anything else on other ShardTensors (gradients, optimizer state): a ShardError with the remedy.
@@ -32,7 +33,16 @@ from shardwise.unit.answers import (
     set_property,
     shards_in,
 )
-from shardwise.unit.operations import GRAD_FREE, LOCAL_FACTS, METADATA, WHOLE_PROPERTIES
+from shardwise.unit.draws import same_draws
+from shardwise.unit.operations import (
+    DRAWS,
+    GRAD_FREE,
+    LIKE,
+    LOCAL_FACTS,
+    METADATA,
+    WHOLE_PROPERTIES,
+)
+from shardwise.unit.replaced import running_optimizer
 from shardwise.unit.sliced import Sliced
 
 
@@ -89,6 +99,15 @@ class ShardTensor(Sliced):
     def grad(self) -> None:
         self.grad = None
 
+    def __tensor_flatten__(self) -> NoReturn:
+        """Refuse to be traced: compiled code would take it for one of torch's own DTensors."""
+        optimizer = running_optimizer()
+        what = "this function" if optimizer is None else f"{type(optimizer).__name__}.step()"
+        raise ShardError(
+            f"torch.compile of {what} over sharded parameters is not supported. Run it uncompiled: "
+            'with torch.compiler.set_stance("force_eager"): optimizer.step()'
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         """Show what this rank has; sends nothing."""
         cut = self._cut
@@ -129,6 +148,17 @@ class ShardTensor(Sliced):
         """Answer as Note [What a ShardTensor answers] says."""
         kwargs = kwargs or {}
         name = func.__name__
+        if name in DRAWS:
+            shards = shards_in(args, kwargs)
+            if is_in_place(name) or not any(t._owner and t._owner.in_use() for t in shards):
+                with same_draws(shards[0]._cut, shards[0].device, kwargs.get("generator")):
+                    return cls._answer(func, name, args, kwargs)
+        return cls._answer(func, name, args, kwargs)
+
+    @classmethod
+    def _answer(
+        cls, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
             if name in LOCAL_FACTS:
@@ -164,6 +194,7 @@ class ShardTensor(Sliced):
         if name not in GRAD_FREE and not is_in_place(name):
             records = torch.is_grad_enabled()
             shards = shards_in(args, kwargs)
+            records = records and name not in LIKE  # autograd does not record these
             if any(
                 t._owner and ((records and t.requires_grad) or t._owner.in_use()) for t in shards
             ):

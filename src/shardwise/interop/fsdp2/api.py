@@ -28,6 +28,7 @@ from shardwise.interop.fsdp2.settings import group_settings
 from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
+from shardwise.unit.replaced import retire
 from shardwise.versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def fully_shard(
 
     def take(param: nn.Parameter) -> None:
         dim, where = chosen_placement(param, shard_placement_fn, spread)
-        unit_on(where).take(uses.pop(param), param, dim)
+        unit_on(where).take(uses[param], param, dim)
+        retire(param, uses.pop(param)[0].name, "fully_shard()")
 
     if not params:
         unit_on(spread)  # for its hooks: the root may have nothing of its own

@@ -1,0 +1,134 @@
+"""Optimizers that were built before ``shard()`` get the sharded parameters in place of theirs.
+
+Note [What an optimizer knows]
+It holds parameters in the lists of its groups and keys its state by them. Both are edited in place,
+since others may hold the lists (L-BFGS does, and wrappers of optimizers). State of a parameter's
+shape is cut as the parameter is, with rank 0's values, like the parameter's; all else (step counts,
+row and column statistics) stays whole, which is what a plain tensor means beside a ShardTensor.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import Site
+from shardwise.errors import ConfigError
+from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.unit.replaced import retire
+from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Slot, Unit
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+# State with one element for the whole parameter, which a scalar parameter's shape would not tell.
+_COUNTS = ("step", "eta", "mu", "mu_product")
+
+
+class Adoption:
+    """The optimizers of one ``shard()`` call, and where in their groups each parameter stands."""
+
+    def __init__(self, optimizers: Optimizers, specs: Sequence[UnitSpec]) -> None:
+        """Check that they are the model's. **Raises** ConfigError, before anything is changed."""
+        self._optimizers = _as_list(optimizers)
+        params = {id(param.param): param for unit in specs for param in unit.params}
+        self._places: dict[int, list[tuple[list[Any], int]]] = {}
+        self._facts: list[str] = []
+        for number, optimizer in enumerate(self._optimizers):
+            self._facts.append(f"optimizer {number} ({type(optimizer).__name__})")
+            for index, group in enumerate(optimizer.param_groups):
+                for place, held in enumerate(group["params"]):
+                    if isinstance(held, ShardTensor):
+                        continue  # of a model that is sharded already
+                    if id(held) not in params:
+                        raise _stranger(optimizer, index, place, held)
+                    param = params[id(held)]
+                    self._places.setdefault(id(held), []).append((group["params"], place))
+                    self._facts.append(f"optimizer {number}, group {index}: '{param.name}'")
+                    state = optimizer.state.get(held, {})
+                    self._facts += _state_facts(param, state)
+
+    def facts(self) -> list[str]:
+        """Return what must be alike on all ranks, as lines of text."""
+        return self._facts
+
+    def take(self, spec: UnitSpec, unit: Unit) -> None:
+        """Put the parameters of a unit, just built, in the place of those it was built from."""
+        slots = {slot.name: slot for slot in unit.slots}
+        for param in spec.params:
+            slot = slots[param.name]
+            for held, place in self._places.pop(id(param.param), ()):
+                held[place] = slot.param
+            for optimizer in self._optimizers:
+                if param.param in optimizer.state:
+                    state = optimizer.state.pop(param.param)
+                    optimizer.state[slot.param] = {
+                        key: _adopted(key, value, param, slot, unit.comm)
+                        for key, value in state.items()
+                    }
+            retire(param.param, param.name)
+
+
+def _as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    if optimizers is None:
+        return []
+    found = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for optimizer in found:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer: expected a torch optimizer, or a list of them, got {optimizer!r}"
+            )
+    return found
+
+
+def _stranger(
+    optimizer: torch.optim.Optimizer, group: int, place: int, held: torch.Tensor
+) -> ConfigError:
+    return ConfigError(
+        f"optimizer: parameter {place} of group {group} {tuple(held.shape)} of this "
+        f"{type(optimizer).__name__} is not one of the model's. If the model was changed since, "
+        "build the optimizer anew; a parameter outside the model belongs into an optimizer of its "
+        "own, since nobody averages its gradient over the ranks"
+    )
+
+
+def _state_facts(param: ParamSpec, state: dict[str, Any]) -> Iterator[str]:
+    """Describe the state of one parameter. **Raises** ConfigError where it cannot be cut."""
+    for key, value in state.items():
+        what = f"state '{key}' of '{param.name}'"
+        if not isinstance(value, torch.Tensor):
+            known = value if isinstance(value, bool | int | float | str) else type(value).__name__
+            yield f"{what}: {known}"
+            continue
+        if value.is_meta:
+            raise ConfigError(
+                f"optimizer: {what} is on the meta device, as the model was when the optimizer was "
+                "built; build this optimizer after shard()"
+            )
+        if _is_cut(key, value, param.param) and (
+            type(value) is not torch.Tensor or not value.is_floating_point()
+        ):
+            raise ConfigError(
+                f"optimizer: {what} is a {type(value).__name__} of {value.dtype}, and quantised "
+                "state cannot be cut; build this optimizer after shard()"
+            )
+        yield f"{what}: {tuple(value.shape)} {value.dtype}"
+
+
+def _is_cut(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
+    return value.shape == param.shape and (value.ndim > 0 or key not in _COUNTS)
+
+
+@torch.no_grad()
+def _adopted(key: str, value: Any, spec: ParamSpec, slot: Slot, comm: Comm) -> Any:
+    """Return one value of a parameter's state: rank 0's, and cut where the parameter is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    first = value.detach().to(comm.device, copy=True).contiguous()
+    comm.broadcast(first, Site("broadcast", f"{spec.name}, {key}", slot.unit.index))
+    if not _is_cut(key, value, spec.param):
+        return first.to(value.device)
+    dtype = slot.param.dtype if value.dtype == spec.param.dtype else value.dtype
+    local = slot.cut.slice_of(first).to(slot.param.device, dtype, copy=True)
+    return ShardTensor.wrap(local, slot.cut)

@@ -1,0 +1,74 @@
+"""What is drawn for a parameter is the same on all ranks, however they were seeded.
+
+Note [One draw for all ranks]
+A replicated parameter, or one with replicas, would have other values on every rank if each drew
+from a generator of its own. So every rank draws the whole tensor from the state in which rank 0's
+generator is, and keeps its slice: the values depend neither on the number of ranks nor on their
+seeds. The generators of ranks that were in another state stay as they were.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.comm.pending import Site
+from shardwise.device import accelerator_generator, set_accelerator_generator
+from shardwise.unit.cut import Cut
+from shardwise.unit.operations import LIKE
+from shardwise.unit.sliced import Sliced
+
+_SITE = Site("broadcast", "(generator)", 0)
+
+
+@contextmanager
+def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> Iterator[None]:
+    """Draw as rank 0 draws, from the default generators or from ``own``; every rank enters it.
+
+    **Cost** one broadcast of the generator's state, 5 KB.
+    """
+    comm = cut.comm
+    if all(axis.size == 1 for axis in comm.axes.all):
+        yield
+        return
+    before = _states(device, own)
+    first = torch.cat(before).to(comm.device)
+    comm.broadcast(first, _SITE)
+    states = first.cpu().split([state.numel() for state in before])
+    _set_states(device, own, states)
+    try:
+        yield
+    finally:
+        if not all(map(torch.equal, states, before)):
+            _set_states(device, own, before)
+
+
+def _states(device: torch.device, own: torch.Generator | None) -> list[torch.Tensor]:
+    if own is not None:
+        return [own.get_state()]
+    accelerator = accelerator_generator(device)
+    return [torch.get_rng_state(), *([] if accelerator is None else [accelerator])]
+
+
+def _set_states(
+    device: torch.device, own: torch.Generator | None, states: Sequence[torch.Tensor]
+) -> None:
+    if own is not None:
+        own.set_state(states[0])
+        return
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        set_accelerator_generator(device, states[1])
+
+
+def draw(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Sliced
+) -> Sliced:
+    """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
+    full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
+    drawn = tensor._cut.slice_of(func(full, *args[1:], **kwargs))
+    if name in LIKE:
+        return tensor.wrap(drawn.detach().clone(), tensor._cut, None, drawn.requires_grad)
+    tensor._local_tensor.copy_(drawn)
+    return tensor

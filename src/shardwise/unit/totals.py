@@ -1,0 +1,70 @@
+"""Reductions of sharded tensors: each rank's part, put together over the shard axis."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.unit.cut import GATHER_SITE
+from shardwise.unit.norms import NormKind, local_norm
+from shardwise.unit.operations import NORMS, REDUCTIONS
+from shardwise.unit.sliced import Sliced
+
+
+def order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """Return the order when the call is the norm of all elements, else None."""
+    names = ("p", "ord")
+    order = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), 2.0)
+    others = [*args[2:], *(v for k, v in kwargs.items() if k not in names)]
+    if any(v is not None and v is not False for v in others):  # dims, keepdim, dtype
+        return None
+    return 2.0 if order in (None, "fro") else order
+
+
+def total_norm(tensor: Any, order: float) -> torch.Tensor:
+    """Return the norm of all elements, which is completed when somebody asks for it."""
+    if not isinstance(tensor, Sliced):
+        return torch.linalg.vector_norm(tensor, order)
+    if tensor._cut.layout is None:
+        return torch.linalg.vector_norm(tensor._local_tensor, order)
+    return local_norm(tensor._local_tensor, order, NormKind(float(order), tensor._cut.comm))
+
+
+def reduce_all(func: Any, name: str, tensor: Sliced) -> torch.Tensor:
+    """Reduce all elements to one number. **Cost** one collective."""
+    local, cut = tensor._local_tensor, tensor._cut
+    if cut.layout is None:
+        result: torch.Tensor = func(local)
+        return result
+    axis = cut.comm.axes.shard
+    if REDUCTIONS[name] == "sum":
+        partial = local.sum() / tensor.numel() if name == "mean" else func(local)
+        return cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
+    sign = 1 if REDUCTIONS[name] == "max" else -1
+    nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
+    extreme = func(local).double() * sign if local.numel() else nothing
+    total = cut.comm.max(extreme, axis, GATHER_SITE) * sign
+    return total.to(torch.bool if name in ("all", "any") else local.dtype)
+
+
+def reduce_dims(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Sliced
+) -> Any:
+    """Reduce over some dims; NotImplemented for norms that cannot be put together.
+
+    Every rank reduces its elements in a tensor of zeros. Where one rank has all that a result is
+    made of, the others add zeros, so its bits stay.
+
+    **Cost** the tensor's full size in memory; one collective of the result's size.
+    """
+    cut, order = tensor._cut, None
+    if name in NORMS:
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+        order = 2.0 if order in (None, "fro") else order
+        if not isinstance(order, int | float) or order < 0:
+            return NotImplemented
+    partial: torch.Tensor = func(cut.place(tensor._local_tensor), *args[1:], **kwargs)
+    if order is not None:
+        return NormKind(float(order), cut.comm).combine(partial)
+    total = cut.comm.sum_in_rank_order(partial, cut.comm.axes.shard, GATHER_SITE)
+    return total.to(partial.dtype)

@@ -1,0 +1,189 @@
+"""An optimizer that was built before ``shard()``: passed, it trains on; not passed, it says so."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import OddModel
+from ranks import run_ranks
+from shardwise import ShardTensor, fully_shard, shard
+from shardwise.errors import ConfigError, StateError
+
+STEPS = 2
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    model = OddModel().double()
+    model.blocks[1].requires_grad_(False)  # type: ignore[index, union-attr]
+    return model
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 7, (2, 5), generator=torch.Generator().manual_seed(step))
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    matrices = [(n, p) for n, p in named if p.ndim >= 2]
+    others = [(n, p) for n, p in named if p.ndim < 2]
+    return [{"params": others, "lr": 0.003}, {"params": matrices, "weight_decay": 0.1}]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+    for step in range(first, first + STEPS):
+        optimizer.zero_grad()
+        model(tokens(step)).square().mean().backward()
+        optimizer.step()
+
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw one by one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),  # has its state from the beginning
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def check_adoption(rank: int, world_size: int) -> None:
+    for number, (label, make) in enumerate(MAKE.items()):
+        for trained_before in (False, True):
+            stage, layout = (number + trained_before) % 4, ("rows", "flat")[number % 2]
+            what = f"{label}, stage {stage}, {layout}, trained before: {trained_before}"
+            plain, model = make_model(), make_model()
+            optimizers = [make(groups_of(m)) for m in (plain, model)]
+            if trained_before:
+                for one, optimizer in zip((plain, model), optimizers, strict=True):
+                    train(one, optimizer, 0)
+            ours = optimizers[1]
+            lists = [group["params"] for group in ours.param_groups]
+            names = [group["param_names"] for group in ours.param_groups]
+            shard(model, stage=stage, layout=layout, optimizer=ours)
+            assert [group["params"] for group in ours.param_groups] == lists
+            by_name = dict(model.named_parameters())
+            for held, of_group in zip(lists, names, strict=True):
+                assert [id(p) for p in held] == [id(by_name[n]) for n in of_group], what
+            assert all(isinstance(p, ShardTensor) for p in ours.state), what
+            for one, optimizer in zip((plain, model), optimizers, strict=True):
+                train(one, optimizer, STEPS)
+            found = {n: p.full_tensor() for n, p in by_name.items()}  # type: ignore[attr-defined]
+            for name, value in plain.named_parameters():
+                # the mean over ranks of equal gradients rounds where the ranks are 3
+                close = {"rtol": 0, "atol": 0} if world_size < 3 else {"rtol": 1e-10, "atol": 1e-10}
+                torch.testing.assert_close(found[name], value.data, msg=f"{what}: {name}", **close)
+
+
+def test_an_optimizer_that_is_passed_to_shard_goes_on_as_if_it_had_been_built_afterwards() -> None:
+    for world_size in (1, 2, 3):
+        run_ranks(check_adoption, world_size)
+
+
+def check_meta_and_rank_0(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    originals = [o.param_groups[0]["params"][0] for o in optimizers]
+    shard(model, optimizer=optimizers)
+    held = [o.param_groups[0]["params"][0] for o in optimizers]
+    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
+    assert all(p.is_meta for p in originals)
+
+    torch.manual_seed(rank)  # every rank trained for itself: rank 0's state counts, as its values
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+    first = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    for tensor in first:
+        torch.distributed.broadcast(tensor, 0)
+    torch.manual_seed(rank)
+    for tensor in (optimizer.state[p]["momentum_buffer"] for p in model.parameters()):
+        tensor.add_(rank)
+    expected = [t - rank for t in first]
+    shard(model, optimizer=optimizer, precision="bf16", stage=2)
+    for param, value in zip(model.parameters(), expected, strict=True):
+        state = optimizer.state[param]["momentum_buffer"]
+        assert isinstance(state, ShardTensor) and state.dtype == torch.float32
+        torch.testing.assert_close(state.full_tensor(), value)
+
+
+def test_optimizers_of_meta_models_and_of_ranks_that_differ_get_what_rank_0_has() -> None:
+    run_ranks(check_meta_and_rank_0, 2)
+
+
+def check_refusals(rank: int, world_size: int) -> None:
+    model = nn.Linear(3, 4)
+    before = list(model.parameters())
+
+    def refused(match: str, optimizer: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            shard(model, optimizer=optimizer)
+        assert list(map(id, model.parameters())) == list(map(id, before))
+
+    refused("expected a torch optimizer", "adam")
+    refused("expected a torch optimizer", [torch.optim.SGD(before, 0.1), None])
+    stranger = nn.Parameter(torch.ones(5))
+    refused(r"parameter 2 of group 0 \(5,\) of this SGD", torch.optim.SGD([*before, stranger], 0.1))
+    other_model = torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
+    refused("not one of the model's", other_model)
+    held = torch.optim.SGD(before, 0.1)
+    held.state[before[0]]["codes"] = torch.zeros(4, 3, dtype=torch.uint8)
+    refused(r"state 'codes' of 'weight' .* quantised", held)
+    if world_size > 1:
+        alike = torch.optim.SGD(before if rank == 0 else before[:1], 0.1)
+        refused("the ranks differ: rank 1 has", alike)
+        refused("the ranks differ|rank 1", alike if rank == 0 else other_model)
+    with torch.device("meta"):
+        model = nn.Linear(3, 4)
+    before = list(model.parameters())
+    refused("state 'sum' of 'weight' is on the meta device", torch.optim.Adagrad(before))
+
+
+def test_what_cannot_be_adopted_is_refused_before_anything_is_changed() -> None:
+    for world_size in (1, 2):
+        run_ranks(check_refusals, world_size)
+
+
+def check_told(rank: int, world_size: int) -> None:
+    for way, by in (
+        (lambda m: shard(m, stage=0), "shard()"),
+        (lambda m: shard(m, stage=3), "shard()"),
+        (fully_shard, "fully_shard()"),
+    ):
+        model = nn.Linear(3, 4)
+        too_early = torch.optim.AdamW(model.parameters())
+        way(model)
+        model(torch.ones(2, 3)).sum().backward()
+        for call in (too_early.step, too_early.zero_grad):
+            with pytest.raises(StateError, match=r"AdamW was built before.*'weight'") as told:
+                call()
+            assert f"before {by}" in str(told.value)
+            assert ("optimizer=optimizer" in str(told.value)) == (by == "shard()")
+        after = torch.optim.AdamW(model.parameters())  # and all is well with one built afterwards
+        after.step()
+        after.zero_grad()
+
+    model = nn.Linear(3, 4)
+    kept = list(model.parameters())
+    values = [p.detach().clone() for p in kept]
+    shard(model, optimizer=torch.optim.SGD(kept, 0.1))
+    assert all(torch.equal(p, v) for p, v in zip(kept, values, strict=True))  # they may be read
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        nn.utils.clip_grad_norm_(kept, 1.0)
+    assert {str(w.message).split("'")[1] for w in heard} == {"weight", "bias"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(kept[0])
+        assert type(copied) is nn.Parameter and copied.grad is None
+
+
+def test_an_optimizer_built_before_sharding_is_told_so_at_its_first_step() -> None:
+    for world_size in (1, 2):
+        run_ranks(check_told, world_size)

@@ -1,0 +1,129 @@
+"""What is drawn for a parameter is what rank 0 draws, on all ranks, however they are seeded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from ranks import run_ranks
+from shardwise import check_replicas, shard
+from test_shard_tensor import LAYOUTS, STAGES, Net, assert_bits, give_grads
+
+Draw = Callable[[Any], object]
+
+DRAWS: dict[str, Draw] = {
+    "init.normal_": lambda p: nn.init.normal_(p, std=0.02),
+    "init.uniform_": lambda p: nn.init.uniform_(p),
+    "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "init.kaiming_uniform_": lambda p: nn.init.kaiming_uniform_(p) if p.ndim > 1 else None,
+    "init.xavier_normal_": lambda p: nn.init.xavier_normal_(p) if p.ndim > 1 else None,
+    "normal_": lambda p: p.normal_(0.5, 2),
+    "data.uniform_": lambda p: p.data.uniform_(-1, 1),
+    "bernoulli_": lambda p: p.bernoulli_(0.5),
+    "exponential_": lambda p: p.exponential_(),
+    "random_": lambda p: p.random_(0, 9),
+    "cauchy_": lambda p: p.cauchy_(),
+    "log_normal_": lambda p: p.log_normal_(),
+    "geometric_": lambda p: p.geometric_(0.3),
+    "a generator of its own": lambda p: p.normal_(generator=own_generator()),
+    "randn_like": lambda p: p.add_(torch.randn_like(p), alpha=0.1),
+    "rand_like of data": lambda p: p.mul_(torch.rand_like(p.data)),
+    "randint_like": lambda p: p.add_(torch.randint_like(p, 9)),
+    "randn_like of the gradient": lambda p: p.grad.add_(torch.randn_like(p.grad)),
+    "normal_ of the gradient": lambda p: p.grad.normal_(),
+    "randn_like in grad mode": lambda p: add_noise_in_grad_mode(p),
+    "dropout": lambda p: p.copy_(functional.dropout(p, 0.4)),
+}
+AT_STAGE_0: dict[str, Draw] = {  # elsewhere these are refused
+    "bernoulli": lambda p: p.copy_(torch.bernoulli(torch.sigmoid(p))),
+    "dropout of the gradient": lambda p: p.grad.copy_(functional.dropout(p.grad, 0.4)),
+    "dropout of the gradient, in place": lambda p: functional.dropout(p.grad, 0.4, inplace=True),
+}
+
+
+def own_generator() -> torch.Generator:
+    """Return a generator in the state in which this rank's default one is."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return generator
+
+
+def add_noise_in_grad_mode(param: Any) -> None:
+    with torch.enable_grad():
+        noise = torch.randn_like(param)
+    assert not noise.requires_grad
+    param.add_(noise)
+
+
+@torch.no_grad()
+def draw_all(model: nn.Module, draw: Draw) -> dict[str, Tensor]:
+    give_grads([model, model], 5)
+    for param in model.parameters():
+        draw(param)
+    found: dict[str, Any] = dict(model.named_parameters())
+    found |= {f"{n}.grad": p.grad for n, p in model.named_parameters()}
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+
+
+def check_draws(rank: int, world_size: int) -> None:
+    meshes: list[Any] = [None]
+    if world_size == 4:
+        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
+    for number, (label, draw) in enumerate([*DRAWS.items(), *AT_STAGE_0.items()]):
+        torch.manual_seed(0)
+        plain = Net()
+        torch.manual_seed(7)
+        expected = draw_all(plain, draw)
+        for stage in STAGES if label in DRAWS else (0,):
+            layout = LAYOUTS[(number + stage) % 2]
+            torch.manual_seed(0)
+            model = shard(Net(), stage=stage, layout=layout, mesh=meshes[0])
+            torch.manual_seed(7 + rank)
+            found = draw_all(model, draw)
+            check_replicas(model)
+            for name, value in expected.items():
+                what = f"{label}, stage {stage}, {layout}: {name}"
+                assert_bits(found[name], value.detach(), what)
+            if rank and "generator" not in label:  # a rank's own stream is as it was
+                after = torch.randn(3)
+                torch.manual_seed(7 + rank)
+                assert torch.equal(after, torch.randn(3)), f"{label}, stage {stage}"
+
+
+def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apart() -> None:
+    for world_size in (1, 3, 4):
+        run_ranks(check_draws, world_size, timeout_s=240)
+
+
+class Noisy(nn.Module):
+    """Two units; the second's weight is used by the root, with noise, and its inputs dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weight: Any = self.blocks[1].weight
+        noise = torch.randn_like(weight)
+        return functional.linear(self.blocks[0](x), weight + noise), noise
+
+
+def noise_in_forward(rank: int, world_size: int) -> list[bool]:
+    own = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        model = shard(Noisy(), stage=stage, units=[nn.Linear])
+        torch.manual_seed(7 + rank)
+        loss, noise = model(torch.ones(1, 4))
+        loss.sum().backward()
+        torch.manual_seed(7 + rank)
+        own.append(torch.equal(noise, torch.randn(4, 4)))
+    return own
+
+
+def test_noise_drawn_inside_a_forward_pass_is_each_ranks_own_as_dropout_is() -> None:
+    for world_size in (1, 2):
+        assert run_ranks(noise_in_forward, world_size) == [[True, True]] * world_size
