@@ -89,6 +89,11 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
         raise ConfigError(f"{file}: it is of the form {to.value} already")
     keys, report = _read(file, form, ranks)
     config = _check(keys, file)
+    if form is not Form.SHARDWISE:
+        from shardwise.interop.deepspeed.sources import tell_sources
+
+        named = str(file) if form is Form.ACCELERATE else None
+        report = tell_sources(report, config, lambda key: named if key in keys else None)
     if to is Form.SHARDWISE:
         return yaml.safe_dump(keys, sort_keys=False), report
     if to is Form.DEEPSPEED:
