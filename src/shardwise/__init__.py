@@ -8,7 +8,7 @@ Reading order, which is also the import order (a file imports only from what sta
     versions                  which versions of other libraries were tested
     keys                      keys of files and flags, checked, with errors for people
     device                    what differs between devices
-    stages                    the table of stages
+    stages, precisions        the table of stages; names of precisions
     config                    what the user asks for
     trace                     spans and ledgers
     mesh                      shard and replicate axes

@@ -16,8 +16,9 @@ config says ``is_encoder_decoder``, the encoder is a unit for what is not in its
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -59,9 +60,11 @@ class UnitSpec:
 
 
 def partition_into_units(
-    model: nn.Module, units: Sequence[UnitChoice] | None
+    model: nn.Module, units: UnitChoice | Iterable[UnitChoice] | None
 ) -> tuple[UnitSpec, ...]:
     """Divide the model's parameters among units; the root unit comes first, then module order.
+
+    ``units`` may be one choice alone; a list of modules stands for what is in it.
 
     **Raises** ConfigError when a named class or instance matches no module, listing what there is.
     """
@@ -108,7 +111,7 @@ def _lowest_common(paths: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
     return common
 
 
-def _chosen_modules(model: nn.Module, units: Sequence[UnitChoice] | None) -> set[int]:
+def _chosen_modules(model: nn.Module, units: UnitChoice | Iterable[UnitChoice] | None) -> set[int]:
     if units is not None:
         return _named_modules(model, units)
     blocks = _hinted(model)
@@ -187,16 +190,45 @@ def _numel(params: Iterator[nn.Parameter]) -> int:
     return sum(p.numel() for p in params)
 
 
-def _named_modules(model: nn.Module, units: Sequence[UnitChoice]) -> set[int]:
+def _named_modules(model: nn.Module, units: UnitChoice | Iterable[UnitChoice]) -> set[int]:
     found: set[int] = set()
-    for choice in units:
+    for choice in _choices(units):
         matches = {id(m) for m in model.modules() if _matches(m, choice)}
         if not matches:
-            classes = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
-            what = choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
-            raise ConfigError(f"units: {what} matches no module; the model has {classes}")
+            raise _no_match(model, choice)
         found |= matches
     return found
+
+
+def _choices(units: UnitChoice | Iterable[UnitChoice]) -> list[UnitChoice]:
+    """Return the choices one by one. **Raises** ConfigError where they are none."""
+    if isinstance(units, nn.ModuleDict):
+        return list(units.values())
+    is_list = isinstance(units, nn.ModuleList | nn.Sequential)
+    if isinstance(units, str | type) or (isinstance(units, nn.Module) and not is_list):
+        return [units]
+    expected = "expected module classes, their names, or modules"
+    if not isinstance(units, Iterable):
+        raise ConfigError(f"units={units!r}: {expected}, or None to have them found")
+    choices = list(units)
+    for choice in choices:
+        if not isinstance(choice, str | type | nn.Module):
+            raise ConfigError(f"units: {expected}, got {choice!r} among them")
+    return choices
+
+
+def _no_match(model: nn.Module, choice: UnitChoice) -> ConfigError:
+    classes = sorted({type(m).__name__ for m in model.modules()})
+    if isinstance(choice, nn.Module):
+        what = f"this {type(choice).__name__} is not in the model; the model"
+    else:
+        what = (choice or "''") if isinstance(choice, str) else choice.__name__
+        near = get_close_matches(what, classes, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]}?" if near and near[0] != what else ""
+        if near and near[0] == what:
+            hint = ", which is another class of that name"
+        what = f"{what} matches no module{hint}; the model"
+    return ConfigError(f"units: {what} has {', '.join(classes)}")
 
 
 def _matches(module: nn.Module, choice: UnitChoice) -> bool:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator, model_
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of, key
+from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import check_options
 
@@ -168,6 +169,11 @@ class TrainConfig(BaseModel):
     )
     threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _name_precision(cls, value: Any) -> Any:
+        return plain_precision(value)
+
     @field_validator("units", mode="before")
     @classmethod
     def _split_units(cls, value: Any) -> Any:
@@ -297,6 +303,7 @@ def _beside(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 
 def _plain(name: str, value: Any) -> Any:
     """Return a value as the model holds it; one that it refuses is told by `check_keys` later."""
+    value = plain_precision(value) if name == "precision" else value
     try:
         return TypeAdapter[Any](TrainConfig.model_fields[name].annotation or str).validate_python(
             value

@@ -113,6 +113,9 @@ class DeepSpeedSettings:
             raise ConfigError(
                 f'{self.report.source}: optimizer.params.lr is "auto"; give lr= to optimizer()'
             )
+        if callable(getattr(params, "parameters", None)):
+            kind = type(params).__name__
+            raise ConfigError(f"optimizer(): expected parameters, got a {kind}; give .parameters()")
         check_options(choice.name, overrides, "optimizer()")
         make: Any = optimizer_class(choice.name)
         try:
@@ -130,6 +133,8 @@ class DeepSpeedSettings:
         schedule = self.schedule
         if schedule is None:
             raise ConfigError(f"{self.report.source}: it has no scheduler")
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"scheduler(): expected an optimizer of torch, got {optimizer!r}")
         if isinstance(schedule, TorchSchedule):
             from torch.optim import lr_scheduler
 
@@ -201,6 +206,11 @@ def from_deepspeed(
     """
     if not isinstance(config, Mapping | str | Path):
         raise ConfigError(f"config: expected a dict, or the path of a JSON file, got {config!r}")
+    if auto is not None and not isinstance(auto, Mapping):
+        raise ConfigError(
+            f"auto: expected a dict of full names, such as {{'optimizer.params.lr': 1e-4}}, got "
+            f"{auto!r}"
+        )
     source = "config" if isinstance(config, Mapping) else str(config)
     content = config if isinstance(config, Mapping) else load_json(Path(config))
     given = {"micro_batch": micro_batch, "accumulation": accumulation, "global_batch": global_batch}

@@ -13,6 +13,7 @@ from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.schedules import TorchSchedule
 from shardwise.interop.deepspeed.settings import DeepSpeedSettings, read_content
 from shardwise.plan.foreign_keys import load_json
+from shardwise.precisions import plain_precision
 from shardwise.train.config import read_options
 from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS
@@ -39,8 +40,9 @@ def read_train_keys(
             content[theirs] = _whole(decided[ours])
         elif content.get(theirs) in (None, "auto") and ours in known:
             content[theirs] = _whole(known[ours])
-    precision = {**known, **decided}.get("precision")
-    precision = precision if precision in ("fp32", "bf16", "fp16") else None  # check_keys tells
+    said_precision = plain_precision({**known, **decided}.get("precision"))
+    is_one = said_precision in ("fp32", "bf16", "fp16")  # else check_keys tells
+    precision = str(said_precision) if is_one else None
     fills = {
         f"{block}.enabled": precision == block.replace("bfloat16", "bf16")
         for block in ("fp16", "bf16", "bfloat16")
