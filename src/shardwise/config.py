@@ -82,13 +82,13 @@ def resolve_config(
         )
     if prefetch_bytes is not None and not _is_size(prefetch_bytes):
         raise ConfigError(
-            f"prefetch_bytes={prefetch_bytes!r}: expected a number of bytes, 0 (blocking) or more, "
+            f"prefetch_bytes={prefetch_bytes!r}: expected 0 (blocking) or more bytes, as a number, "
             "or None for the largest unit"
         )
     if not _is_size(bucket_bytes):
         raise ConfigError(
-            f"bucket_bytes={bucket_bytes!r}: expected a number of bytes, 0 (each unit alone) or "
-            "more"
+            f"bucket_bytes={bucket_bytes!r}: expected 0 (each unit alone) or more bytes, as a "
+            "number"
         )
     row = STAGES[int(stage)]
     return ShardConfig(
