@@ -222,8 +222,10 @@ def test_convert_writes_a_yaml_that_flags_still_fill(
     assert convert([str(full), "--to", "deepspeed", "-o", str(back)]) == 0
     params = json.loads(back.read_text())["scheduler"]["params"]
     assert params == {"warmup_num_steps": 4, "total_num_steps": 200, "warmup_max_lr": 3e-4}
-    assert convert([str(file), "--to", "accelerate"]) == 0
-    assert "mixed_precision" not in yaml.safe_load(capsys.readouterr().out)
+    assert convert([str(file), "--to", "accelerate", "--json"]) == 0
+    written = capsys.readouterr()
+    assert "mixed_precision" not in yaml.safe_load(written.out)
+    assert "mixed_precision: left out" in json.loads(written.err)["auto"]["bf16.enabled"]
 
 
 def test_the_offload_of_the_example_is_refused_by_name_on_every_way(
