@@ -108,9 +108,11 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
 def _find_model(name: str) -> ModelSource:
     """Return what a name stands for; a slip in it is told before torch is loaded."""
     path = Path(name.rpartition(":")[0] if ".py:" in name else name)
+    if name.endswith(".py"):
+        raise ConfigError(f"model: {name}: name the function that builds it, {name}:factory")
     is_file = path.suffix in (".json", ".py")
     if is_file and not path.exists():
-        raise ConfigError(f"model: {path}: cannot be read: No such file or directory")
+        raise ConfigError(f"model: {path}: cannot be read: no such file")
     if name.strip() and "/" not in name and not is_file and not path.is_dir():
         find_preset(name)
     from shardwise.plan.model.models import find_model

@@ -61,9 +61,7 @@ def shard(
         config = resolve_config(
             stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
         )
-        _check_model(model)
-        if init is not None and not callable(init):
-            raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
+        _check_model(model, init)
         specs = partition_into_units(model, units)
         device = find_device(specs)
     except ConfigError as refusal:
@@ -127,9 +125,11 @@ def _default_device_type(mesh: DeviceMesh | None) -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, init: Init | None) -> None:
     warn_if_untested("torch")
     check_is_module(model)
+    if init is not None and not callable(init):
+        raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
     for name, module in model.named_modules():
         if _ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
