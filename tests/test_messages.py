@@ -193,7 +193,7 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) ->
         "ckpt import gone there": "gone cannot be read",
         "plan --staeg 3": "No such option: --staeg",
         "plan lama-3-8b": "no preset 'lama-3-8b'; did you mean 'llama-3-8b'",
-        "plan gone.json": "gone.json: cannot be read: no such file",
+        "plan gone.json": "gone.json: cannot be read",
         "plan gone.py:make": "gone.py: cannot be read",
         "plan llama-3-8b --gpu h10": "accelerator 'h10' is not in the catalogue",
         "plan llama-3-8b --deepspeed typo.json": "did you mean 'stage'?",

@@ -222,6 +222,7 @@ def test_convert_writes_a_yaml_that_flags_still_fill(
     assert convert([str(full), "--to", "deepspeed", "-o", str(back)]) == 0
     params = json.loads(back.read_text())["scheduler"]["params"]
     assert params == {"warmup_num_steps": 4, "total_num_steps": 200, "warmup_max_lr": 3e-4}
+    capsys.readouterr()
     assert convert([str(file), "--to", "accelerate", "--json"]) == 0
     written = capsys.readouterr()
     assert "mixed_precision" not in yaml.safe_load(written.out)

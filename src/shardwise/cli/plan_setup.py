@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.plan.model.models import ModelSource
     from shardwise.train.decoder import Decoder
 
+_GONE = {".json": "No such file or directory", ".py": "no such file"}
 _PADDING_TO_MENTION = 0.03
 _DEFAULTS = {
     "stage": 3,
@@ -112,7 +113,7 @@ def _find_model(name: str) -> ModelSource:
         raise ConfigError(f"model: {name}: name the function that builds it, {name}:factory")
     is_file = path.suffix in (".json", ".py")
     if is_file and not path.exists():
-        raise ConfigError(f"model: {path}: cannot be read: no such file")
+        raise ConfigError(f"model: {path}: cannot be read: {_GONE[path.suffix]}")
     if name.strip() and "/" not in name and not is_file and not path.is_dir():
         find_preset(name)
     from shardwise.plan.model.models import find_model

@@ -58,9 +58,8 @@ def shard(
     ranks when they differ in version, setting or model, or when one of them refuses.
     """
     try:
-        config = resolve_config(
-            stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
-        )
+        wanted = stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
+        config = resolve_config(*wanted)
         _check_model(model, init)
         specs = partition_into_units(model, units)
         device = find_device(specs)
