@@ -3,10 +3,12 @@
 Reading order, which is also the import order (a file imports only from what stands above it)::
 
     errors, quantities        what is raised; how bytes are written
+    progress                  lines about long work, where no terminal shows a bar
+    svg                       what all pictures are drawn with
     versions                  which versions of other libraries were tested
     keys                      keys of files and flags, checked, with errors for people
     device                    what differs between devices
-    stages                    the table of stages
+    stages, precisions        the table of stages; names of precisions
     config                    what the user asks for
     trace                     spans and ledgers
     mesh                      shard and replicate axes

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.precisions import nearest_precision, plain_precision
 from shardwise.stages import STAGES, ReduceEvery, Stage
 
 DEFAULT_BUCKET_BYTES = 1 << 20
@@ -35,6 +36,9 @@ PRECISIONS = {
 }
 
 
+PrecisionLike = str | torch.dtype | Precision
+
+
 @dataclass(frozen=True)
 class ShardConfig:
     """The settings of one ``shard()`` call, checked and resolved.
@@ -57,7 +61,7 @@ class ShardConfig:
 def resolve_config(
     stage: int,
     layout: str,
-    precision: str | Precision,
+    precision: PrecisionLike,
     reduce_every: str | None,
     prefetch_bytes: int | None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -70,27 +74,23 @@ def resolve_config(
         raise ConfigError(f"stage={stage!r}: expected 0, 1, 2 or 3 (ZeRO stages; 0 is replicated)")
     if layout not in ("rows", "flat"):
         raise ConfigError(f"layout={layout!r}: expected 'rows' (cut along dim 0) or 'flat'")
-    if isinstance(precision, str):
-        if precision not in PRECISIONS:
-            names = ", ".join(map(repr, PRECISIONS))
-            raise ConfigError(
-                f"precision={precision!r}: expected one of {names}, or a shardwise.Precision"
-            )
-        precision = PRECISIONS[precision]
-    for field in ("param", "master", "reduce"):
-        dtype = getattr(precision, field)
-        if dtype is not None and not dtype.is_floating_point:
-            raise ConfigError(f"precision.{field}={dtype}: expected a floating-point dtype")
+    precision = _resolve_precision(precision)
     if reduce_every not in (None, "step", "micro_batch"):
         raise ConfigError(
             f"reduce_every={reduce_every!r}: expected 'step' (one reduction, more memory), "
             "'micro_batch' (less memory, more traffic), or None for the stage's own"
         )
-    if prefetch_bytes is not None and prefetch_bytes < 0:
-        raise ConfigError(f"prefetch_bytes={prefetch_bytes}: expected 0 (blocking) or more")
-    if bucket_bytes < 0:
-        raise ConfigError(f"bucket_bytes={bucket_bytes}: expected 0 (each unit alone) or more")
-    row = STAGES[stage]
+    if prefetch_bytes is not None and not _is_size(prefetch_bytes):
+        raise ConfigError(
+            f"prefetch_bytes={prefetch_bytes!r}: expected 0 (blocking) or more bytes, as a number, "
+            "or None for the largest unit"
+        )
+    if not _is_size(bucket_bytes):
+        raise ConfigError(
+            f"bucket_bytes={bucket_bytes!r}: expected 0 (each unit alone) or more bytes, as a "
+            "number"
+        )
+    row = STAGES[int(stage)]
     return ShardConfig(
         stage=row,
         layout=layout,  # type: ignore[arg-type]
@@ -99,3 +99,27 @@ def resolve_config(
         prefetch_bytes=prefetch_bytes,
         bucket_bytes=bucket_bytes,
     )
+
+
+def _resolve_precision(precision: PrecisionLike) -> Precision:
+    """Return what a name, or the dtype to compute in, stands for."""
+    name = plain_precision(precision)
+    if isinstance(name, str) and name in PRECISIONS:
+        return PRECISIONS[name]
+    if not isinstance(precision, Precision):
+        raise ConfigError(
+            f"precision={precision!r}: expected one of {', '.join(map(repr, PRECISIONS))}, the "
+            f"dtype to compute in, or a shardwise.Precision{nearest_precision(precision)}"
+        )
+    for field in ("param", "master", "reduce"):
+        dtype = getattr(precision, field)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(
+                f"precision.{field}={dtype!r}: expected a floating-point dtype, such as "
+                "torch.bfloat16, or None for the parameter's own"
+            )
+    return precision
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0

@@ -56,6 +56,11 @@ def resolve_axes(
             if name is not None:
                 raise ConfigError(f"{setting}={name!r}: name axes only together with mesh=")
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"mesh={mesh!r}: expected a DeviceMesh, as torch's init_device_mesh() makes it, or "
+            "None for all ranks"
+        )
     names = tuple(mesh.mesh_dim_names or ())
     for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
         if name is not None and name not in names:

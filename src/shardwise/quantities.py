@@ -1,4 +1,4 @@
-"""Bytes and durations, written for people: the one formatter of the project."""
+"""Bytes, counts and durations, written for people: the one formatter of the project."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -20,3 +20,14 @@ def format_count(count: int) -> str:
             break
         size /= 1000
     return f"{size:.0f}" if suffix == "" else f"{size:.3g}{suffix}"
+
+
+def format_duration(seconds: float) -> str:
+    """Write a time in its two largest units, e.g. ``3 min 20 s``, ``2 h 5 min``, ``0.4 s``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for name, size, below, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // part} {below}"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

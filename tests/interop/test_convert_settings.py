@@ -158,7 +158,7 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path
         "schedule_options": {"warmup_num_steps": 5},
         "ranks": 4,
     }
-    assert report.auto.keys() == {"optimizer.params.weight_decay"}
+    assert report.auto.keys() == {"bf16.enabled", "optimizer.params.weight_decay"}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,12 @@ def test_the_command_writes_a_file_that_train_reads_and_the_report_beside_it(
         ({"scheduler": {"type": "StepLR", "params": {"step_size": 3}}}, "no StepLR"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "masters in fp32"),
         (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+            {
+                "scheduler": {
+                    "type": "OneCycle",
+                    "params": {"cycle_max_lr": 1, "cycle_min_lr": "auto"},
+                }
+            },
             "a run needs a number",
         ),
     ],

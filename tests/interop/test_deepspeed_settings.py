@@ -280,7 +280,7 @@ def zero(**keys: Any) -> dict[str, Any]:
         ({"scheduler": {"type": "WarmUpLR"}}, "did you mean 'WarmupLR'"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "num_steps'"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, "'linear'"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "above 0"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}, "0 or more"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(content: dict[str, Any], named: str) -> None:

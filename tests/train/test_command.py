@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,7 +131,7 @@ def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
 def test_two_ranks_train_end_to_end(tiny: Path) -> None:
     code, out, err = finish(command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3))
     assert code == 0, err
-    assert err == ""
+    assert re.fullmatch(r"(step .* left\n)*step 6 of 6: loss .* tokens/s, took .*\n", err), err
     run = tiny.parent / "run"
     lines = metrics(run)
     steps = [line for line in lines if "loss" in line]
@@ -140,6 +141,9 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
     assert steps[-1]["tokens"] == 6 * 2 * 2 * 32
     assert yaml.safe_load((run / "config.yaml").read_text())["global_batch"] == 4
     assert "unigram entropy" in out and "plain data parallelism" in out
+    picture = (run / "loss.svg").read_text()
+    assert f"loss curve    {run / 'loss.svg'}" in out
+    assert "at step 6, lowest" in picture and "held out from" in picture
 
     code, _, err = finish(command("train", tiny, "--ranks", 2))
     assert (code, "holds the metrics of an earlier run" in err) == (2, True)
@@ -163,10 +167,12 @@ def test_a_signal_ends_all_ranks_after_their_step(
         time.sleep(0.1)
     os.killpg(process.pid, number)
     code, out, err = finish(process)
-    assert (code, err) == (130, "")
     lines = metrics(path.parent)
     last = max(line["step"] for line in lines)
+    told = re.fullmatch(r"(step .* left\n)*step ([\d,]+) of 100,000: loss .*, took .*\n", err)
+    assert code == 130 and told is not None and told[2] == f"{last:,}", err
     assert out.strip() == f"stopped after step {last}, as asked{hint}"
+    assert "Training loss" in (path.parent / "loss.svg").read_text()
     assert (path.parent / "checkpoints" / f"step-{last:08d}").exists() is bool(flags)
 
 
@@ -204,13 +210,16 @@ def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
     assert len(ranks) >= 2
     process.kill()
     code, out, err = finish(process)  # when the ranks, too, have closed the pipes
-    assert (code, err) == (-signal.SIGKILL, "")
+    assert code == -signal.SIGKILL and all(line.startswith("step ") for line in err.splitlines())
     lines = metrics(tiny.parent / "run")
     last = int(max(line["step"] for line in lines))
     assert f"stopped after step {last}, the launcher is gone; it is saved" in out
     flags = {"save_every": 90_000, "steps": last + 1, "resume": "auto"}
     run_ranks(go_on, 2, tiny, flags)
     assert max(line["step"] for line in metrics(tiny.parent / "run")) == last + 1
+    picture = (tiny.parent / "run" / "loss.svg").read_text()  # one curve over both
+    assert "at step 1 to" in picture and f"at step {last + 1:,}, lowest" in picture
+    assert f"resumed after step {last:,}<" in picture
 
 
 def test_only_a_rank_that_has_a_launcher_cares_who_its_parent_is() -> None:

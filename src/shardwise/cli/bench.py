@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -109,10 +108,11 @@ def _num_devices() -> int:
 
 def _measure(asked: _Asked, place: RankPlace) -> None:
     from shardwise.bench.calibrate import calibrate
+    from shardwise.cli.progress import share_bar
     from shardwise.plan.machine.calibration import to_json, write_calibration
     from shardwise.train.setup import join_ranks
 
-    with join_ranks(place, asked.threads) as device, _progress(place.rank == 0) as progress:
+    with join_ranks(place, asked.threads) as device, share_bar(place.rank == 0) as progress:
         found = calibrate(device, asked.output.parent, quick=asked.quick, progress=progress)
     if place.rank:
         return
@@ -126,25 +126,6 @@ def _measure(asked: _Asked, place: RankPlace) -> None:
             sys.stdout.write(
                 f"wrote {asked.output}: `shardwise plan --calibration {asked.output}`\n"
             )
-
-
-@contextmanager
-def _progress(is_first: bool) -> Iterator[Callable[[str, float], None]]:
-    """Show what is measured, and how far it is; silent where there is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not (is_first and console.is_terminal),
-    ) as bar:
-        task = bar.add_task("measure", total=1.0)
-        yield lambda label, share: bar.update(task, description=label, completed=share)
 
 
 def _show(found: Calibration) -> None:

@@ -163,6 +163,8 @@ def import_(
 ) -> None:
     """Write a checkpoint of others as one of ours, which loads on any number of ranks."""
     with _told("import"):
+        if not source.exists():  # told before torch is loaded
+            raise ConfigError(f"{source} cannot be read: there is no such file or folder")
         from shardwise.checkpoint.container import element_bytes
         from shardwise.checkpoint.files import RealFiles
         from shardwise.cli.progress import byte_bar

@@ -89,6 +89,11 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
         raise ConfigError(f"{file}: it is of the form {to.value} already")
     keys, report = _read(file, form, ranks)
     config = _check(keys, file)
+    if form is not Form.SHARDWISE:
+        from shardwise.interop.deepspeed.sources import tell_sources
+
+        named = str(file) if form is Form.ACCELERATE else None
+        report = tell_sources(report, config, lambda key: named if key in keys else None)
     if to is Form.SHARDWISE:
         return yaml.safe_dump(keys, sort_keys=False), report
     if to is Form.DEEPSPEED:
@@ -100,9 +105,22 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
         from shardwise.interop.accelerate_yaml import to_accelerate
 
         open_keys = {"precision"} - keys.keys() if form is Form.DEEPSPEED else set()
+        report = _with_open_precision(report) if open_keys else report
         content, written = to_accelerate(config, str(file), open_keys)
         text = yaml.safe_dump(content, sort_keys=False)
     return text, written if form is Form.SHARDWISE else _both(report, written)
+
+
+def _with_open_precision(report: Report) -> Report:
+    """Say of a precision at "auto" that the new file leaves it open too."""
+    from dataclasses import replace
+
+    text = "mixed_precision: left out, for accelerate's own flag to say"
+    lines = (
+        replace(x, text=text) if x.fate == "auto" and x.key.endswith(".enabled") else x
+        for x in report.lines
+    )
+    return type(report)(report.source, tuple(lines))
 
 
 def _both(read: Report, written: Report) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.plan_write import planned_optimizer, train_config_of
 from shardwise.errors import ConfigError
@@ -17,18 +17,21 @@ from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
-from shardwise.plan.model.models import ModelSource, find_model, module_source
+from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Model, Plan
 from shardwise.plan.request import SHARE_OF_NOTHING, ModelRequest, PlanRequest
 from shardwise.plan.searching import Limits, Space
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES
 from shardwise.train.config import TrainConfig, load_config
-from shardwise.train.decoder import Decoder
 from shardwise.train.text import load_tokenizer
 
+if TYPE_CHECKING:
+    from shardwise.plan.model.models import ModelSource
+    from shardwise.train.decoder import Decoder
+
+_GONE = {".json": "No such file or directory", ".py": "no such file"}
 _PADDING_TO_MENTION = 0.03
 _DEFAULTS = {
     "stage": 3,
@@ -74,21 +77,22 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
         )
     foreign = _foreign(request)
     config = load_config(Path(name), {}) if _is_train_file(name) else None
-    source = None if config is not None else find_model(name)
-    if to_train and source is not None:
-        config = _config_of(source)
+    is_ours = config is not None
     flags = {k: v for k, v in request.model_dump().items() if k in request.model_fields_set}
     flags = {k: v for k, v in flags.items() if v is not None}
     decided = {**(foreign.values if foreign else {}), **flags}
     if "tokens_per_step" in flags:
         decided.pop("accumulation", None)  # a file's; beside the flag it is refused
-    values = {**(_of_train(config) if config is not None and source is None else {}), **decided}
-    given = set(decided) | (config.model_fields_set if config and source is None else set())
+    values = {**(_of_train(config) if config is not None else {}), **decided}
+    given = set(decided) | (config.model_fields_set if config is not None else set())
     calibration = read_calibration(request.calibration) if request.calibration else None
     cluster = _cluster(request, values, calibration)
     candidate = _candidate(values, cluster)
     if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
+    source = None if is_ours else _find_model(name)  # loads torch, so all else is checked before
+    if to_train and source is not None:
+        config = _config_of(source)
     degrees = request.degrees if isinstance(request, PlanRequest) else None
     model = _model(name, source, config, request.seq, candidate, bool(degrees))
     tokens = _tokens_per_step(values, flags, model)
@@ -100,6 +104,21 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     return Setup(
         *(model, cluster, candidate, prices_of, given_names, tokens, degrees or (), notes, config)
     )
+
+
+def _find_model(name: str) -> ModelSource:
+    """Return what a name stands for; a slip in it is told before torch is loaded."""
+    path = Path(name.rpartition(":")[0] if ".py:" in name else name)
+    if name.endswith(".py"):
+        raise ConfigError(f"model: {name}: name the function that builds it, {name}:factory")
+    is_file = path.suffix in (".json", ".py")
+    if is_file and not path.exists():
+        raise ConfigError(f"model: {path}: cannot be read: {_GONE[path.suffix]}")
+    if name.strip() and "/" not in name and not is_file and not path.is_dir():
+        find_preset(name)
+    from shardwise.plan.model.models import find_model
+
+    return find_model(name)
 
 
 def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
@@ -162,7 +181,7 @@ def padding_notes(made: Plan) -> tuple[str, ...]:
 
 def _unit_choices(setup: Setup) -> tuple[tuple[str, ...] | None, ...]:
     """Return units as found, and finer ones: the parts of a block, where the decoder is ours."""
-    if setup.config is None or not isinstance(setup.model, TracedModel):
+    if setup.config is None or isinstance(setup.model, ShapedModel):
         return (None,)
     return (None, ("Attention", "FeedForward", "TokenEmbedding"))
 
@@ -302,10 +321,15 @@ def _model(
     if config is not None:
         source = _decoder_source(source.name if source else Path(name).name, config)
     assert source is not None  # there is a file's config, or what a name stands for
+    from shardwise.plan.model.traced import TracedModel
+
     return TracedModel(source, seq)
 
 
 def _decoder_source(name: str, config: TrainConfig) -> ModelSource:
+    from shardwise.plan.model.models import module_source
+    from shardwise.train.decoder import Decoder
+
     vocab = config.vocab or load_tokenizer(config.tokenizer).vocab
 
     def build(checkpointed: bool) -> Decoder:

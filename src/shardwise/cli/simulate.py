@@ -27,6 +27,7 @@ def simulate_request(name: str | None, request: SimulateRequest) -> int:
     check_target("trace", request.trace)
     if request.svg is not None and not request.sweep:
         raise ConfigError("svg: it shows numbers of ranks; give them with --sweep 8,16,32")
+    _counts(request.sweep or ())
     setup = set_up(name, request)
     made = _simulated(setup, request)
     goodput = _goodput(made, request)

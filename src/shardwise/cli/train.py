@@ -14,7 +14,8 @@ import typer
 from shardwise.cli.convert import show_report
 from shardwise.cli.flags import run_with_flags
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
-from shardwise.train.config import TrainConfig, load_config, read_keys
+from shardwise.keys import flag_of
+from shardwise.train.config import TrainConfig, load_config, read_keys, resolve_batch
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _with_deepspeed(
     config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
 ) -> tuple[TrainConfig, Report]:
     """Put the flags over both files; the two files must agree."""
+    from shardwise.interop.deepspeed.sources import tell_sources
     from shardwise.interop.deepspeed.train_keys import read_train_keys
 
     values = read_keys(config_file) if config_file is not None else {}
@@ -120,7 +122,12 @@ def _with_deepspeed(
         ranks = flags.get("ranks", values.get("ranks"))
         num_ranks = max(1, int(ranks)) if str(ranks).isdecimal() else 1
     found, report = read_train_keys(file, values, flags, num_ranks)
-    return load_config(config_file, flags, (file, found)), report
+    config = load_config(config_file, flags, (file, found))
+
+    def source_of(name: str) -> str | None:
+        return flag_of(name) if name in flags else str(config_file) if name in values else None
+
+    return config, tell_sources(report, resolve_batch(config, num_ranks), source_of)
 
 
 def _is_same_on_all_ranks(error: ShardwiseError) -> bool:

@@ -1,7 +1,7 @@
 """``shard()``: from a module to a sharded module, in place."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
-from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, resolve_config
+from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
@@ -35,9 +35,9 @@ def shard(
     model: nn.Module,
     *,
     stage: int = 3,
-    precision: str | Precision = "fp32",
+    precision: PrecisionLike = "fp32",
     layout: str = "rows",
-    units: Sequence[UnitChoice] | None = None,
+    units: UnitChoice | Iterable[UnitChoice] | None = None,
     mesh: DeviceMesh | None = None,
     shard_axis: str | None = None,
     replicate_axis: str | None = None,
@@ -45,15 +45,16 @@ def shard(
     prefetch_bytes: int | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     init: Init | None = None,
-    optional: Sequence[UnitChoice] = (),
+    optional: UnitChoice | Iterable[UnitChoice] = (),
     optimizer: Optimizers = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
     ``model.parameters()``, which are `ShardTensor` from here on, or pass those that were built
-    before: they get these parameters, and their state is cut. ``units`` are module classes,
-    class names or modules (default: found); ``mesh`` has one axis (shard) or two (replicate,
+    before: they get these parameters, and their state is cut. ``precision`` is "fp32", "bf16",
+    "fp16", the dtype to compute in, or a `Precision`. ``units`` are module classes, class names or
+    modules, or one of them (default: found); ``mesh`` has one axis (shard) or two (replicate,
     shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
     by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named
     as in ``units``, that some ranks may skip while others run them (layerdrop, experts, a head per
@@ -65,10 +66,9 @@ def shard(
     ranks when they differ in version, setting or model, or when one of them refuses.
     """
     try:
-        config = resolve_config(
-            stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
-        )
-        _check_model(model)
+        wanted = stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
+        config = resolve_config(*wanted)
+        _check_model(model, init)
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
         adoption = Adoption(optimizer, specs)
@@ -136,15 +136,16 @@ def _run_all_layers(model: nn.Module) -> None:
 
 def _tell_other_ranks(
     refusal: ConfigError,
-    model: nn.Module,
+    model: object,
     mesh: DeviceMesh | None,
     shard_axis: str | None,
     replicate_axis: str | None,
 ) -> None:
     """Meet the other ranks in their `agree`; return when all of them refuse alike."""
-    first = next((p.device.type for p in model.parameters() if not p.is_meta), None)
     axes = None
     with suppress(Exception):  # without axes the others cannot be told; the refusal is what counts
+        params = model.parameters() if isinstance(model, nn.Module) else ()
+        first = next((p.device.type for p in params if not p.is_meta), None)
         device_type = first or _default_device_type(mesh)
         axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
     if axes is not None:
@@ -158,13 +159,27 @@ def _default_device_type(mesh: DeviceMesh | None) -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, init: Init | None) -> None:
     warn_if_untested("torch")
+    check_is_module(model)
+    if init is not None and not callable(init):
+        raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
     for name, module in model.named_modules():
         if _ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
             raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            where = f"its submodule '{name}'" if name else "it"
+            raise ConfigError(
+                f"model: {where} is wrapped in DistributedDataParallel, whose work shard() does; "
+                "pass the module inside, which is its .module"
+            )
     for name, param in model.named_parameters():
+        if isinstance(param, ShardTensor):
+            raise ConfigError(
+                f"model: parameter '{name}' is sharded already, with a model that has this "
+                f"{type(model).__name__} in it; call shard() once, on the whole"
+            )
         if isinstance(param, DTensor):
             raise ConfigError(
                 f"model: parameter '{name}' is a DTensor already; shard() takes plain parameters"
@@ -173,8 +188,27 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(f"model: a {type(model).__name__} has no forward; shard the model itself")
 
 
+def check_is_module(model: object) -> None:
+    """Raise ConfigError where a model is none, saying what came."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        raise ConfigError(
+            f"model: expected a torch.nn.Module, got the class {model.__name__}; make one of it: "
+            f"{model.__name__}(...)"
+        )
+    raise ConfigError(f"model: expected a torch.nn.Module, got {_shown(model)}")
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    short = text if len(text) <= 60 else f"{text[:57]}..."
+    return short if value is None else f"{short}, which is of type {type(value).__name__}"
+
+
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model. **Raises** ConfigError for any other."""
+    check_is_module(model)
     engine = vars(model).get(_ATTRIBUTE)
     if engine is None:
         if any(type(p.data) is DTensor for p in model.parameters()):

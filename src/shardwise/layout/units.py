@@ -16,8 +16,9 @@ config says ``is_encoder_decoder``, the encoder is a unit for what is not in its
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -64,12 +65,13 @@ class UnitSpec:
 
 def partition_into_units(
     model: nn.Module,
-    units: Sequence[UnitChoice] | None,
-    optional: Sequence[UnitChoice] = (),
+    units: UnitChoice | Iterable[UnitChoice] | None,
+    optional: UnitChoice | Iterable[UnitChoice] = (),
 ) -> tuple[UnitSpec, ...]:
     """Divide the model's parameters among units; the root unit comes first, then module order.
 
-    What ``optional`` names are units too.
+    ``units`` may be one choice alone; a list of modules stands for what is in it. What ``optional``
+    names are units too.
 
     **Raises** ConfigError when a named class or instance matches no module, listing what there is.
     """
@@ -119,7 +121,7 @@ def _lowest_common(paths: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
     return common
 
 
-def _chosen_modules(model: nn.Module, units: Sequence[UnitChoice] | None) -> set[int]:
+def _chosen_modules(model: nn.Module, units: UnitChoice | Iterable[UnitChoice] | None) -> set[int]:
     if units is not None:
         return _named_modules(model, units)
     blocks = _hinted(model)
@@ -199,17 +201,46 @@ def _numel(params: Iterator[nn.Parameter]) -> int:
 
 
 def _named_modules(
-    model: nn.Module, units: Sequence[UnitChoice], setting: str = "units"
+    model: nn.Module, units: UnitChoice | Iterable[UnitChoice], setting: str = "units"
 ) -> set[int]:
     found: set[int] = set()
-    for choice in units:
+    for choice in _choices(units, setting):
         matches = {id(m) for m in model.modules() if _matches(m, choice)}
         if not matches:
-            classes = ", ".join(sorted({type(m).__name__ for m in model.modules()}))
-            what = choice if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))
-            raise ConfigError(f"{setting}: {what} matches no module; the model has {classes}")
+            raise _no_match(model, choice, setting)
         found |= matches
     return found
+
+
+def _choices(units: UnitChoice | Iterable[UnitChoice], setting: str) -> list[UnitChoice]:
+    """Return the choices one by one. **Raises** ConfigError where they are none."""
+    if isinstance(units, nn.ModuleDict):
+        return list(units.values())
+    is_list = isinstance(units, nn.ModuleList | nn.Sequential)
+    if isinstance(units, str | type) or (isinstance(units, nn.Module) and not is_list):
+        return [units]
+    expected = "expected module classes, their names, or modules"
+    if not isinstance(units, Iterable):
+        raise ConfigError(f"{setting}={units!r}: {expected}")
+    choices = list(units)
+    for choice in choices:
+        if not isinstance(choice, str | type | nn.Module):
+            raise ConfigError(f"{setting}: {expected}, got {choice!r} among them")
+    return choices
+
+
+def _no_match(model: nn.Module, choice: UnitChoice, setting: str) -> ConfigError:
+    classes = sorted({type(m).__name__ for m in model.modules()})
+    if isinstance(choice, nn.Module):
+        what = f"this {type(choice).__name__} is not in the model; the model"
+    else:
+        what = (choice or "''") if isinstance(choice, str) else choice.__name__
+        near = get_close_matches(what, classes, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]}?" if near and near[0] != what else ""
+        if near and near[0] == what:
+            hint = ", which is another class of that name"
+        what = f"{what} matches no module{hint}; the model"
+    return ConfigError(f"{setting}: {what} has {', '.join(classes)}")
 
 
 def _matches(module: nn.Module, choice: UnitChoice) -> bool:

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Offload
 from shardwise.plan.counts import check_whole, parse_count
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, Dtypes, Optimizer, row_of
+from shardwise.precisions import plain_precision
 from shardwise.stages import STAGES, ReduceEvery, Stage
 
 MAX_PARAMS = 10**18
@@ -44,6 +45,9 @@ class Setup:
     accumulation: int = 1
     reduce_every: ReduceEvery | None = None
     ranks_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", plain_precision(self.precision))
 
     @property
     def world_size(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardwise.precisions import plain_precision
 from shardwise.quantities import format_bytes
 
 OffloadHome = Literal["device", "host", "nvme"]
@@ -47,6 +48,9 @@ class Candidate:
     pipeline_parallel: int = 1
     context_parallel: int = 1
     transport: Transport = "coalesced"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", plain_precision(self.precision))
 
     @property
     def data_parallel(self) -> int:

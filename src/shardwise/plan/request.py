@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.keys import flag_of, key
 from shardwise.plan.candidate import OffloadHome
 from shardwise.plan.counts import parse_count
+from shardwise.precisions import plain_precision
 
 _SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZES |= {f"{k}I": 1 << (10 * i) for i, k in enumerate(("", "K", "M", "G", "T")) if k}
@@ -124,6 +125,11 @@ class ModelRequest(BaseModel):
     @property
     def _has_file(self) -> bool:
         return self.deepspeed is not None or self.accelerate is not None
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _name_precision(cls, value: Any) -> Any:
+        return plain_precision(value)
 
     @field_validator("tokens_per_step", mode="before")
     @classmethod

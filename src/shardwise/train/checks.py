@@ -10,7 +10,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig, resolve_batch
 from shardwise.train.text import find_documents, load_tokenizer
 
-__all__ = ["check_output", "check_run", "checkpoints_path", "metrics_path"]
+__all__ = ["check_output", "check_run", "checkpoints_path", "metrics_path", "picture_path"]
 
 _MAX_SHOWN = 8
 
@@ -18,6 +18,11 @@ _MAX_SHOWN = 8
 def metrics_path(config: TrainConfig) -> Path:
     """Return where the metrics of a run go."""
     return config.output / "metrics.jsonl"
+
+
+def picture_path(config: TrainConfig) -> Path:
+    """Return where the picture of a run's losses goes."""
+    return config.output / "loss.svg"
 
 
 def checkpoints_path(config: TrainConfig) -> Path:

@@ -16,10 +16,18 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator, model_
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of, key
+from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import check_options
 
-__all__ = ["TrainConfig", "dump_config", "load_config", "read_keys", "resolve_batch"]
+__all__ = [
+    "TrainConfig",
+    "dump_config",
+    "load_config",
+    "read_keys",
+    "read_options",
+    "resolve_batch",
+]
 
 
 OptimizerName = Literal[
@@ -99,7 +107,10 @@ class TrainConfig(BaseModel):
         "learning rate after the warm-up; or a curve of DeepSpeed, warm-up included",
     )
     schedule_options: dict[str, Any] | None = key(
-        None, "Optimizer", "options of a curve of DeepSpeed; total_num_steps: as steps"
+        None,
+        "Optimizer",
+        "options of a curve of DeepSpeed; total_num_steps: as steps; "
+        "warmup_num_steps: auto: as warmup_steps",
     )
     warmup_steps: int = key(0, "Optimizer", "steps of linear warm-up", ge=0)
     weight_decay: float = key(0.1, "Optimizer", "decay of matrices", ge=0)
@@ -158,6 +169,11 @@ class TrainConfig(BaseModel):
     )
     threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _name_precision(cls, value: Any) -> Any:
+        return plain_precision(value)
+
     @field_validator("units", mode="before")
     @classmethod
     def _split_units(cls, value: Any) -> Any:
@@ -171,17 +187,7 @@ class TrainConfig(BaseModel):
     @field_validator("optimizer_options", "schedule_options", mode="before")
     @classmethod
     def _read_options(cls, value: Any) -> Any:
-        """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text."""
-        if isinstance(value, str):
-            try:
-                value = yaml.safe_load(value)
-            except yaml.YAMLError:
-                raise ValueError("expected `{name: value, ...}`") from None
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise ValueError("expected `{name: value, ...}`")
-        return {str(name): _with_numbers(item) for name, item in value.items()} or None
+        return read_options(value)
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -225,10 +231,13 @@ class TrainConfig(BaseModel):
                 raise ValueError(f"schedule_options: {self.schedule} needs {missing[0]}")
             if any(isinstance(v, list) for v in (self.schedule_options or {}).values()):
                 raise ValueError("schedule_options: expected one value each, not one per group")
-            if self.warmup_steps or self.min_lr:
+            has_warmup = self.curve is not None and "warmup_num_steps" in self.curve.options
+            own = self.curve.options["warmup_num_steps"] if self.curve and has_warmup else 0
+            if self.warmup_steps not in (0, own) or self.min_lr:
+                way = ", or give schedule_options {warmup_num_steps: auto}, which is warmup_steps"
                 raise ValueError(
                     f"schedule: {self.schedule} has a warm-up and a lowest rate of its own; leave "
-                    "warmup_steps and min_lr out"
+                    f"warmup_steps and min_lr out{way if has_warmup and not self.min_lr else ''}"
                 )
         elif self.schedule_options:
             raise ValueError(f"schedule_options: expected one of {', '.join(CURVES)} as schedule")
@@ -238,10 +247,12 @@ class TrainConfig(BaseModel):
         """The curve of DeepSpeed that the learning rate follows, if it does."""
         if self.schedule not in CURVES:
             return None
+        ours = {"total_num_steps": self.steps, "warmup_num_steps": self.warmup_steps}
         options = self.schedule_options or {}
         if "total_num_steps" in CURVES[self.schedule]:
-            options = {"total_num_steps": self.steps, **options}
-        return make_curve(self.schedule, options, "schedule_options")
+            options = {"total_num_steps": "auto", **options}
+        filled = {k: ours.get(k, v) if v == "auto" else v for k, v in options.items()}
+        return make_curve(self.schedule, filled, "schedule_options")
 
 
 def load_config(
@@ -264,20 +275,35 @@ def load_config(
     if beside is None:
         return check_keys(TrainConfig, values, flags, path, "train")
     other, found = beside
-    both = values.keys() & found.keys() - flags.keys()
-    lines = [
-        f"{name}: {path} says {values[name]!r}, {other} says {found[name]!r}; change one, or give "
-        f"{flag_of(name)}"
-        for name in sorted(both)
-        if _plain(name, values[name]) != _plain(name, found[name])
-    ]
+    lines = []
+    for name in sorted(values.keys() & found.keys() - flags.keys()):
+        mine, theirs = values[name], found[name]
+        if isinstance(mine, dict) and isinstance(theirs, dict):  # options, one by one
+            theirs = {k: v for k, v in theirs.items() if k in mine and v != "auto"}
+            mine = {k: v for k, v in mine.items() if k in theirs}
+        if _plain(name, mine) != _plain(name, theirs):
+            text = f"{name}: {path} says {mine!r}, {other} says {theirs!r}"
+            lines.append(f"{text}; change one, or give {flag_of(name)}")
     if lines:
         raise ConfigError("\n".join(lines))
-    return check_keys(TrainConfig, {**found, **values}, flags, path or other, "train")
+    values = {**found, **_beside(values, found)}
+    return check_keys(TrainConfig, values, _beside(flags, values), path or other, "train")
+
+
+def _beside(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Put given options over the others', where both name some; what is none stays as it is."""
+    merged = dict(given)
+    for name in {"optimizer_options", "schedule_options"} & given.keys() & others.keys():
+        try:
+            merged[name] = {**(others[name] or {}), **(read_options(given[name]) or {})}
+        except (TypeError, ValueError):
+            continue  # `check_keys` says what is wrong
+    return merged
 
 
 def _plain(name: str, value: Any) -> Any:
     """Return a value as the model holds it; one that it refuses is told by `check_keys` later."""
+    value = plain_precision(value) if name == "precision" else value
     try:
         return TypeAdapter[Any](TrainConfig.model_fields[name].annotation or str).validate_python(
             value
@@ -315,6 +341,23 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
 def dump_config(config: TrainConfig) -> str:
     """Write a config as YAML that `load_config` reads back to the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def read_options(value: Any) -> dict[str, Any] | None:
+    """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
+
+    **Raises** ValueError where it is none of both.
+    """
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError("expected `{name: value, ...}`") from None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("expected `{name: value, ...}`")
+    return {str(name): _with_numbers(item) for name, item in value.items()} or None
 
 
 def _with_numbers(value: Any) -> Any:

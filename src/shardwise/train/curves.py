@@ -74,7 +74,7 @@ _PER_GROUP = {
     *("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
     *("cycle_min_mom", "cycle_max_mom", "lr_range_test_min_lr"),
 }
-_WHOLE_ABOVE_0 = {"warmup_num_steps", "total_num_steps", "lr_range_test_step_size"}
+_WHOLE = {"warmup_num_steps": 0, "total_num_steps": 1, "lr_range_test_step_size": 1}  # at least
 _FLAGS = {"cycle_momentum", "lr_range_test_staircase"}
 _BETA2 = 0.99  # what DeepSpeed sets beside a cycled momentum
 
@@ -256,9 +256,10 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if value is None and key in ("warmup_max_lr", *_SECOND):
         return None
     number = _number(key, value, where)
-    if key in _WHOLE_ABOVE_0:
-        if number != int(number) or number <= 0:
-            raise ConfigError(f"{where}: {key}: expected a whole number above 0, got {value!r}")
+    if key in _WHOLE:
+        if number != int(number) or number < _WHOLE[key]:
+            least = "0 or more" if _WHOLE[key] == 0 else "above 0"
+            raise ConfigError(f"{where}: {key}: expected a whole number {least}, got {value!r}")
         return int(number)
     if key == "cycle_first_step_size" and number <= 0:
         raise ConfigError(f"{where}: {key}: expected a number above 0, got {value!r}")

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,12 @@ from shardwise.device import peak_memory_bytes
 from shardwise.engine.replicas import check_replicas
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.quantities import format_bytes
-from shardwise.train.checks import metrics_path
+from shardwise.train.checks import metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import generate
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.metrics import MetricsFile, ProgressBar
+from shardwise.train.picture import write_picture
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import Resumed, RunCheckpoints
 from shardwise.train.schedule import learning_rate
@@ -106,15 +108,18 @@ def train_prepared(
         done = resumed.step if resumed is not None else 0
         if first:
             (config.output / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        with (
-            MetricsFile(metrics_path(config) if first else None, done) as metrics,
-            ProgressBar(config.steps, shown=first, num_done=done) as bar,
-        ):
-            _write_load(metrics, resumed)
-            result = RunResult(unigram_entropy=run.stream.unigram_entropy, first_step=done + 1)
-            result.steps = done
-            _train_all_steps(run, stop, metrics, bar, saves, result)
-            saves.finish(metrics)
+        result = RunResult(unigram_entropy=run.stream.unigram_entropy, first_step=done + 1)
+        result.steps = done
+        try:
+            with (
+                MetricsFile(metrics_path(config) if first else None, done) as metrics,
+                ProgressBar(config.steps, shown=first, num_done=done) as bar,
+            ):
+                _write_load(metrics, resumed)
+                _train_all_steps(run, stop, metrics, bar, saves, result)
+                saves.finish(metrics)
+        finally:  # a run that broke off has a curve too
+            result.picture = _draw(config, say) if first else None
     result.saved_step, result.save_stall_s = saves.saved_step, saves.stall_s
     if result.losses and not result.stopped:
         result.sample = _sample(run)
@@ -124,6 +129,16 @@ def train_prepared(
     )
     result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
     return result
+
+
+def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
+    """Draw the losses so far; a picture that cannot be written is told, and ends no run."""
+    path = picture_path(config)
+    try:
+        return path if write_picture(metrics_path(config), path) else None
+    except OSError as error:
+        say(f"{path} could not be written: {error.strerror}")
+        return None
 
 
 def _write_load(metrics: MetricsFile, resumed: Resumed | None) -> None:
@@ -153,9 +168,10 @@ def _train_all_steps(
         _write_step(run, metrics, step, report, step_s, _sent_bytes(run) - sent_before)
         result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
         bar.advance(
-            f"loss {report.loss:.3f}  {result.tokens_per_s:,.0f} tokens/s  "
-            f"state {format_bytes(report.state.total_bytes)}  "
-            f"peak {format_bytes(peak_memory_bytes(run.device))}"
+            f"loss {report.loss:.3f}",
+            f"{result.tokens_per_s:,.0f} tokens/s",
+            f"state {format_bytes(report.state.total_bytes)}",
+            f"peak {format_bytes(peak_memory_bytes(run.device))}",
         )
         if report.save_failed:
             saves.finish(metrics)

@@ -1,10 +1,11 @@
-"""What a run tells: one JSON line per step, and a progress bar on a terminal."""
+"""What a run tells: one JSON line per step; a bar on a terminal, lines on stderr without one."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from shardwise.progress import ProgressLines
+from shardwise.quantities import format_bytes
+
 __all__ = ["MetricsFile", "ProgressBar", "show_load"]
+
+Clock = Callable[[], float]
 
 
 class MetricsFile:
@@ -84,10 +90,24 @@ def _finite(value: Any) -> Any:
 
 
 class ProgressBar:
-    """Show steps, loss, speed and bytes while a run goes on; silent where there is no terminal."""
+    """Show steps, loss, speed and bytes while a run goes on.
 
-    def __init__(self, num_steps: int, shown: bool, num_done: int = 0) -> None:
+    Where stdout is no terminal, a line on stderr every 30 s has steps, loss, speed and the time
+    left, and one at the end, however it came.
+    """
+
+    def __init__(
+        self, num_steps: int, shown: bool, num_done: int = 0, clock: Clock = time.monotonic
+    ) -> None:
         console = Console()
+        self._num_steps, self._status = num_steps, ""
+        self._lines = ProgressLines(
+            lambda done, total, elapsed_s: f"step {done:,.0f} of {total:,.0f}: {self._status}",
+            shown=shown and not console.is_terminal,
+            first=num_done,
+            ends_always=True,
+            clock=clock,
+        )
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -99,9 +119,11 @@ class ProgressBar:
         )
         self._task = self._progress.add_task("step", total=num_steps, completed=num_done, status="")
 
-    def advance(self, status: str) -> None:
-        """Count one step and show a short text beside the bar."""
-        self._progress.update(self._task, advance=1, status=status)
+    def advance(self, *status: str) -> None:
+        """Count one step and show short texts beside the bar; the first two of them in lines."""
+        self._progress.update(self._task, advance=1, status="  ".join(status))
+        self._status = ", ".join(status[:2])
+        self._lines.add(1, self._num_steps)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -114,12 +136,23 @@ class ProgressBar:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+        self._lines.end()
 
 
 @contextmanager
-def show_load(shown: bool) -> Iterator[Callable[[int], None]]:
+def show_load(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[int], None]]:
     """Show bytes while a checkpoint is read; the context is called with each part's bytes."""
     console = Console()
+    lines = ProgressLines(
+        lambda done, total, elapsed_s: f"load: {format_bytes(done)}",
+        shown=shown and not console.is_terminal,
+        clock=clock,
+    )
+
+    def advance(num_bytes: int) -> None:
+        progress.advance(task, num_bytes)
+        lines.add(num_bytes, None)
+
     progress = Progress(
         TextColumn("load"),
         BarColumn(bar_width=None),
@@ -131,4 +164,5 @@ def show_load(shown: bool) -> Iterator[Callable[[int], None]]:
     )
     with progress:
         task = progress.add_task("load", total=None)
-        yield lambda num_bytes: progress.advance(task, num_bytes)
+        yield advance
+    lines.end()

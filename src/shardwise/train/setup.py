@@ -156,7 +156,10 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     try:
         return optimizer_class(config.optimizer)(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer_options: {config.optimizer} refuses them: {error}") from None
+        given = config.optimizer_options or {}
+        raise ConfigError(
+            f"optimizer_options: {config.optimizer} refuses {given}: {error}"
+        ) from None
 
 
 def _hybrid_mesh(config: TrainConfig, place: RankPlace, device: torch.device) -> DeviceMesh | None:

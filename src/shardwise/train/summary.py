@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -90,6 +91,7 @@ class RunResult:
     saved_step: int | None = None
     save_stall_s: float = 0.0
     wall_s: float = 0.0
+    picture: Path | None = None
 
     def add_step(
         self, step: int, loss: float, step_s: float, num_tokens: int, state: StateBytes
@@ -181,6 +183,8 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
         )
     for number, line in enumerate(compare(predicted, result)):
         lines.append(f"{'' if number else 'predicted':<14}{line}")
+    if result.picture is not None:
+        lines.append(f"loss curve    {result.picture}")
     if result.sample:
         lines += [
             "sample",

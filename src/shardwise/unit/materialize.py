@@ -156,9 +156,10 @@ class Materializer:
     def _reset_of(self, module: nn.Module, name: str) -> Init:
         reset = self._init or getattr(type(module), "reset_parameters", None)
         if reset is None:
+            place = f"'{name or '(root)'}' ({type(module).__name__})"
             raise ConfigError(
-                f"model: '{name}' ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(); give shard(init=...), a function that initialises one module"
+                f"model: {place} is on the meta device and has no reset_parameters(); "
+                "give shard(init=...), a function that initialises one module"
             )
         found: Init = reset
         return found

@@ -111,7 +111,8 @@ def local_norm(local: torch.Tensor, order: float, kind: NormKind) -> torch.Tenso
     """Return the lazy norm of a tensor of which ``local`` is this rank's part."""
     if not isinstance(order, int | float):
         raise ShardError(
-            f"norm of order {order!r}: a sharded tensor has p-norms of its elements only"
+            f"norm of order {order!r}: a sharded tensor has p-norms of its elements only; "
+            "use full_tensor()"
         )
     if local.numel() == 0:
         start = float("inf") if order == float("-inf") else 0.0

@@ -87,12 +87,14 @@ def read_precision(
     bf16 = found.get("bf16", otherwise == "bf16")
     if fp16 is True and bf16 is True:
         raise reader.refusal("fp16.enabled", "bf16 is on as well; turn one of them off")
+    scale = LossScale(found.get("scale", 65536.0), found.get("window", 1000))
     if fp16 is True:
-        scale = LossScale(found.get("scale", 65536.0), found.get("window", 1000))
         return PrecisionChoice("fp16", loss_scale=scale)
     if bf16 is True:
         return PrecisionChoice("bf16", bf16_master=found.get("bf16_master", False))
-    return PrecisionChoice(None if "auto" in (fp16, bf16) else "fp32")
+    if fp16 == "auto":
+        return PrecisionChoice(None, loss_scale=scale)  # for the caller who turns it on
+    return PrecisionChoice(None if bf16 == "auto" else "fp32")
 
 
 def _enabled(reader: Reader, kind: str, found: dict[str, Any]) -> Handler:

@@ -88,9 +88,13 @@ class DeepSpeedSettings:
     def _size(self, name: str) -> int:
         size: int | None = getattr(self.batch, name)
         if size is None:
+            batch = self.batch
+            others = (batch.micro_batch, batch.accumulation, batch.global_batch)
+            ranks = ", or call that after init_process_group(), or with world_size="
+            follows = sum(size is not None for size in others) == 2
             raise ConfigError(
-                f"{self.report.source}: {name} is not decided: give it to from_deepspeed(), "
-                "or call that after init_process_group(), or with world_size="
+                f"{self.report.source}: {name} is not decided: give {name}= to from_deepspeed()"
+                f"{ranks if follows else ''}"
             )
         return size
 
@@ -109,6 +113,9 @@ class DeepSpeedSettings:
             raise ConfigError(
                 f'{self.report.source}: optimizer.params.lr is "auto"; give lr= to optimizer()'
             )
+        if callable(getattr(params, "parameters", None)):
+            kind = type(params).__name__
+            raise ConfigError(f"optimizer(): expected parameters, got a {kind}; give .parameters()")
         check_options(choice.name, overrides, "optimizer()")
         make: Any = optimizer_class(choice.name)
         try:
@@ -126,6 +133,8 @@ class DeepSpeedSettings:
         schedule = self.schedule
         if schedule is None:
             raise ConfigError(f"{self.report.source}: it has no scheduler")
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"scheduler(): expected an optimizer of torch, got {optimizer!r}")
         if isinstance(schedule, TorchSchedule):
             from torch.optim import lr_scheduler
 
@@ -197,6 +206,11 @@ def from_deepspeed(
     """
     if not isinstance(config, Mapping | str | Path):
         raise ConfigError(f"config: expected a dict, or the path of a JSON file, got {config!r}")
+    if auto is not None and not isinstance(auto, Mapping):
+        raise ConfigError(
+            f"auto: expected a dict of full names, such as {{'optimizer.params.lr': 1e-4}}, got "
+            f"{auto!r}"
+        )
     source = "config" if isinstance(config, Mapping) else str(config)
     content = config if isinstance(config, Mapping) else load_json(Path(config))
     given = {"micro_batch": micro_batch, "accumulation": accumulation, "global_batch": global_batch}
@@ -243,7 +257,7 @@ def read_content(
     }
     rest = {k: v for k, v in content.items() if k not in ("fp16", "bf16", "bfloat16")}
     reader.walk(rest, "", DEEPSPEED, handlers, _AUTOS)
-    _note_defaults(reader, found)
+    _note_defaults(reader, found, content)
     return DeepSpeedSettings(
         batch=resolve(sizes, world_size, source),
         zero=found.get("zero", {"stage": 0}),
@@ -256,11 +270,11 @@ def read_content(
     )
 
 
-def _note_defaults(reader: Reader, found: Mapping[str, Any]) -> None:
+def _note_defaults(reader: Reader, found: Mapping[str, Any], content: Mapping[str, Any]) -> None:
     """Tell what DeepSpeed does where the file says nothing, as far as it changes the steps."""
     if "zero" not in found:
         reader.add("default", "zero_optimization", None, "shard(stage=0)")
-    if "gradient_clipping" not in found:
+    if "gradient_clipping" not in found and content.get("gradient_clipping") != "auto":
         text = "DeepSpeed's default since 0.19; 0 turns clipping off"
         reader.add("default", "gradient_clipping", DEFAULT_CLIPPING, text)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.batch import KEYS as BATCH_KEYS
-from shardwise.interop.deepspeed.report import Report
+from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.schedules import TorchSchedule
 from shardwise.interop.deepspeed.settings import DeepSpeedSettings, read_content
 from shardwise.plan.foreign_keys import load_json
+from shardwise.precisions import plain_precision
+from shardwise.train.config import read_options
+from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS
 
 _BETAS = (0.9, 0.999)  # torch's default, where the file has none
@@ -24,18 +28,21 @@ def read_train_keys(
     """Read a DeepSpeed JSON as keys of `shardwise train`, with the report.
 
     ``known`` are keys that another file gives: they fill what this one leaves out or at "auto".
-    ``decided`` are keys that win over it (flags).
+    ``decided`` are keys that win over it (flags). What stays at "auto" is left out, or stands as
+    "auto" in ``schedule_options``: the keys' own defaults decide.
 
     **Raises** ConfigError where the file is wrong, or says what a run of ours has no key for.
     """
-    content = load_json(path)
+    said = load_json(path)
+    content = _with_open_warmup(said, known, decided)
     for theirs, ours in BATCH_KEYS.items():
         if ours in decided:
             content[theirs] = _whole(decided[ours])
         elif content.get(theirs) in (None, "auto") and ours in known:
             content[theirs] = _whole(known[ours])
-    precision = {**known, **decided}.get("precision")
-    precision = precision if precision in ("fp32", "bf16", "fp16") else None  # check_keys tells
+    said_precision = plain_precision({**known, **decided}.get("precision"))
+    is_one = said_precision in ("fp32", "bf16", "fp16")  # else check_keys tells
+    precision = str(said_precision) if is_one else None
     fills = {
         f"{block}.enabled": precision == block.replace("bfloat16", "bf16")
         for block in ("fp16", "bf16", "bfloat16")
@@ -44,9 +51,44 @@ def read_train_keys(
         and content[block].get("enabled") == "auto"
     }
     settings = read_content(content, str(path), world_size, {}, fills, precision)
-    keys = train_keys_of(settings)
+    keys = train_keys_of(settings, {**known, **decided}, decided)
     unsaid = _unsaid(content) & known.keys()  # a default is no contradiction
-    return {name: value for name, value in keys.items() if name not in unsaid}, settings.report
+    keys = {name: value for name, value in keys.items() if name not in unsaid}
+    return keys, _as_said(settings.report, said)
+
+
+def _with_open_warmup(
+    content: dict[str, Any], known: Mapping[str, Any], decided: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Leave the warm-up's length at "auto" where the key `warmup_steps` is to decide it."""
+    block = content.get("scheduler")
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        return dict(content)
+    params = block.get("params") or {}
+    has_warmup = "warmup_num_steps" in CURVES.get(block["type"], {})
+    if not has_warmup or not isinstance(params, Mapping):
+        return dict(content)
+    is_unsaid = params.get("warmup_num_steps") is None
+    if "warmup_steps" in decided or ("warmup_steps" in known and is_unsaid):
+        params = {**params, "warmup_num_steps": "auto"}
+    return {**content, "scheduler": {**block, "params": params}}
+
+
+def _as_said(report: Report, content: Mapping[str, Any]) -> Report:
+    """Show values as the file has them, where keys of ours stood in for them."""
+
+    def told(line: Line) -> Line:
+        value: Any = content
+        for name in line.key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value == "auto" and line.fate == "mapped":
+            return replace(line, value=value, fate="auto")
+        if line.key not in BATCH_KEYS or line.value == value:
+            return line
+        fate: Fate = "default" if value is None else line.fate
+        return replace(line, value=value, fate=fate)
+
+    return Report(report.source, tuple(told(line) for line in report.lines))
 
 
 def _unsaid(content: Mapping[str, Any]) -> set[str]:
@@ -76,13 +118,23 @@ def _unsaid(content: Mapping[str, Any]) -> set[str]:
     return {name for name, is_said in said.items() if not is_said}
 
 
+def _options_in(value: Any) -> Mapping[str, Any]:
+    """Return options as a mapping; what is none is told by the keys' own check."""
+    try:
+        return read_options(value) or {}
+    except ValueError:
+        return {}
+
+
 def _whole(value: Any) -> Any:
     """Read a flag's text as a number; what is none is told by the keys' own check."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
-def train_keys_of(settings: DeepSpeedSettings) -> dict[str, Any]:
-    """Return the keys of `shardwise train` that the settings decide; what is "auto" is left out."""
+def train_keys_of(
+    settings: DeepSpeedSettings, known: Mapping[str, Any], decided: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keys of `shardwise train` that the settings decide; see `read_train_keys`."""
     source = settings.report.source
     keys: dict[str, Any] = dict(settings.zero)
     if settings.precision.bf16_master:
@@ -104,7 +156,10 @@ def train_keys_of(settings: DeepSpeedSettings) -> dict[str, Any]:
     sizes = {name: getattr(batch, name) for name in BATCH_KEYS.values()}
     keys |= {name: size for name, size in sizes.items() if size is not None}
     keys["grad_clip"] = settings.gradient_clipping
-    return keys | _optimizer_keys(settings) | _schedule_keys(settings)
+    keys |= _optimizer_keys(settings) | _schedule_keys(settings, known, decided)
+    if decided.get("optimizer", keys.get("optimizer")) != keys.get("optimizer"):
+        keys.pop("optimizer_options", None)  # of the optimizer that a flag has replaced
+    return keys
 
 
 def _optimizer_keys(settings: DeepSpeedSettings) -> dict[str, Any]:
@@ -124,21 +179,29 @@ def _optimizer_keys(settings: DeepSpeedSettings) -> dict[str, Any]:
     return keys
 
 
-def _schedule_keys(settings: DeepSpeedSettings) -> dict[str, Any]:
+def _schedule_keys(
+    settings: DeepSpeedSettings, known: Mapping[str, Any], decided: Mapping[str, Any]
+) -> dict[str, Any]:
     schedule, source = settings.schedule, settings.report.source
     if schedule is None:  # DeepSpeed's optimizer alone keeps its rate
         return {"schedule": "constant"} if settings.optimizer_choice else {}
+    if decided.get("schedule", schedule.name) != schedule.name:
+        return {}
     if isinstance(schedule, TorchSchedule):
         raise ConfigError(
             f"{source}: scheduler.type: `shardwise train` has no {schedule.name}; use "
-            "from_deepspeed() in a loop of your own"
-        )
-    missing = [name for name in schedule.missing if name != _FOLLOWS_STEPS]
-    if missing:
-        raise ConfigError(
-            f"{source}: scheduler.params.{missing[0]}: a run needs a number, got 'auto'"
+            "from_deepspeed() in a loop of your own, or give --schedule"
         )
     options = {k: v for k, v in schedule.given.items() if k not in schedule.missing}
+    if "warmup_num_steps" in schedule.missing:
+        options["warmup_num_steps"] = "auto"
+    filled = {_FOLLOWS_STEPS, *options, *_options_in(known.get("schedule_options"))}
+    missing = [name for name in schedule.missing if name not in filled]
+    if missing:
+        raise ConfigError(
+            f"{source}: scheduler.params.{missing[0]}: a run needs a number, and no other key says "
+            f"it; write it there, or give --schedule-options '{{{missing[0]}: NUMBER}}'"
+        )
     keys: dict[str, Any] = {"schedule": schedule.name}
     if options:
         listed = {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}

@@ -104,7 +104,7 @@ def _optimizer(config: TrainConfig) -> dict[str, Any]:
 def _write_schedule(config: TrainConfig, out: dict[str, Any], note: Any) -> None:
     curve = config.curve
     if curve is not None:
-        options = dict(curve.given)
+        options = {k: config.lr if v is None else v for k, v in curve.given.items()}
         out["scheduler"] = {"type": curve.name, "params": options}
         note("schedule", "scheduler.type")
         note("schedule_options", "scheduler.params")

@@ -42,7 +42,7 @@ _AUTOS = {
 
 
 def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, int]:
-    """Return ``stage`` and, where it is given, ``prefetch_bytes``, as ``shard()`` takes them.
+    """Return ``stage`` and ``prefetch_bytes``, where they are given, as ``shard()`` takes them.
 
     **Raises** ConfigError where state is to rest off the device.
     """
@@ -53,7 +53,7 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, in
         return {"stage": stage}
     block = reader.mapping(whole, block)
     _refuse_two_names(reader, block)
-    found = {"stage": 0}
+    found: dict[str, int] = {}
 
     def take_stage(name: str, value: Any) -> None:
         number = int(value) if isinstance(value, str) and value.isdecimal() else value
@@ -85,6 +85,8 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, in
     reader.walk(block, f"{whole}.", ZERO, handlers, _AUTOS)
     if "stage" not in block:
         reader.add("default", f"{whole}.stage", 0, "shard(stage=0)")
+    if block.get("stage") != "auto":  # which leaves it to shard()
+        found.setdefault("stage", 0)
     return found
 
 

@@ -1,6 +1,7 @@
 """``fully_shard``: from a module, or several, to sharded ones, in place."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.device import current_device
+from shardwise.engine.api import check_is_module
+from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.meshes import (
     Spread,
@@ -36,8 +39,34 @@ if TYPE_CHECKING:
 
 _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
+_KINDS = {
+    "mesh": DeviceMesh | None,
+    "mp_policy": MixedPrecisionPolicy,
+    "offload_policy": OffloadPolicy | None,
+}
 
 
+def _checking(function: Any) -> Any:
+    """Say what was expected where an argument is of another kind, before `contract` looks at it."""
+
+    @wraps(function)
+    def checked(module: Any, *args: Any, **options: Any) -> Any:
+        modules = list(module) if isinstance(module, list | tuple) else [module]
+        for each in modules:
+            check_is_module(each)
+        if not modules:
+            raise ConfigError("model: expected a module, or a list of some, got an empty list")
+        for name, kind in _KINDS.items():
+            if name in options and not isinstance(options[name], kind):
+                expected = getattr(kind, "__name__", str(kind).replace(" | ", " or "))
+                expected = expected.rpartition(".")[2]
+                raise ConfigError(f"{name}={options[name]!r}: expected torch's {expected}")
+        return function(module, *args, **options)
+
+    return checked
+
+
+@_checking
 @contract(state_cls=State)
 def fully_shard(
     module: Any,

@@ -55,9 +55,20 @@ class Spread:
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks on the accelerator there is, else on the CPU."""
+    """Return a mesh of all ranks on the accelerator there is, else on the CPU.
+
+    **Raises** ConfigError where there is no process group, and the environment makes none.
+    """
     if not dist.is_initialized():
-        dist.init_process_group()
+        try:
+            dist.init_process_group()
+        except ValueError as error:
+            reason = str(error).removeprefix("Error initializing torch.distributed using ")
+            raise ConfigError(
+                f"mesh: there is no process group, and the environment makes none ({reason}). "
+                "Start with torchrun, or call torch.distributed.init_process_group() before; one "
+                "process is fine"
+            ) from None
     found = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(found.type if found else "cpu", (dist.get_world_size(),))
 

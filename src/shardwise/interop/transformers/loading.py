@@ -11,7 +11,7 @@ answers these two; afterwards the model gets its own class back. No class of tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_
 
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.together import together
-from shardwise.config import Precision
+from shardwise.config import PrecisionLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, shard
 from shardwise.engine.runtime import Engine
@@ -54,9 +54,9 @@ def from_pretrained(
     *,
     model_class: Any = None,
     stage: int = 3,
-    precision: str | Precision = "fp32",
+    precision: PrecisionLike = "fp32",
     layout: str = "rows",
-    units: Sequence[UnitChoice] | None = None,
+    units: UnitChoice | Iterable[UnitChoice] | None = None,
     mesh: DeviceMesh | None = None,
     reduce_every: str | None = None,
     prefetch_bytes: int | None = None,

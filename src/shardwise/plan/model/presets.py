@@ -94,7 +94,7 @@ def find_preset(name: str) -> Preset:
     key = name.lower()
     if key not in _SHAPES:
         near = get_close_matches(key, _SHAPES, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
         raise ConfigError(f"model: no preset {name!r}{hint} There are {', '.join(_SHAPES)}")
     seq, shape = _SHAPES[key]
     return Preset(key, shape, seq)

@@ -14,6 +14,7 @@ from shardwise.plan.step.ledger import Moment
 from shardwise.plan.step.program import Op, Stream
 from shardwise.plan.timing.breakdown import Span, unit_name
 from shardwise.quantities import format_bytes
+from shardwise.svg import svg_text
 
 if TYPE_CHECKING:
     from shardwise.plan.planning import Plan
@@ -89,7 +90,7 @@ def memory_svg(plan: Plan) -> str:
         f'fill="#7a828c"><title>interval of the whole: {format_bytes(plan.memory.low_bytes)} to '
         f"{format_bytes(plan.memory.high_bytes)}</title></rect>"
     )
-    parts.append(_text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
+    parts.append(svg_text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
     shown = [name for name in _LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
     legend, bottom = _legend([(n.replace("_", " "), _LINE_COLOURS[n]) for n in shown], top + 26)
     title = f"Memory of one rank: {plan.label}"
@@ -97,7 +98,7 @@ def memory_svg(plan: Plan) -> str:
 
 
 def _memory_bar(plan: Plan, moment: Moment, top: float, scale: float) -> list[str]:
-    parts = [_text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
+    parts = [svg_text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
     x = float(_LEFT)
     for name, num_bytes in moment.ledger.lines().items():
         if num_bytes:
@@ -113,7 +114,7 @@ def _memory_bar(plan: Plan, moment: Moment, top: float, scale: float) -> list[st
     inside = x + 70 > _RIGHT
     place = f'text-anchor="{"end" if inside else "start"}"'
     style = 'fill="#fff" style="fill:#fff"' if inside else 'class="strong"'
-    return [*parts, _text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
+    return [*parts, svg_text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
 
 
 def step_svg(plan: Plan) -> str:
@@ -126,12 +127,12 @@ def step_svg(plan: Plan) -> str:
     top = 52
     for stream in streams:
         spans = [s for s in run.spans if ops[s.op].stream == stream and s.end_s > s.start_s]
-        parts.append(_text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
+        parts.append(svg_text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
         parts += _stream_bars(plan, ops, _joined(ops, spans, run.step_s / 1200), top, scale)
         top += _BAR + _GAP
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{top}" y2="{top}"/>')
-    parts.append(_text(_LEFT, top + 16, "0 s"))
-    parts.append(_text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
+    parts.append(svg_text(_LEFT, top + 16, "0 s"))
+    parts.append(svg_text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
     phases = [p for p in _PHASE_COLOURS if any(op.phase == p for op in ops)]
     legend, bottom = _legend([(p, _PHASE_COLOURS[p]) for p in phases], top + 34)
     title = f"One step in time: {plan.label}"
@@ -184,7 +185,7 @@ def _limit(x: float, top: float, bottom: float, label: str) -> list[str]:
     return [
         f'<line class="limit" stroke-width="1.5" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" '
         f'y2="{bottom}"/>',
-        _text(x, top - 3, label, 'text-anchor="middle"'),
+        svg_text(x, top - 3, label, 'text-anchor="middle"'),
     ]
 
 
@@ -196,7 +197,7 @@ def _legend(items: Sequence[tuple[str, str]], top: float) -> tuple[list[str], fl
         if x + width > _RIGHT:
             x, top = float(_LEFT), top + 20
         parts.append(f'<rect x="{x:.1f}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(x + 15, top, name))
+        parts.append(svg_text(x + 15, top, name))
         x += width
     return parts, top + 16
 
@@ -209,12 +210,8 @@ def _document(title: str, description: str, parts: Sequence[str], height: float)
             f"<title>{escape(title)}</title>",
             f"<desc>{escape(description)}</desc>",
             f"<style>{_STYLE}</style>",
-            _text(16, 24, title, 'class="strong" font-size="14" font-weight="600"'),
+            svg_text(16, 24, title, 'class="strong" font-size="14" font-weight="600"'),
             *parts,
             "</svg>\n",
         ]
     )
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'

@@ -6,6 +6,7 @@ from html import escape
 from math import ceil, floor, isfinite, log2, log10
 
 from shardwise.errors import ConfigError
+from shardwise.svg import Axis, svg_line, svg_text
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 664, 72, 372
@@ -94,10 +95,10 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
     """
     first = rows[0]
     ideal = [first.tokens_per_s * row.num_ranks / first.num_ranks for row in rows]
-    across = _Axis(log2(first.num_ranks), log2(rows[-1].num_ranks), _LEFT, _RIGHT)
+    across = Axis(log2(first.num_ranks), log2(rows[-1].num_ranks), _LEFT, _RIGHT)
     values = [*ideal, *(row.tokens_per_s for row in rows)]
     ticks = _ticks(min(values) / 2, max(values))  # room for the label of the lowest point
-    up = _Axis(log10(ticks[0]), log10(ticks[-1]), _BOTTOM, _TOP)
+    up = Axis(log10(ticks[0]), log10(ticks[-1]), _BOTTOM, _TOP)
     curve = [(across.at(log2(r.num_ranks)), up.at(log10(r.tokens_per_s))) for r in rows]
     straight = [(x, up.at(log10(best))) for (x, _), best in zip(curve, ideal, strict=True)]
     parts = [
@@ -106,29 +107,16 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
         f'<title id="scaling-title">{escape(title)}</title>',
         f'<desc id="scaling-desc">{escape(_description(rows))}</desc>',
         f"<style>{_STYLE}</style>",
-        _text(_LEFT, 26, title, 'class="strong" font-size="15" font-weight="600"'),
+        svg_text(_LEFT, 26, title, 'class="strong" font-size="15" font-weight="600"'),
         *_legend(),
         *_value_axis(up, ticks),
         *_ranks_axis(across, rows),
-        _line("ideal", straight, 'stroke-dasharray="5 4"'),
-        _line("line", curve, 'stroke-width="2"'),
+        svg_line("ideal", straight, 'stroke-dasharray="5 4"'),
+        svg_line("line", curve, 'stroke-width="2"'),
         *_dots(curve, rows),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
-
-
-@dataclass(frozen=True)
-class _Axis:
-    low: float
-    high: float
-    begin: float
-    end: float
-
-    def at(self, value: float) -> float:
-        """Return where a value lies; an axis of one value has it in the middle."""
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return self.begin + share * (self.end - self.begin)
 
 
 def _description(rows: Sequence[ScalingRow]) -> str:
@@ -148,22 +136,22 @@ def _ticks(low: float, high: float) -> list[float]:
     return round_values[first : max(last, first + 1) + 1]
 
 
-def _value_axis(up: _Axis, ticks: Sequence[float]) -> list[str]:
+def _value_axis(up: Axis, ticks: Sequence[float]) -> list[str]:
     """Draw a line for each round value, or for each power of ten where there are many."""
-    parts = [_text(_LEFT - 60, _TOP - 18, "tokens/s")]
+    parts = [svg_text(_LEFT - 60, _TOP - 18, "tokens/s")]
     for tick in ticks:
         if len(ticks) > _MOST_TICKS and not f"{tick:e}".startswith("1"):
             continue
         y = up.at(log10(tick))
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(_LEFT - 8, y + 4, _short(tick), 'text-anchor="end"'))
+        parts.append(svg_text(_LEFT - 8, y + 4, _short(tick), 'text-anchor="end"'))
     return parts
 
 
-def _ranks_axis(across: _Axis, rows: Sequence[ScalingRow]) -> list[str]:
+def _ranks_axis(across: Axis, rows: Sequence[ScalingRow]) -> list[str]:
     parts = [
         f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>',
-        _text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
+        svg_text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
     ]
     shown = -_WIDTH * 1.0
     for row in rows:
@@ -173,7 +161,7 @@ def _ranks_axis(across: _Axis, rows: Sequence[ScalingRow]) -> list[str]:
         )
         if x - shown >= _LABEL_GAP:
             label = f"{row.num_ranks:,}"
-            parts.append(_text(x, _BOTTOM + 21, label, 'text-anchor="middle"'))
+            parts.append(svg_text(x, _BOTTOM + 21, label, 'text-anchor="middle"'))
             shown = x
     return parts
 
@@ -185,7 +173,7 @@ def _dots(curve: list[tuple[float, float]], rows: Sequence[ScalingRow]) -> list[
     for (x, y), row in zip(curve, rows, strict=True):
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
         if x - shown >= _LABEL_GAP:
-            parts.append(_text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
+            parts.append(svg_text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
             shown = x
     return parts
 
@@ -194,20 +182,11 @@ def _legend() -> list[str]:
     return [
         f'<line class="line" stroke-width="2" x1="{_RIGHT - 256}" x2="{_RIGHT - 232}" '
         f'y1="{_TOP - 22}" y2="{_TOP - 22}"/>',
-        _text(_RIGHT - 226, _TOP - 18, "simulated, % of ideal"),
+        svg_text(_RIGHT - 226, _TOP - 18, "simulated, % of ideal"),
         f'<line class="ideal" stroke-dasharray="5 4" x1="{_RIGHT - 76}" x2="{_RIGHT - 52}" '
         f'y1="{_TOP - 22}" y2="{_TOP - 22}"/>',
-        _text(_RIGHT - 46, _TOP - 18, "ideal"),
+        svg_text(_RIGHT - 46, _TOP - 18, "ideal"),
     ]
-
-
-def _line(name: str, points: list[tuple[float, float]], more: str) -> str:
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="{name}" fill="none" {more} points="{places}"/>'
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
 
 
 def _short(value: float) -> str:

@@ -1,0 +1,338 @@
+"""The loss of a run as a picture, drawn from its metrics file: SVG text, in light and dark.
+
+Above are the training loss and the held-out loss over the steps, below the learning rate. A run
+that was resumed has all its steps in that file, so its curve goes on. Imports no torch.
+
+Note [Many points, and a few far away]
+A picture is some hundred columns wide. More points than that are drawn as the mean of each column,
+over a band from its lowest to its highest loss, so a spike of one step is still seen. Where a few
+losses lie so far above the others that nothing else could be read, the axis ends below them, and
+marks at its upper edge have their values as titles.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from math import floor, isfinite, log10
+from pathlib import Path
+
+from shardwise.svg import Axis, round_ticks, svg_line, svg_text
+
+__all__ = ["Curves", "loss_svg", "read_curves", "write_picture"]
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
+_TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
+_COLUMN = 2  # pixels
+_FEW, _ENOUGH = 60, 20  # points that are dotted; points of which some can be called far away
+_FAR = 10
+_STYLE = """
+.shardwise-loss{font-family:system-ui,sans-serif;font-size:12px}
+.shardwise-loss .paper{fill:#fff}
+.shardwise-loss text{fill:#4a5058}
+.shardwise-loss .strong{fill:#1c2024}
+.shardwise-loss .grid{stroke:#dfe3e8}
+.shardwise-loss .resumed{stroke:#7a828c}
+.shardwise-loss .train{stroke:#1f6fd1}
+.shardwise-loss .train-fill{fill:#1f6fd1}
+.shardwise-loss .held{stroke:#b3560b}
+.shardwise-loss .held-fill{fill:#b3560b}
+.shardwise-loss .rate{stroke:#27864b}
+.shardwise-loss .bad{stroke:#c0392b}
+@media (prefers-color-scheme:dark){
+.shardwise-loss .paper{fill:#16191d}
+.shardwise-loss text{fill:#b3bac3}
+.shardwise-loss .strong{fill:#f0f3f6}
+.shardwise-loss .grid{stroke:#3a4149}
+.shardwise-loss .resumed{stroke:#8d96a0}
+.shardwise-loss .train{stroke:#6cabf5}
+.shardwise-loss .train-fill{fill:#6cabf5}
+.shardwise-loss .held{stroke:#f0a35a}
+.shardwise-loss .held-fill{fill:#f0a35a}
+.shardwise-loss .rate{stroke:#6dc48c}
+.shardwise-loss .bad{stroke:#ff8a7a}
+}
+"""
+
+Point = tuple[int, float]  # (step, value)
+
+
+@dataclass
+class Curves:
+    """What a metrics file has of each step; ``bad`` are steps whose loss was not a number."""
+
+    train: list[Point] = field(default_factory=list)
+    held_out: list[Point] = field(default_factory=list)
+    rate: list[Point] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first and the last step."""
+        ends = [*self.bad[:1], *self.bad[-1:]]
+        for points in (self.train, self.held_out):
+            ends += [step for step, _ in (*points[:1], *points[-1:])]
+        return min(ends), max(ends)
+
+
+def write_picture(metrics: Path, target: Path) -> bool:
+    """Draw the losses of a metrics file; return whether there were any. **Raises** OSError."""
+    if not metrics.exists():
+        return False
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        curves = read_curves(lines)
+    if not (curves.train or curves.held_out or curves.bad):
+        return False
+    part = target.with_name(f"{target.name}.part")
+    part.write_text(loss_svg(curves, f"Loss of {metrics.parent}"), encoding="utf-8")
+    part.replace(target)
+    return True
+
+
+def read_curves(lines: Iterable[str]) -> Curves:
+    """Read JSON lines of a metrics file; what is no such line is passed over."""
+    found = Curves()
+    for text in lines:
+        try:
+            line = json.loads(text)
+            step = int(line["step"])
+        except (ValueError, TypeError, KeyError):
+            continue
+        if "load_s" in line:
+            found.resumed.append(step)
+        for name, points in (("loss", found.train), ("eval_loss", found.held_out)):
+            if name in line and isinstance(line[name], int | float) and isfinite(line[name]):
+                points.append((step, float(line[name])))
+            elif name in line:
+                found.bad.append(step)
+        if isinstance(line.get("lr"), int | float):
+            found.rate.append((step, float(line["lr"])))
+    return found
+
+
+def loss_svg(curves: Curves, title: str) -> str:
+    """Draw the curves of a run: a whole SVG document, which may stand inside an HTML page."""
+    across = Axis(*curves.steps, _LEFT, _RIGHT)
+    high = _highest_shown(curves)
+    values = [v for _, v in (*curves.train, *curves.held_out) if v <= high]
+    ticks = _padded_ticks(values or [0.5], 7)
+    up = Axis(ticks[0], ticks[-1], _BOTTOM, _TOP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'class="shardwise-loss" aria-label="{escape(title, quote=True)}">',
+        f"<title>{escape(title)}</title>",
+        f"<desc>{escape(_description(curves))}</desc>",
+        f"<style>{_STYLE}</style>",
+        f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}" rx="6"/>',
+        svg_text(_LEFT, 28, title, 'class="strong" font-size="15" font-weight="600"'),
+        svg_text(_LEFT, _TOP - 14, "loss, nats per token"),
+        *_legend(curves, up.high),
+        *(_grid(up, ticks, _labels(ticks)) if values else []),
+        *_steps_axis(across),
+        *_marks(curves, across),
+        *_series("train", curves.train, curves.bad, across, up),
+        *_series("held", curves.held_out, (), across, up),
+        *_rate(curves.rate, across),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _highest_shown(curves: Curves) -> float:
+    """Return where the axis may end: see Note [Many points, and a few far away]."""
+    values = sorted(value for _, value in (*curves.train, *curves.held_out))
+    if len(values) < _ENOUGH:
+        return values[-1] if values else 0.0
+    low, usual = values[0], values[int(0.98 * (len(values) - 1))]
+    far = usual + _FAR * max(usual - low, 1e-3 * abs(usual))
+    return max(value for value in values if value <= far)
+
+
+def _padded_ticks(values: Sequence[float], most: int) -> list[float]:
+    low, high = min(values), max(values)
+    if high - low < 1e-6 * abs(high) or high == low:
+        room = 0.05 * abs(high) or 1.0
+        low, high = low - room, high + room
+    return round_ticks(low, high, most)
+
+
+def _described(name: str, points: Sequence[Point]) -> list[str]:
+    if not points:
+        return []
+    (first, begin), (last, end) = points[0], points[-1]
+    low_step, low = min(points, key=lambda point: point[1])
+    if first == last:
+        return [f"{name} {begin:.4g} at step {first:,}"]
+    text = f"{name} from {begin:.4g} at step {first:,} to {end:.4g} at step {last:,}"
+    return [f"{text}, lowest {low:.4g} at step {low_step:,}"]
+
+
+def _description(curves: Curves) -> str:
+    parts = _described("training loss", curves.train) + _described("held out", curves.held_out)
+    if curves.bad:
+        parts.append(f"no number at {len(curves.bad):,} steps, first at step {curves.bad[0]:,}")
+    if curves.rate:
+        highest = max(value for _, value in curves.rate)
+        parts.append(f"learning rate at most {highest:.4g}")
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _legend(curves: Curves, high: float) -> list[str]:
+    items = [("train", "training", curves.train), ("held", "held out", curves.held_out)]
+    items += [("bad", "not a number", [(step, 0.0) for step in curves.bad])]
+    items += [("resumed", "resumed", [(step, 0.0) for step in curves.resumed])]
+    above = [p for p in (*curves.train, *curves.held_out) if p[1] > high]
+    items += [("above", "above the axis", above)]
+    shown = [(name, text) for name, text, points in items if points]
+    x = float(_RIGHT) - sum(38 + 6.6 * len(text) for _, text in shown)
+    parts = []
+    for name, text in shown:
+        dash = ' stroke-dasharray="3 3"' if name == "resumed" else ""
+        parts.append(
+            f'<path class="train-fill" d="M{x + 18:.1f},{_TOP - 14} h8 l-4,-8 z"/>'
+            if name == "above"
+            else f'<line class="{name}" stroke-width="2"{dash} x1="{x + 12:.1f}" '
+            f'x2="{x + 32:.1f}" y1="{_TOP - 18}" y2="{_TOP - 18}"/>'
+        )
+        parts.append(svg_text(x + 37, _TOP - 14, text))
+        x += 38 + 6.6 * len(text)
+    return parts
+
+
+def _grid(up: Axis, ticks: Sequence[float], labels: Sequence[str]) -> list[str]:
+    parts = []
+    for tick, label in zip(ticks, labels, strict=True):
+        y = up.at(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(svg_text(_LEFT - 8, y + 4, label, 'text-anchor="end"'))
+    return parts
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Write ticks with as many digits as tell them apart."""
+    gap = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
+    digits = -floor(log10(gap) + 1e-9)
+    largest = max(abs(tick) for tick in ticks)
+    if largest >= 1e6 or digits > 4:
+        return [f"{tick:.6g}" if abs(tick) > 1e-12 * largest else "0" for tick in ticks]
+    return [f"{tick:,.{max(0, digits)}f}" for tick in ticks]
+
+
+def _steps_axis(across: Axis) -> list[str]:
+    first, last = int(across.low), int(across.high)
+    ticks = [t for t in round_ticks(first, last, 9) if first <= t <= last and t == int(t)]
+    parts = [svg_text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"')]
+    for tick in dict.fromkeys([*ticks] if len(ticks) > 1 else [first, last]):
+        x = across.at(tick)
+        for top, bottom in ((_BOTTOM, _BOTTOM + 5), (_RATE_BOTTOM, _RATE_BOTTOM + 5)):
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
+        parts.append(svg_text(x, _RATE_BOTTOM + 20, f"{tick:,.0f}", 'text-anchor="middle"'))
+    return parts
+
+
+def _marks(curves: Curves, across: Axis) -> list[str]:
+    """Draw where the run was resumed, and where its loss was no number, each column once."""
+    parts = []
+    for name, steps, said in (
+        ("resumed", curves.resumed, "resumed after step"),
+        ("bad", curves.bad, "the loss is not a number at step"),
+    ):
+        dash = ' stroke-dasharray="3 3"' if name == "resumed" else ' stroke-width="1.5"'
+        columns = {round(across.at(step) / _COLUMN): step for step in reversed(steps)}
+        for step in columns.values():
+            x, top = across.at(step), _TOP if name == "resumed" else _BOTTOM - 14
+            parts.append(
+                f'<line class="{name}"{dash} x1="{x:.1f}" x2="{x:.1f}" y1="{top}" '
+                f'y2="{_BOTTOM}"><title>{said} {step:,}</title></line>'
+            )
+    return parts
+
+
+def _series(
+    name: str, points: Sequence[Point], gaps: Sequence[int], across: Axis, up: Axis
+) -> list[str]:
+    """Draw one loss: a line, dots where they are few, a band where they are many."""
+    shown = [(step, value) for step, value in points if value <= up.high]
+    parts: list[str] = []
+    width = 'stroke-width="1.6" stroke-linejoin="round"'
+    if len(shown) > 2 * (_RIGHT - _LEFT) / _COLUMN:
+        columns = _columns(shown, across)
+        edges = [(x, up.at(high)) for x, _, _, high in columns]
+        edges += [(x, up.at(low)) for x, low, _, _ in reversed(columns)]
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in edges)
+        parts.append(f'<polygon class="{name}-fill" fill-opacity="0.25" points="{places}"/>')
+        parts.append(svg_line(name, [(x, up.at(mean)) for x, _, mean, _ in columns], width))
+    else:
+        parts += [
+            svg_line(name, [(across.at(s), up.at(v)) for s, v in piece], width)
+            for piece in _pieces(shown, gaps)
+        ]
+    if len(shown) <= _FEW:
+        parts += [
+            f'<circle class="{name}-fill" cx="{across.at(step):.1f}" cy="{up.at(value):.1f}" '
+            f'r="2.6"><title>step {step:,}: {value:.4g}</title></circle>'
+            for step, value in shown
+        ]
+    return parts + _beyond(name, points, across, up)
+
+
+def _pieces(points: Sequence[Point], gaps: Sequence[int]) -> Iterable[list[Point]]:
+    """Cut the points where a step between two of them had no number."""
+    begin = 0
+    steps = [step for step, _ in points]
+    for end in sorted({bisect(steps, gap) for gap in gaps} | {len(points)}):
+        if end > begin:
+            yield list(points[begin:end])
+        begin = end
+
+
+def _columns(points: Sequence[Point], across: Axis) -> list[tuple[float, float, float, float]]:
+    """Return (x, lowest, mean, highest) of each column of pixels that has points."""
+    found: dict[int, list[Point]] = {}
+    for point in points:
+        found.setdefault(floor((across.at(point[0]) - _LEFT) / _COLUMN), []).append(point)
+    columns = []
+    for inside in found.values():
+        values = [value for _, value in inside]
+        x = sum(across.at(step) for step, _ in inside) / len(inside)
+        columns.append((x, min(values), sum(values) / len(values), max(values)))
+    return columns
+
+
+def _beyond(name: str, points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
+    """Mark the highest loss of each column that is above the axis, by a small triangle."""
+    highest: dict[int, Point] = {}
+    for point in points:
+        column = round(across.at(point[0]) / 8)
+        known = highest.get(column)
+        if point[1] > up.high and (known is None or point[1] > known[1]):
+            highest[column] = point
+    return [
+        f'<path class="{name}-fill" d="M{x - 4:.1f},{_TOP + 2} h8 l-4,-8 z"><title>step {step:,}: '
+        f"{value:.4g}, above what is shown</title></path>"
+        for step, value in highest.values()
+        for x in (across.at(step),)
+    ]
+
+
+def _rate(points: Sequence[Point], across: Axis) -> list[str]:
+    if not points:
+        return []
+    ticks = round_ticks(0.0, max(value for _, value in points), 4)
+    up = Axis(ticks[0], ticks[-1], _RATE_BOTTOM, _RATE_TOP)
+    stride = max(1, len(points) // (_RIGHT - _LEFT))
+    kept = [*points[:-1:stride], points[-1]]
+    line = [(across.at(step), up.at(value)) for step, value in kept]
+    if len(line) == 1:
+        line = [(line[0][0] - 3, line[0][1]), (line[0][0] + 3, line[0][1])]
+    ends = list(dict.fromkeys([ticks[0], ticks[-1]]))
+    return [
+        svg_text(_LEFT, _RATE_TOP - 10, "learning rate"),
+        *_grid(up, ends, [f"{tick:g}" for tick in ends]),
+        svg_line("rate", line, 'stroke-width="1.6" stroke-linejoin="round"'),
+    ]

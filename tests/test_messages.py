@@ -1,0 +1,230 @@
+"""Slips that people make, read as they read them: what was expected, what came, what to do."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.config import PRECISIONS, Precision, resolve_config
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError
+from shardwise.plan.accounting import Setup
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.request import PlanRequest
+from shardwise.train.config import TrainConfig, load_config
+
+SOURCES = Path(__file__).parents[1] / "src"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SAME = {
+    "fp32": ["fp32", "float32", "float", torch.float32, torch.float],
+    "bf16": ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16, "BF16"],
+    "fp16": ["fp16", "float16", "half", torch.float16, torch.half],
+}
+
+
+@pytest.mark.parametrize(("name", "said"), [(n, s) for n, all_ in SAME.items() for s in all_])
+def test_a_precision_has_torchs_names_too(name: str, said: Any, tmp_path: Path) -> None:
+    assert resolve_config(3, "rows", said, None, None).precision == PRECISIONS[name]
+    assert Candidate(precision=said).precision == Setup(2, precision=said).precision == name
+    text = str(said)
+    path = tmp_path / "run.yaml"
+    path.write_text(f"precision: {text}\n")
+    ours = load_config(path, {})
+    assert ours == load_config(None, {"precision": text}) == TrainConfig(precision=name)
+    assert PlanRequest.model_validate({"precision": text}).precision == name
+    # beside a file that says the same in our words
+    other = tmp_path / "ds.json"
+    assert load_config(path, {}, (other, {"precision": name})).precision == name
+
+
+def test_a_model_computes_in_the_dtype_that_was_given() -> None:
+    model = shardwise.shard(Net(), precision=torch.bfloat16)
+    assert model(torch.randn(2, 4)).dtype is torch.bfloat16
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in engine_of(model).units]
+
+
+def test_one_unit_may_stand_alone_and_a_list_of_modules_for_its_own() -> None:
+    blocks = ["", "layers.0", "layers.1"]
+    for units in ("Block", Block, ["Block"], {Block}, (kind for kind in [Block])):
+        assert names(shardwise.shard(Net(), units=units)) == blocks
+    cases: list[tuple[Callable[[Net], Any], list[str]]] = [
+        (lambda model: model.layers, blocks),
+        (lambda model: model.layers[1], ["", "layers.1"]),
+        (lambda model: model.head, ["", "head"]),
+        (lambda model: nn.ModuleDict({"any": model.head}), ["", "head"]),
+        (lambda model: [], [""]),
+    ]
+    for choose, expected in cases:
+        model = Net()
+        assert names(shardwise.shard(model, units=choose(model))) == expected
+
+
+def sharded() -> nn.Module:
+    return shardwise.shard(Net())
+
+
+SLIPS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: shardwise.shard("x"), "model: expected a torch.nn.Module, got 'x', which is of type"),
+    (lambda: shardwise.shard(None), "model: expected a torch.nn.Module, got None"),
+    (lambda: shardwise.shard(Net), "got the class Net; make one of it: Net(...)"),
+    (lambda: shardwise.shard(nn.parallel.DistributedDataParallel(Net())), "which is its .module"),
+    (lambda: shardwise.shard(sharded().layers[0]), "'inner.weight' is sharded already, with a"),
+    (lambda: shardwise.shard(Net(), units="block"), "block matches no module; did you mean Block?"),
+    (lambda: shardwise.shard(Net(), units=5), "units=5: expected module classes, their names, or"),
+    (lambda: shardwise.shard(Net(), units=[5]), "units: expected module classes, their names, or"),
+    (
+        lambda: shardwise.shard(Net(), units=Block()),
+        "this Block is not in the model; the model has",
+    ),
+    (lambda: shardwise.shard(Net(), precision="bf-16"), "did you mean 'bf16'?"),
+    (lambda: shardwise.shard(Net(), precision=None), "precision=None: expected one of 'fp32',"),
+    (lambda: shardwise.shard(Net(), precision=torch.int8), "precision=torch.int8: expected one of"),
+    (
+        lambda: shardwise.shard(Net(), precision=Precision(param="bf16")),  # type: ignore[arg-type]
+        "precision.param='bf16': expected a floating-point dtype, such as torch.bfloat16",
+    ),
+    (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
+    (lambda: shardwise.shard(Net(), prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
+    (lambda: shardwise.shard(Net(), bucket_bytes=None), "bucket_bytes=None: expected 0 (each"),
+    (lambda: shardwise.shard(Net(), mesh=(1, 1)), "mesh=(1, 1): expected a DeviceMesh, as torch's"),
+    (lambda: shardwise.shard(Net(), init=5), "init=5: expected a function that takes a module"),
+    (lambda: shardwise.stats("x"), "model: expected a torch.nn.Module, got 'x'"),
+    (lambda: shardwise.fully_shard("x"), "model: expected a torch.nn.Module, got 'x'"),
+    (lambda: shardwise.fully_shard(Net), "got the class Net"),
+    (lambda: shardwise.fully_shard([]), "or a list of some, got an empty list"),
+    (
+        lambda: shardwise.fully_shard(Net(), mp_policy=torch.bfloat16),
+        "mp_policy=torch.bfloat16: expected torch's MixedPrecisionPolicy",
+    ),
+    (lambda: shardwise.fully_shard(Net(), mesh=8), "mesh=8: expected torch's DeviceMesh or None"),
+    (lambda: shardwise.fully_shard(Net(), offload_policy="cpu"), "torch's OffloadPolicy or None"),
+    (lambda: shardwise.from_deepspeed({}, auto="lr"), "auto: expected a dict of full names"),
+    (
+        lambda: shardwise.from_deepspeed({"scheduler": {"type": "WarmupLR"}}).scheduler("x"),
+        "scheduler(): expected an optimizer of torch, got 'x'",
+    ),
+    (
+        lambda: shardwise.from_deepspeed({"optimizer": {"type": "AdamW"}}).optimizer(Net()),
+        "optimizer(): expected parameters, got a Net; give .parameters()",
+    ),
+]
+
+
+@pytest.mark.parametrize(("slip", "said"), SLIPS, ids=[said[:40] for _, said in SLIPS])
+def test_a_slip_is_answered_with_what_was_expected(slip: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        slip()
+    assert said in str(refused.value)
+
+
+def test_a_root_without_reset_parameters_is_called_the_root() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(ConfigError, match=r"'\(root\)' \(Bare\) is on the meta device"):
+        shardwise.shard(model)
+
+
+def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) -> None:
+    """All of them in one process: what is imported once stays, so none may import torch."""
+    (tmp_path / "typo.yaml").write_text("stge: 1\n")
+    (tmp_path / "typo.json").write_text('{"zero_optimization": {"stge": 3}}')
+    lines = {
+        "trian": "Did you mean 'train'?",
+        "train --staeg 3": "No such option: --staeg",
+        "train --stage 9": "flag --stage: stage: expected 0, 1, 2 or 3, got 9",
+        "train --precision bfloat": "precision: expected 'fp32', 'bf16' or 'fp16', got 'bfloat'",
+        "train typo.yaml": "typo.yaml: unknown key 'stge'; did you mean 'stage'?",
+        "train gone.yaml": "gone.yaml: cannot be read: No such file or directory",
+        "train --deepspeed typo.json": "'zero_optimization.stge'; did you mean 'stage'?",
+        "train --data gone.txt": "expected a text file or a folder of text, found none at gone",
+        "train --tokenizer gone.json": "tokenizer: gone.json cannot be read",
+        "convert gone.json": "gone.json: cannot be read",
+        "convert typo.json --too": "No such option: --too",
+        "ckpt verfy x": "Did you mean 'verify'?",
+        "ckpt verify gone": "gone",
+        "ckpt export gone there": "gone",
+        "ckpt import gone there": "gone cannot be read",
+        "plan --staeg 3": "No such option: --staeg",
+        "plan lama-3-8b": "no preset 'lama-3-8b'; did you mean 'llama-3-8b'",
+        "plan gone.json": "gone.json: cannot be read",
+        "plan gone.py:make": "gone.py: cannot be read",
+        "plan llama-3-8b --gpu h10": "accelerator 'h10' is not in the catalogue",
+        "plan llama-3-8b --deepspeed typo.json": "did you mean 'stage'?",
+        "simulate llama-3-8b --sweep a": "sweep: expected numbers of ranks",
+        "bench --calibrat": "No such option: --calibrat",
+        "bench --output gone/x": "there is no folder gone",
+    }
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from shardwise.cli.main import app\n"
+        "found = {}\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    said = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):\n"
+        "        try:\n"
+        "            app(line.split())\n"
+        "        except SystemExit as ended:\n"
+        "            code = ended.code\n"
+        "    found[line] = [code, said.getvalue(), 'torch' in sys.modules]\n"
+        "print(json.dumps(found))\n"
+    )
+    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(list(lines))],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
+        timeout=300,
+        check=True,
+    )
+    for line, (exit_code, said, has_torch) in json.loads(ran.stdout).items():
+        assert (lines[line] in said, has_torch) == (True, False), (line, said)
+        assert exit_code in (1, 2), line
