@@ -13,8 +13,7 @@ from shardwise.comm.control import control_over
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
-from shardwise.engine.entrances import register_entrances
-from shardwise.engine.hooks import register_hooks
+from shardwise.engine.model import ATTRIBUTE, settle
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
@@ -24,8 +23,6 @@ from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
-
-_ATTRIBUTE = "_shardwise_engine"
 
 
 def shard(
@@ -83,20 +80,8 @@ def shard(
     while remaining:
         built.append(materializer.build(remaining.pop(), len(built)))
     materializer.settle_buffers(model)
-    engine.settle(built)
-    for unit in built:
-        register_hooks(engine, unit)
-    _mark((model, *register_entrances(engine, built)), engine)
+    settle(model, engine, built)
     return model
-
-
-def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
-    """Note on the model whose it is, and on it and what it merely wraps how to generate."""
-    setattr(ways_in[0], _ATTRIBUTE, engine)
-    for module in ways_in:
-        if callable(getattr(module, "generate", None)):
-            # transformers asks for it: ranks then generate until all are through.
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def _tell_other_ranks(
@@ -126,7 +111,7 @@ def _default_device_type(mesh: DeviceMesh | None) -> str:
 def _check_model(model: nn.Module) -> None:
     warn_if_untested("torch")
     for name, module in model.named_modules():
-        if _ATTRIBUTE in vars(module):
+        if ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
             raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
     for name, param in model.named_parameters():
@@ -140,7 +125,7 @@ def _check_model(model: nn.Module) -> None:
 
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model. **Raises** ConfigError for any other."""
-    engine = vars(model).get(_ATTRIBUTE)
+    engine = vars(model).get(ATTRIBUTE)
     if engine is None:
         if any(type(p.data) is DTensor for p in model.parameters()):
             raise ConfigError(

@@ -8,6 +8,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
+_OURS = "_is_of_shardwise"  # on hooks that `forget_hooks` takes from copied modules
+
+
 class HasModule(Protocol):
     """A unit, for all that hooks need to know."""
 
@@ -49,10 +52,25 @@ def register_hooks(watcher: Watcher, unit: HasModule) -> tuple[RemovableHandle, 
             return watcher.after_forward(unit, output)
         return None
 
+    for hook in (pre_forward, post_forward):
+        vars(hook)[_OURS] = True
     return (
         unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True),
         unit.module.register_forward_hook(post_forward, always_call=True),
     )
+
+
+def forget_hooks(module: nn.Module) -> None:
+    """Take our hooks from a module that was copied with them; those of others stay."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    for hooks in (before, after):
+        for number in [n for n, hook in hooks.items() if hasattr(hook, _OURS)]:
+            del hooks[number]
+            if hooks is before:
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+            else:
+                module._forward_hooks_with_kwargs.pop(number, None)
+                module._forward_hooks_always_called.pop(number, None)
 
 
 def register_state_dict_hooks(

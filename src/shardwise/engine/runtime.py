@@ -7,6 +7,12 @@ first) every node of the unit has run by then. A unit without such an input is c
 one's backward begins, or at the end. `end_backward` is queued once per backward pass and closes
 whatever is still open. A `Use` lives in the graph through the hooks, so a graph that is dropped
 without a backward pass leaves nothing behind.
+
+Note [Double backward]
+A pass with create_graph=True only makes the graph of a second one (for a gradient penalty): no
+parameter gets a gradient, so nothing is reduced, and no full parameter may be freed. The second
+pass mixes nodes of forward with those that the first made, and on some devices these are numbered
+apart, so no hook tells when a unit is through: all units are closed at its end.
 """
 
 import sys
@@ -23,6 +29,7 @@ from shardwise.engine.reductions import Collected, Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
 from shardwise.trace import FullBytes, mark
+from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.states import GradState
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit, Use
@@ -64,6 +71,9 @@ class Engine:
         self._stack: list[tuple[Unit, Use | None, bool]] = []
         self._backward_task: int | None = None
         self._unhooked: list[tuple[Unit, Use, int]] = []
+        self._creates_graph = False  # the backward pass under way has create_graph=True
+        self._second_is_due = False  # the one before had
+        self._runs_grad_hooks = False
         self._reductions: Collected = reductions or Reductions(config, comm)
         self._schedule: Schedule[Unit] = Schedule(config.prefetch_bytes, self._reductions)
         self._num_calls = 0
@@ -226,7 +236,7 @@ class Engine:
     # -- what slots ask (unit.Scheduler)
     def is_running(self) -> bool:
         """Tell whether a forward pass is under way, or a backward pass, which may recompute one."""
-        return bool(self._stack) or _in_backward()
+        return bool(self._stack) or (_in_backward() and not self._runs_grad_hooks)
 
     def use_outside(self, unit: Unit) -> None:
         """Unshard a unit whose parameter is used outside its module, until backward ends.
@@ -248,6 +258,12 @@ class Engine:
 
     def on_grad(self, unit: Unit) -> None:
         """Note that one full parameter of the unit has its gradient."""
+        if torch.is_grad_enabled():
+            raise StateError(
+                "loss.backward(create_graph=True) on a sharded model: p.grad, the mean over ranks, "
+                "has no graph. Use torch.autograd.grad(loss, inputs, create_graph=True) and "
+                f"call backward() on what you compute from it, or compute both {self.where_full}"
+            )
         self._ensure_callback()
         unit.num_grads += 1
         if unit.used_outside and unit.outside_versions != unit.read_versions():
@@ -267,10 +283,7 @@ class Engine:
         if use.begun:
             return
         if torch.is_grad_enabled():
-            raise StateError(
-                "backward(create_graph=True) through a sharded model: its parameters are freed "
-                f"during the pass. Compute gradient penalties {self.where_full}"
-            )
+            self._begin_double(unit)
         is_first = not unit.in_backward
         use.begun = unit.in_backward = True
         use.done = False
@@ -282,6 +295,16 @@ class Engine:
         self._schedule.before_backward(unit)
         if is_first:
             mark("backward", unit.name)
+
+    def _begin_double(self, unit: Unit) -> None:
+        """Take note of create_graph=True. See Note [Double backward]."""
+        self._creates_graph = True
+        if unit.frees_in_backward:
+            raise StateError(
+                f"create_graph=True through unit '{unit.name or '(root)'}' of a sharded model: its "
+                "full parameters are freed during the pass, and the second pass would read them. "
+                f"Run forward and torch.autograd.grad {self.where_full}"
+            )
 
     def _close_unhooked(self, begun: Unit, its_use: Use, node: int) -> None:
         """Close the units without an input hook whose backward must be over by now.
@@ -302,6 +325,8 @@ class Engine:
         """Close one use of the unit; the last one closes the unit."""
         if use.done or self._backward_task is None:
             return
+        if self._creates_graph or self._second_is_due:
+            return  # see Note [Double backward]
         use.done = True
         if unit.open_uses == 0 and not unit.used_outside:
             self._after_backward(unit)
@@ -316,7 +341,10 @@ class Engine:
         self._schedule.after_backward(unit, is_last=self.is_last_micro_batch)
 
     def end_backward(self) -> None:
-        """Close the backward pass: reduce what is left, free what is full."""
+        """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
+        if self._creates_graph:
+            self._reset_pass()
+            return
         self.window_open = not self.is_last_micro_batch
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, self.is_last_micro_batch)
@@ -326,6 +354,13 @@ class Engine:
                 self._after_backward(unit)
         self._reductions.close()
         self._reset_pass()
+        if self.is_last_micro_batch and any_grad_hooks(self.units):
+            self.finish_reductions()
+            self._runs_grad_hooks = True
+            try:
+                run_grad_hooks(self.units)
+            finally:
+                self._runs_grad_hooks = False
 
     def _reset_pass(self) -> None:
         for unit in self.units:
@@ -338,6 +373,7 @@ class Engine:
         self._stack.clear()
         self._unhooked.clear()
         self._backward_task = None
+        self._second_is_due, self._creates_graph = self._creates_graph, False
 
     # -- gradients
     @property

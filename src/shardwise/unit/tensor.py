@@ -136,9 +136,13 @@ class ShardTensor(Sliced):
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):
+            owner = args[0]._owner
+            if name != "register_hook" and owner is not None and owner.param is args[0]:
+                return owner.add_grad_hook(*args[1:], **kwargs)
             raise ShardError(
                 f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "
-                "gradient is this rank's alone; read p.grad after loss.backward()"
+                "gradient is this rank's alone; read p.grad after loss.backward(), or use "
+                "register_post_accumulate_grad_hook on the parameter, which is called with the mean"
             )
         elif func is torch.autograd.grad:
             raise ShardError(

@@ -5,11 +5,13 @@ its gradient on the way from one to the other.
 """
 
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending
@@ -19,6 +21,7 @@ from shardwise.layout.units import ParamUse
 from shardwise.stages import UnitSettings
 from shardwise.trace import span
 from shardwise.unit.cut import Cut
+from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
@@ -103,6 +106,7 @@ class Slot:
         self.leaf = storage.leaf(index, requires_grad)
         self.partial: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        self.grad_hooks = GradHooks()
         self._watched = False
         self._watch()
 
@@ -159,6 +163,10 @@ class Slot:
         """Freeze or thaw the full parameter along with its shard."""
         self.leaf.requires_grad_(requires_grad)
         self._watch()
+
+    def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
+        return self.grad_hooks.add(hook, self.leaf)
 
     # -- gradients on their way
     def drop_partial(self) -> None:
@@ -257,6 +265,11 @@ class Unit:
     def backward_reads_params(self) -> bool:
         """Tell whether backward needs the full parameters; an embedding's needs the ids alone."""
         return type(self.module).forward is not nn.Embedding.forward
+
+    @property
+    def frees_in_backward(self) -> bool:
+        """Tell whether a backward pass leaves no memory under the full parameters."""
+        return self.settings.stage.frees_after_backward and any(s.frees for s in self.storages)
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
