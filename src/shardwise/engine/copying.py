@@ -68,6 +68,8 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: 
             if not name.startswith("_"):
                 vars(param).setdefault(name, value)
         memo[id(slot.param)] = param
+    for copied in made.storages:  # only now: the slots' full parameters are views
+        copied.free()
     return made
 
 
@@ -76,7 +78,6 @@ def _copy_storage(storage: Storage, ledger: FullBytes) -> Storage:
     dtypes = storage.master.dtype, storage.full.dtype
     made = Storage(storage.layout, storage.rank, storage.stage, dtypes, storage.full.device, ledger)
     made.master.copy_(storage.master)
-    made.free()
     return made
 
 

@@ -53,6 +53,7 @@ def gathered(
         raise StateError("gathered(): the model is gathered already; leave that context first")
     if engine.broken is not None:
         raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
+    engine.forget_cut_pass()
     with torch.no_grad():
         fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
     versions = [full._version for full in fulls]

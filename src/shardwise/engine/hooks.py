@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-
 _OURS = "_is_of_shardwise"  # on hooks that `forget_hooks` takes from copied modules
 
 

@@ -49,7 +49,7 @@ def _changed_since_forward(unit: Unit) -> StateError:
 class Engine:
     """Runs the units of one model; `hooks` calls it, nobody else."""
 
-    where_full = "inside `with shardwise.gathered(model):`"
+    where_full = where_stays = "inside `with shardwise.gathered(model):`"
 
     def __init__(
         self,
@@ -101,8 +101,7 @@ class Engine:
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the unit, start gathering the next ones, bind the full parameters."""
         in_backward = _in_backward()
-        if not in_backward and self._backward_task is not None:
-            self._recover()
+        self.forget_cut_pass()
         records = torch.is_grad_enabled()
         if not self._stack and not in_backward:
             self._check_call(unit, records)
@@ -303,7 +302,7 @@ class Engine:
             raise StateError(
                 f"create_graph=True through unit '{unit.name or '(root)'}' of a sharded model: its "
                 "full parameters are freed during the pass, and the second pass would read them. "
-                f"Run forward and torch.autograd.grad {self.where_full}"
+                f"Run forward and torch.autograd.grad {self.where_stays}"
             )
 
     def _close_unhooked(self, begun: Unit, its_use: Use, node: int) -> None:
@@ -384,6 +383,11 @@ class Engine:
     def finish_reductions(self) -> None:
         """Complete every reduction under way and set ``p.grad``."""
         self._reductions.finish()
+
+    def forget_cut_pass(self) -> None:
+        """Clean up after a backward pass that raised, if the last one did."""
+        if self._backward_task is not None and not _in_backward():
+            self._recover()
 
     def _recover(self) -> None:
         """Clean up after a backward pass that raised: its unreduced gradients are dropped."""

@@ -14,6 +14,7 @@ class Owner(Protocol):
 
     name: str
     param: Any
+    leaf: Any
 
     def read_grad(self) -> torch.Tensor | None:
         """Return the reduced gradient, finishing reductions that are under way."""

@@ -26,6 +26,7 @@ from shardwise.errors import ShardError
 from shardwise.unit.answers import (
     answer,
     check_conversion,
+    into_leaf,
     is_in_place,
     run_whole,
     set_property,
@@ -149,6 +150,9 @@ class ShardTensor(Sliced):
                 "torch.autograd.grad with respect to a sharded parameter would give this rank's "
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
+        elif func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            inputs = [into_leaf(tensor) for tensor in kwargs["inputs"]]
+            return func(*args, **{**kwargs, "inputs": inputs})
         if name not in GRAD_FREE and not is_in_place(name):
             records = torch.is_grad_enabled()
             shards = shards_in(args, kwargs)

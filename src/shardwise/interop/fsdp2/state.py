@@ -45,7 +45,8 @@ class GroupEngine(Engine):
             unit.index, unit.scheduler = index, self
         self.settle(list(units), order=())
 
-    where_full = "after model.set_reshard_after_backward(False), or on a copy that is not sharded"
+    where_full = "on a copy of the model that is not sharded"
+    where_stays = "after model.set_reshard_after_backward(False), or on a copy that is not sharded"
 
     def allows_transform(self, kind: Any) -> bool:
         """Allow ``jvp`` too where nothing is freed: backward through it does not pass our hooks."""
