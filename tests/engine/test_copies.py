@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+import shardwise
 from models import Block, OddModel, Stack
 from oracle import assert_same_bits, average
 from ranks import run_ranks
@@ -165,6 +167,27 @@ def check_averages(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_averaged_model_is_that_of_one_process(world_size: int) -> None:
     run_ranks(check_averages, world_size)
+
+
+def check_averages_are_saved(rank: int, world_size: int, folder: str) -> None:
+    model = shard(make_normed(), stage=3, layout="flat")
+    averaged = AveragedModel(model)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    averaged.update_parameters(model)
+    shardwise.save(folder, averaged.module)
+    other = shard(make_normed(), stage=1)
+    shardwise.load(folder, other)
+    assert_same_bits(full_parameters(other), full_parameters(averaged.module))
+    mean = make_normed().head.bias.detach() + 1.5  # of the values after one step and after two
+    torch.testing.assert_close(full_parameters(other)["head.bias"], mean)
+
+
+def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path: Path) -> None:
+    run_ranks(check_averages_are_saved, 2, str(tmp_path / "averaged"))
 
 
 def check_plain_copy(rank: int, world_size: int, stage: int) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from models import Stack
 from ranks import run_ranks
@@ -195,6 +197,33 @@ def check_windows(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradient_penalties_accumulate_over_micro_batches(world_size: int) -> None:
     run_ranks(check_windows, world_size)
+
+
+class Checkpointed(Stack):
+    """Each block runs again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def check_replicas_and_checkpoints(rank: int, world_size: int) -> None:
+    """Gradients are means over the replicate axis, too, and blocks may run again in backward."""
+    truth = train_alone(wgan_gp, world_size)[0]
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for stage, way in ((0, outside), (2, outside), (3, inside), (3, after)):
+        for make in (Stack, Checkpointed):
+            torch.manual_seed(0)
+            model = make()
+            model.blocks[1].up.bias.requires_grad_(False)
+            model = shard(model, stage=stage, mesh=mesh if make is Stack else None)
+            way(model, wgan_gp, batches(world_size)[0][rank])
+            assert_close(full_grads(model), truth, f"{way.__name__}, stage {stage}")
+
+
+def test_gradient_penalties_over_replicas_and_with_activation_checkpoints() -> None:
+    run_ranks(check_replicas_and_checkpoints, 2)
 
 
 class Routed(nn.Module):
