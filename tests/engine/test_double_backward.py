@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Stack
 from ranks import run_ranks
-from shardwise import accumulate, fully_shard, gathered, shard
+from shardwise import accumulate, fully_shard, gathered, shard, stats
 from shardwise.errors import StateError
 from trainer import full, full_grads, full_parameters
 
@@ -316,6 +316,26 @@ def check_contract_of_gathered(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_keeps_its_contract(stage: int) -> None:
     run_ranks(check_contract_of_gathered, 2, stage)
+
+
+def check_traffic(rank: int, world_size: int, stage: int) -> None:
+    """The pass that only makes a graph sends nothing; the second reduces every unit once."""
+    model = shard(make_critic(), stage=stage, bucket_bytes=0)
+    batch = batches(world_size)[0][rank]
+    wasserstein(model, batch).backward()
+    plain = stats(model).num_collectives
+    x = batch[0].clone().requires_grad_()
+    slopes = slope(model, x)
+    assert stats(model).num_collectives == plain, "all is fresh, and nothing to reduce"
+    (wasserstein(model, batch) + slopes.square().mean()).backward()
+    twice = stats(model).num_collectives
+    reduces = [kind for kind in plain if "reduce" in str(kind)]
+    assert reduces and all(twice[kind] == 2 * plain[kind] for kind in reduces), (plain, twice)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradient_penalty_costs_no_further_reduction(stage: int) -> None:
+    run_ranks(check_traffic, 2, stage)
 
 
 def check_refusals(rank: int, world_size: int) -> None:

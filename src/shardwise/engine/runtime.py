@@ -86,8 +86,8 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: the copy would share process groups and hooks with the original."""
         raise StateError(
-            "copy.deepcopy of a sharded model: copy it before shard(), or copy its values inside "
-            "`with shardwise.gathered(model): copy.deepcopy(model.state_dict())`"
+            "copy.deepcopy of what belongs to a sharded model: copy the model itself, the one that "
+            "was given to shard()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
