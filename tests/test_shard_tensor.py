@@ -344,16 +344,15 @@ def check_copying(layout: str) -> None:
                 pickle.dumps(thing)
             with pytest.raises(ShardError, match="cannot be pickled"):
                 torch.save(thing, io.BytesIO())
-    for operation in (copy.deepcopy, pickle.dumps):
-        with pytest.raises((StateError, ShardError), match=r"deepcopy|pickl"):
-            operation(models[1])
+    with pytest.raises((StateError, ShardError), match="pickl"):
+        pickle.dumps(models[1])
     with gathered(models[1]):
         plain_state = copy.deepcopy(models[1].state_dict())
         pickle.dumps(plain_state)
     assert all(type(t) is not ShardTensor for t in plain_state.values())
 
 
-def test_a_parameter_is_copied_and_a_model_is_not_and_nothing_is_pickled() -> None:
+def test_a_parameter_is_copied_and_nothing_is_pickled() -> None:
     both_layouts(check_copying, (1, 2))
 
 

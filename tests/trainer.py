@@ -129,7 +129,16 @@ def train(
     **options: Any,
 ) -> Trained:
     """Shard the model and train it, with torch's own optimizer."""
-    shard(model, **options)
+    return train_sharded(shard(model, **options), steps, loss_fn, optimizer_factory)
+
+
+def train_sharded(
+    model: nn.Module,
+    steps: Steps,
+    loss_fn: Loss,
+    optimizer_factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+) -> Trained:
+    """Train a model that is sharded already."""
     optimizer = optimizer_factory(list(model.parameters()))
     losses, grads = [], []
     for micro_batches in steps:

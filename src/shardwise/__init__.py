@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.engine.describe import describe
     from shardwise.engine.gathered import gathered
     from shardwise.engine.replicas import check_replicas
+    from shardwise.engine.uneven import join
     from shardwise.interop.deepspeed.settings import from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard
     from shardwise.unit.tensor import ShardTensor
@@ -52,6 +53,7 @@ _HOMES = {
     "from_deepspeed": "shardwise.interop.deepspeed.settings",
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
+    "join": "shardwise.engine.uneven",
     "load": "shardwise.checkpoint.single",
     "save": "shardwise.checkpoint.single",
     "shard": "shardwise.engine.api",
@@ -69,6 +71,7 @@ __all__ = [
     "from_deepspeed",
     "fully_shard",
     "gathered",
+    "join",
     "load",
     "save",
     "shard",

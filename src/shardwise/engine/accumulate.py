@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from shardwise.engine.api import engine_of
+from shardwise.engine.model import window
 
 
 @contextmanager
@@ -17,10 +18,5 @@ def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
     read until the last one is through. Where every micro-batch is reduced, ``p.grad`` grows by
     the mean of each. As without Shardwise, dividing the loss is up to you.
     """
-    engine = engine_of(model)
-    before = engine.is_last_micro_batch
-    engine.is_last_micro_batch = bool(last)
-    try:
+    with window(engine_of(model), last=last):
         yield
-    finally:
-        engine.is_last_micro_batch = before

@@ -1,7 +1,7 @@
 """``shard()``: from a module to a sharded module, in place."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
@@ -15,8 +15,7 @@ from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
-from shardwise.engine.entrances import register_entrances
-from shardwise.engine.hooks import register_hooks
+from shardwise.engine.model import ATTRIBUTE, settle
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
@@ -27,8 +26,6 @@ from shardwise.unit.plain_state import cut_plain_state  # noqa: F401 - registers
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
-
-_ATTRIBUTE = "_shardwise_engine"
 
 
 def shard(
@@ -88,46 +85,34 @@ def shard(
     materializer.check(specs)
     remaining: list[UnitSpec] = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
-    engine.settle(_build(remaining, materializer, adoption))
-    materializer.settle_buffers(model)
-    return _watch(model, engine, runs_all_layers=config.stage.frees_after_forward and not optional)
-
-
-def _watch(model: nn.Module, engine: Engine, *, runs_all_layers: bool) -> nn.Module:
-    """Make the engine see the model's passes; return the model."""
-    for unit in engine.units:
-        register_hooks(engine, unit)
-    _mark((model, *register_entrances(engine, engine.units)), engine)
-    if runs_all_layers and engine.comm.axes.num_ranks > 1:
-        _run_all_layers(model)
+    built = _build(model, remaining, materializer, adoption)
+    settle(model, engine, built)
+    _run_all_layers(model, engine)
     return model
 
 
-def _build(remaining: list[UnitSpec], materializer: Materializer, adoption: Adoption) -> list[Unit]:
+def _build(
+    model: nn.Module, remaining: list[UnitSpec], materializer: Materializer, adoption: Adoption
+) -> list[Unit]:
     """Build the units, the last of the list first, and drop each one's specification."""
     built: list[Unit] = []
     while remaining:
         spec = remaining.pop()
         built.append(materializer.build(spec, len(built)))
         adoption.take(spec, built[-1])
+    materializer.settle_buffers(model)
     return built
 
 
-def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
-    """Note on the model whose it is, and on it and what it merely wraps how to generate."""
-    setattr(ways_in[0], _ATTRIBUTE, engine)
-    for module in ways_in:
-        if callable(getattr(module, "generate", None)):
-            # transformers asks for it: ranks then generate until all are through.
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
-
-
-def _run_all_layers(model: nn.Module) -> None:
+def _run_all_layers(model: nn.Module, engine: Engine) -> None:
     """Set the switch by which layers of transformers run on all ranks, even if one drops them.
 
     On every module whose code looks at it (transformers.integrations.is_fsdp_managed_module), so
     that layerdrop does not make ranks wait for each other. Who names ``optional`` units needs none.
     """
+    frees = engine.config.stage.frees_after_forward and engine.comm.axes.num_ranks > 1
+    if not frees or any(unit.settings.optional for unit in engine.units):
+        return
     for module in model.modules():
         files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
         if any(hasattr(file, "is_fsdp_managed_module") for file in files):
@@ -165,7 +150,7 @@ def _check_model(model: nn.Module, init: Init | None) -> None:
     if init is not None and not callable(init):
         raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
     for name, module in model.named_modules():
-        if _ATTRIBUTE in vars(module):
+        if ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
             raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -209,7 +194,7 @@ def _shown(value: object) -> str:
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model. **Raises** ConfigError for any other."""
     check_is_module(model)
-    engine = vars(model).get(_ATTRIBUTE)
+    engine = vars(model).get(ATTRIBUTE)
     if engine is None:
         if any(type(p.data) is DTensor for p in model.parameters()):
             raise ConfigError(

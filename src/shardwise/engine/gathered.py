@@ -1,4 +1,12 @@
-"""Contexts in which parameters are full, ordinary tensors."""
+"""Contexts in which parameters are full, ordinary tensors.
+
+Note [Gradients of gathered parameters]
+A graph that is recorded inside `gathered(model)` ends in full ordinary parameters, which are nobody
+else's. Inside the context a backward pass, of any order, leaves this rank's own gradients in them;
+when the context ends, the ranks tell each other which parameters have one, and these are reduced
+like those of a backward pass. A backward pass after the context hands its gradients on to the
+shards' own way as they come.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +38,13 @@ def gathered(
     all take. Gradients and optimizer state need no context: ``p.grad.full_tensor()`` reads,
     ``p.grad.copy_(full)`` writes, and ``optimizer.state[p]["exp_avg"]`` likewise.
 
-    **Cost** one all-gather per parameter; the full parameters in memory until the end.
+    Without ``writeback`` the model's full parameters require gradients as the shards do, so that
+    gradient penalties (``create_graph=True``) may be computed inside: what a backward pass leaves
+    in them is reduced and added to the shards' ``p.grad`` when the context ends, and by a backward
+    pass after it at once. With ``writeback``, and for named parameters, they require none.
+
+    **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
+    graph recorded inside is dropped.
 
     **Raises** StateError on all ranks when a tensor was changed without ``writeback``.
     """
@@ -39,10 +53,14 @@ def gathered(
         raise StateError("gathered(): the model is gathered already; leave that context first")
     if engine.broken is not None:
         raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
+    engine.forget_cut_pass()
     with torch.no_grad():
         fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
     versions = [full._version for full in fulls]
     whole_model = isinstance(targets[0], nn.Module)
+    ways: list[_Way] = []
+    if whole_model and not writeback:
+        ways = [_Way(slot, full) for slot, full in zip(slots, fulls, strict=True)]
     if whole_model:
         _put(slots, fulls)
         engine.suspended = True
@@ -52,12 +70,59 @@ def gathered(
         if whole_model:
             engine.suspended = False
             _put(slots, [s.param for s in slots])
+        for way in ways:
+            way.is_inside = False
     if writeback:
         _write_back(engine, slots, fulls, source)
         return
     triples = zip(slots, fulls, versions, strict=True)
     changed = [full._version != v or _differs(slot, full) for slot, full, v in triples]
-    _refuse_changes(engine, slots, changed)
+    has_grad = [full.grad is not None for full in fulls]
+    anywhere = _anywhere(engine, changed + has_grad)
+    _refuse_changes(slots, anywhere[: len(slots)])
+    if any(anywhere[len(slots) :]):
+        _reduce(engine, slots, fulls, anywhere[len(slots) :])
+
+
+class _Way:
+    """Where a full parameter's gradient goes: see Note [Gradients of gathered parameters]."""
+
+    def __init__(self, slot: Slot, full: nn.Parameter) -> None:
+        self.is_inside = True
+        self._slot = slot
+        if slot.param.requires_grad:
+            full.requires_grad_(True)
+            full.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, full: torch.Tensor) -> None:
+        if self.is_inside:
+            return
+        grad, full.grad = full.grad, None
+        self._slot.unit.on_grad()
+        assert grad is not None
+        _add_partial(self._slot, grad)
+
+
+def _add_partial(slot: Slot, grad: torch.Tensor) -> None:
+    """Add a gradient that did not come through the layers' own parameter."""
+    grad = grad.detach()
+    if slot.partial is None:
+        slot.partial = grad.to(slot.unit.precision.reduce or slot.param.dtype, copy=True)
+    else:
+        slot.partial.add_(grad)
+
+
+def _reduce(
+    engine: Engine, slots: list[Slot], fulls: list[nn.Parameter], anywhere: list[bool]
+) -> None:
+    """Reduce the gradients of the units that have one on any rank, as a backward pass does."""
+    engine.finish_reductions()
+    for slot, full, somewhere in zip(slots, fulls, anywhere, strict=True):
+        slot.unit.num_grads += somewhere
+        if full.grad is not None:
+            _add_partial(slot, full.grad)
+            full.grad = None
+    engine.end_backward()
 
 
 def _differs(slot: Slot, full: nn.Parameter) -> bool:
@@ -110,11 +175,16 @@ def _write_back(
         slot.param.copy_(full)
 
 
-def _refuse_changes(engine: Engine, slots: list[Slot], changed: list[bool]) -> None:
-    flags = torch.tensor(changed, dtype=torch.uint8, device=slots[0].leaf.device)
+def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:
+    """Tell which flags are set on any rank; every rank calls it."""
+    values = torch.tensor(flags, dtype=torch.uint8, device=engine.comm.device)
     for axis in engine.comm.axes.all:
-        flags = engine.comm.max(flags, axis, _SITE)
-    names = [s.name for s, flag in zip(slots, flags.tolist(), strict=True) if flag]
+        values = engine.comm.max(values, axis, _SITE)
+    return [bool(value) for value in values.tolist()]
+
+
+def _refuse_changes(slots: list[Slot], changed: list[bool]) -> None:
+    names = [s.name for s, flag in zip(slots, changed, strict=True) if flag]
     if names:
         raise StateError(
             f"gathered(): {', '.join(names[:5])} changed inside the context on some rank, which "

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.engine.schedule import Schedule
-from shardwise.unit.unit import Unit, Use
+from shardwise.unit.unit import Unit
+from shardwise.unit.use import Use
 
 
 @dataclass(slots=True)

@@ -7,11 +7,16 @@ first) every node of the unit has run by then. A unit without such an input is c
 one's backward begins, or at the end. `end_backward` is queued once per backward pass and closes
 whatever is still open. A `Use` lives in the graph through the hooks, so a graph that is dropped
 without a backward pass leaves nothing behind.
+
+Note [Double backward]
+A pass with create_graph=True only makes the graph of a second one (for a gradient penalty): no
+parameter gets a gradient, so nothing is reduced, and no full parameter may be freed. The second
+pass mixes nodes of forward with those that the first made, and on some devices these are numbered
+apart, so no hook tells when a unit is through: all units are closed at its end.
 """
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -20,32 +25,34 @@ from torch.autograd import Variable
 
 from shardwise.comm.collectives import Comm
 from shardwise.config import ShardConfig
+from shardwise.engine.misuse import (
+    changed_since_forward,
+    graph_of_freed,
+    graph_of_means,
+    refuse_strangers,
+    refuse_transform,
+    warn_of_dropped_window,
+)
 from shardwise.engine.nest import map_tensors, tensors_in
 from shardwise.engine.optional import Call, OptionalUnits
 from shardwise.engine.reductions import Collected, Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
 from shardwise.trace import FullBytes, mark
+from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.states import GradState
-from shardwise.unit.tensor import ShardTensor
-from shardwise.unit.unit import Unit, Use
+from shardwise.unit.unit import Unit
+from shardwise.unit.use import Use
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _changed_since_forward(unit: Unit) -> StateError:
-    return StateError(
-        f"unit '{unit.name or '(root)'}': its parameters were changed between forward and backward "
-        "(an optimizer step or a load in between); run backward first"
-    )
-
-
 class Engine:
     """Runs the units of one model; `hooks` calls it, nobody else."""
 
-    where_full = "inside `with shardwise.gathered(model):`"
+    where_full = where_stays = "inside `with shardwise.gathered(model):`"
     each_unit_alone = False  # its collectives come when it runs, whatever the other ranks run
 
     def __init__(
@@ -68,6 +75,9 @@ class Engine:
         self._stack: list[Call] = []
         self._backward_task: int | None = None
         self._unhooked: list[tuple[Unit, Use, int]] = []
+        self._creates_graph = False  # the backward pass under way has create_graph=True
+        self._second_is_due = False  # the one before had
+        self._runs_grad_hooks = False
         self._reductions: Collected = reductions or Reductions(config, comm)
         has_peers = comm.axes.num_ranks > 1 and not self.each_unit_alone
         self._schedule: Schedule[Unit] = Schedule(
@@ -87,8 +97,8 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: the copy would share process groups and hooks with the original."""
         raise StateError(
-            "copy.deepcopy of a sharded model: copy it before shard(), or copy its values inside "
-            "`with shardwise.gathered(model): copy.deepcopy(model.state_dict())`"
+            "copy.deepcopy of what belongs to a sharded model: copy the model itself, the one that "
+            "was given to shard()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -102,8 +112,7 @@ class Engine:
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the unit, start gathering the next ones, bind the full parameters."""
         in_backward = _in_backward()
-        if not in_backward and self._backward_task is not None:
-            self._recover()
+        self.forget_cut_pass()
         records = torch.is_grad_enabled()
         if not self._stack and not in_backward:
             self._check_call(unit, records)
@@ -127,18 +136,8 @@ class Engine:
 
     def _check_call(self, unit: Unit, records: bool) -> None:
         """Refuse what would be wrong without a word, before anything is gathered."""
-        transform: Any = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and not self.allows_transform(transform.key()):
-            raise StateError(
-                f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
-                f"come and go during the call; use it {self.where_full}"
-            )
-        if transform is not None and records and self._frees_after_forward:
-            raise StateError(
-                "torch.vmap of a sharded model with gradients: its parameters are freed before "
-                f"backward. Use torch.no_grad(), do it {self.where_full}, or keep them full "
-                "(a stage below 3, reshard_after_forward=False)"
-            )
+        frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
+        refuse_transform(self.allows_transform, frees and records, self.where_full)
         self.comm.refuse_failed("a forward pass")
         if self.broken is not None:
             raise StateError(f"the model's parameters are not to be used: {self.broken}")
@@ -151,23 +150,13 @@ class Engine:
             # in the 1st, 2nd, 4th, 8th ... call only: it costs a millisecond
             self.check_parameters(unit)
 
-    @property
-    def _frees_after_forward(self) -> bool:
-        return any(unit.settings.stage.frees_after_forward for unit in self.units)
-
     def allows_transform(self, kind: Any) -> bool:
         """Tell whether a forward pass may run inside this transform of torch.func."""
         return bool(kind == torch._C._functorch.TransformType.Vmap)
 
     def check_parameters(self, unit: Unit) -> None:
         """Refuse trainable parameters below a unit that no unit owns."""
-        for name, param in unit.module.named_parameters():
-            if param.requires_grad and not isinstance(param, ShardTensor):
-                where = f"{unit.name}.{name}" if unit.name else name
-                raise StateError(
-                    f"parameter '{where}' was added or replaced after shard(), so its gradient "
-                    "would stay this rank's own; change the model before shard()"
-                )
+        refuse_strangers(unit.name, unit.module)
 
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         dtype = unit.precision.param
@@ -242,7 +231,7 @@ class Engine:
     # -- what slots ask (unit.Scheduler)
     def is_running(self) -> bool:
         """Tell whether a forward pass is under way, or a backward pass, which may recompute one."""
-        return bool(self._stack) or _in_backward()
+        return bool(self._stack) or (_in_backward() and not self._runs_grad_hooks)
 
     def use_outside(self, unit: Unit) -> None:
         """Unshard a unit whose parameter is used outside its module, until backward ends.
@@ -265,10 +254,12 @@ class Engine:
 
     def on_grad(self, unit: Unit) -> None:
         """Note that one full parameter of the unit has its gradient."""
+        if torch.is_grad_enabled():
+            raise graph_of_means(self.where_full)
         self._ensure_callback()
         unit.num_grads += 1
         if unit.used_outside and unit.outside_versions != unit.read_versions():
-            raise _changed_since_forward(unit)
+            raise changed_since_forward(unit.name)
 
     # -- backward
     def _ensure_callback(self) -> None:
@@ -284,23 +275,26 @@ class Engine:
         if use.begun:
             return
         if torch.is_grad_enabled():
-            raise StateError(
-                "backward(create_graph=True) through a sharded model: its parameters are freed "
-                f"during the pass. Compute gradient penalties {self.where_full}"
-            )
+            self._begin_double(unit)
         if use.parent is not None:
             self._optional.visit_backward(use.parent(), use)
         is_first = not unit.in_backward
         use.begun = unit.in_backward = True
         use.done = False
         if use.versions != unit.read_versions():
-            raise _changed_since_forward(unit)
+            raise changed_since_forward(unit.name)
         self.close_unhooked(unit, use, node)
         if not use.has_input_hook and unit is not self.units[0]:
             self._unhooked.append((unit, use, node))
         self._schedule.before_backward(unit)
         if is_first:
             mark("backward", unit.name)
+
+    def _begin_double(self, unit: Unit) -> None:
+        """Take note of create_graph=True. See Note [Double backward]."""
+        self._creates_graph = True
+        if unit.frees_in_backward:
+            raise graph_of_freed(unit.name, self.where_stays)
 
     def close_unhooked(self, begun: Unit, its_use: Use, node: int) -> None:
         """Close the units without an input hook whose backward must be over by now.
@@ -321,6 +315,8 @@ class Engine:
         """Close one use of the unit; the last one closes the unit."""
         if use.done or self._backward_task is None:
             return
+        if self._creates_graph or self._second_is_due:
+            return  # see Note [Double backward]
         use.done = True
         self._optional.visit_backward(use)
         if unit.open_uses == 0 and not unit.used_outside:
@@ -336,7 +332,10 @@ class Engine:
         self._schedule.after_backward(unit, is_last=self.is_last_micro_batch)
 
     def end_backward(self) -> None:
-        """Close the backward pass: reduce what is left, free what is full."""
+        """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
+        if self._creates_graph:
+            self._reset_pass()
+            return
         self.window_open = not self.is_last_micro_batch
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
@@ -350,6 +349,13 @@ class Engine:
         if self._shares_order:
             self._share_order()
         self._reset_pass()
+        if self.is_last_micro_batch and any_grad_hooks(self.units):
+            self.finish_reductions()
+            self._runs_grad_hooks = True
+            try:
+                run_grad_hooks(self.units)
+            finally:
+                self._runs_grad_hooks = False
 
     def _share_order(self) -> None:
         """Take over rank 0's order of this first pass; one small broadcast."""
@@ -368,6 +374,7 @@ class Engine:
         self._stack.clear()
         self._unhooked.clear()
         self._backward_task = None
+        self._second_is_due, self._creates_graph = self._creates_graph, False
 
     # -- gradients
     @property
@@ -379,16 +386,15 @@ class Engine:
         """Complete every reduction under way and set ``p.grad``."""
         self._reductions.finish()
 
+    def forget_cut_pass(self) -> None:
+        """Clean up after a backward pass that raised, if the last one did."""
+        if self._backward_task is not None and not _in_backward():
+            self._recover()
+
     def _recover(self) -> None:
         """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
         if self.window_open and any(unit.has_local_sum for unit in self.units):
-            warnings.warn(
-                "a backward pass raised inside an accumulation window: the gradients of the "
-                "window's earlier micro-batches are dropped too; run the window again from its "
-                "first micro-batch",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_of_dropped_window()
         self._reductions.drop()
         self._reset_pass()
         for unit in self.units:

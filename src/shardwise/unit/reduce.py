@@ -163,6 +163,7 @@ class Reduction:
 @torch.no_grad()
 def add_to_grad(slot: Slot, mean: torch.Tensor) -> None:
     """Give ``p.grad`` the reduced mean, or add it to what is there, as autograd would."""
+    slot.grad_hooks.is_due = True
     if slot.grad is None:
         slot.grad = ShardTensor.wrap(mean, slot.cut)
     else:

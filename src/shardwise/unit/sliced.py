@@ -1,6 +1,6 @@
 """What a sharded tensor holds: this rank's elements, how the tensor is cut, and whose it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -14,6 +14,7 @@ class Owner(Protocol):
 
     name: str
     param: Any
+    leaf: Any
 
     def read_grad(self) -> torch.Tensor | None:
         """Return the reduced gradient, finishing reductions that are under way."""
@@ -26,6 +27,9 @@ class Owner(Protocol):
 
     def in_use(self) -> bool:
         """Tell whether a forward pass of the model is under way."""
+
+    def add_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        """Call ``hook`` with the parameter once its gradient is reduced; return a handle."""
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""

@@ -28,6 +28,7 @@ from shardwise.errors import ShardError
 from shardwise.unit.answers import (
     answer,
     check_conversion,
+    into_leaf,
     is_in_place,
     run_whole,
     set_property,
@@ -176,9 +177,13 @@ class ShardTensor(Sliced):
         elif name == "_has_compatible_shallow_copy_type":
             return check_conversion(*args)
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):
+            owner = args[0]._owner
+            if name != "register_hook" and owner is not None and owner.param is args[0]:
+                return owner.add_grad_hook(*args[1:], **kwargs)
             raise ShardError(
                 f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "
-                "gradient is this rank's alone; read p.grad after loss.backward()"
+                "gradient is this rank's alone; read p.grad after loss.backward(), or use "
+                "register_post_accumulate_grad_hook on the parameter, which is called with the mean"
             )
         elif name in ("data_ptr", "storage"):
             raise ShardError(
@@ -191,6 +196,9 @@ class ShardTensor(Sliced):
                 "torch.autograd.grad with respect to a sharded parameter would give this rank's "
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
+        elif func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            inputs = [into_leaf(tensor) for tensor in kwargs["inputs"]]
+            return func(*args, **{**kwargs, "inputs": inputs})
         if name not in GRAD_FREE and not is_in_place(name):
             records = torch.is_grad_enabled()
             shards = shards_in(args, kwargs)

@@ -5,11 +5,13 @@ its gradient on the way from one to the other.
 """
 
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending
@@ -19,6 +21,7 @@ from shardwise.layout.units import ParamUse
 from shardwise.stages import UnitSettings
 from shardwise.trace import span
 from shardwise.unit.cut import Cut
+from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
@@ -29,6 +32,7 @@ from shardwise.unit.states import (
 )
 from shardwise.unit.storage import Storage
 from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.use import Use
 
 
 class Scheduler(Protocol):
@@ -45,55 +49,6 @@ class Scheduler(Protocol):
 
     def on_grad(self, unit: "Unit") -> None:
         """Take note that one full parameter of the unit has its gradient."""
-
-
-class Use:
-    """One forward call of a unit that autograd recorded; dies with its graph.
-
-    ``begun`` and ``done`` are of the backward pass under way. A ``spent`` use has seen one end: its
-    graph may be run again (``retain_graph``), but nothing waits for that. Where units may be
-    skipped, ``inside`` are the calls of this one, in order, and a call of them may be none:
-    ``was_skipped``.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "begun",
-        "done",
-        "enclosing",
-        "has_input_hook",
-        "inside",
-        "parent",
-        "spent",
-        "versions",
-        "was_skipped",
-    )
-
-    def __init__(self, versions: tuple[int, ...], enclosing: tuple["Unit", ...]) -> None:
-        self.enclosing = enclosing
-        self.inside: list[tuple[Unit, Use]] = []
-        self.parent: weakref.ref[Use] | None = None
-        self.was_skipped = False
-        self.begun = False
-        self.done = False
-        self.spent = False
-        self.has_input_hook = False
-        self.versions = versions
-
-    def enter(self, unit: "Unit", parent: "Use") -> None:
-        """Note that this call of ``unit`` was made inside another one."""
-        self.parent = weakref.ref(parent)
-        parent.inside.append((unit, self))
-
-    @property
-    def is_open(self) -> bool:
-        """Tell whether its part of the backward pass is expected, or has begun and goes on."""
-        return not self.done and (self.begun or not self.spent)
-
-    def end_pass(self) -> None:
-        """Note that a backward pass has ended, with or without this use."""
-        self.begun = self.done = False
-        self.spent = True
 
 
 class Slot:
@@ -124,6 +79,7 @@ class Slot:
         self.leaf = storage.leaf(index, requires_grad)
         self.partial: torch.Tensor | None = None
         self.grad: torch.Tensor | None = None
+        self.grad_hooks = GradHooks()
         self._watched = False
         self._watch()
 
@@ -180,6 +136,10 @@ class Slot:
         """Freeze or thaw the full parameter along with its shard."""
         self.leaf.requires_grad_(requires_grad)
         self._watch()
+
+    def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
+        return self.grad_hooks.add(hook, self.leaf)
 
     # -- gradients on their way
     def drop_partial(self) -> None:
@@ -278,6 +238,11 @@ class Unit:
     def backward_reads_params(self) -> bool:
         """Tell whether backward needs the full parameters; an embedding's needs the ids alone."""
         return type(self.module).forward is not nn.Embedding.forward
+
+    @property
+    def frees_in_backward(self) -> bool:
+        """Tell whether a backward pass leaves no memory under the full parameters."""
+        return self.settings.stage.frees_after_backward and any(s.frees for s in self.storages)
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""

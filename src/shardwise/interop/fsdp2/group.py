@@ -141,6 +141,14 @@ class GroupUnit(Unit):
         return ()
 
     # -- parameters
+    @property
+    def frees_in_backward(self) -> bool:
+        """Tell whether a backward pass leaves no memory under the full parameters."""
+        if not self.settings.stage.frees_after_backward or self.settings.stays_full:
+            return False
+        apart = any(slot.dim or slot.extension is not None for slot in self.slots)
+        return apart or super().frees_in_backward
+
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not there already."""
         if self.param_state is not ParamState.SHARDED:

@@ -14,6 +14,7 @@ from shardwise.comm.packed import waited_for
 from shardwise.interop.fsdp2.extension import Extension
 from shardwise.interop.fsdp2.meshes import Spread, sharded_spec
 from shardwise.layout.units import ParamUse
+from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.plain_state import FULLY_SHARD
 from shardwise.unit.storage import Storage
 
@@ -56,6 +57,7 @@ class GroupSlot:
         self.leaf: Any = None
         self.extension: Extension | None = None
         self.sum: torch.Tensor | None = None
+        self.grad_hooks = GradHooks()  # stays empty: hooks stand on the DTensor, see `deliver`
         self._parts: list[torch.Tensor] = []
         self._whole: torch.Tensor | None = None
         self.register()

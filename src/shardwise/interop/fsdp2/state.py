@@ -47,6 +47,7 @@ class GroupEngine(Engine):
 
     where_full = "on a copy of the model that is not sharded"
     each_unit_alone = True
+    where_stays = "after model.set_reshard_after_backward(False), or on a copy that is not sharded"
 
     def allows_transform(self, kind: Any) -> bool:
         """Allow ``jvp`` too where nothing is freed: backward through it does not pass our hooks."""

@@ -10,7 +10,7 @@ models: an attribute, and an empty ``distributed_config`` in its config, which i
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,6 @@ def prepare(model: Any) -> Any:
         vars(model)["resize_token_embeddings"] = _refuse_resize
     elif hasattr(model, "peft_config"):
         vars(model)["save_pretrained"] = partial(_save_adapters, model)
-    model.no_sync = partial(_no_sync, model)  # accelerate looks for it, as on DDP's models
     model.to = partial(_to, model)
     _mark_for_trainer(model)
     return model
@@ -65,15 +64,26 @@ def _mark_for_trainer(model: Any) -> None:
     if isinstance(config, PreTrainedConfig) and not getattr(config, "distributed_config", None):
         config.distributed_config = DistributedConfig()
     if not isinstance(model, FSDPModule):  # which has the method
-        window = ExitStack()
+        model.set_requires_gradient_sync = _GradientSync(model)
 
-        def set_requires_gradient_sync(requires: bool) -> None:
-            if requires:
-                window.close()
-            else:
-                window.enter_context(accumulate(model, last=False))
 
-        model.set_requires_gradient_sync = set_requires_gradient_sync
+class _GradientSync:
+    """The method ``set_requires_gradient_sync`` of one model, which is copied with it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._window = ExitStack()
+
+    def __call__(self, requires: bool) -> None:
+        """Put reductions off, or let the next backward pass reduce."""
+        if requires:
+            self._window.close()
+        else:
+            self._window.enter_context(accumulate(self._model, last=False))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GradientSync:
+        """Return the copied model's own, no window open."""
+        return _GradientSync(memo[id(self._model)])
 
 
 def _save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
@@ -105,10 +115,6 @@ def is_sharded(model: Any) -> bool:
     except (ConfigError, TypeError):
         return False
     return True
-
-
-def _no_sync(model: Any) -> AbstractContextManager[None]:
-    return accumulate(model, last=False)
 
 
 def _to(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,80 @@
+"""Calls that would be wrong without a word: what is said instead."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import StateError
+from shardwise.unit.tensor import ShardTensor
+
+
+def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str) -> None:
+    """Refuse a forward pass inside a transform of torch.func that cannot be right.
+
+    ``frees``: the pass is recorded, and its parameters are freed before backward. ``where_full``
+    says where the transform would be right. **Raises** StateError.
+    """
+    transform: Any = torch._C._functorch.peek_interpreter_stack()
+    if transform is None:
+        return
+    if not allows(transform.key()):
+        raise StateError(
+            f"torch.func transform ({transform.key().name}) of a sharded model: its parameters "
+            f"come and go during the call; use it {where_full}"
+        )
+    if frees:
+        raise StateError(
+            "torch.vmap of a sharded model with gradients: its parameters are freed before "
+            f"backward. Use torch.no_grad(), do it {where_full}, or keep them full "
+            "(a stage below 3, reshard_after_forward=False)"
+        )
+
+
+def refuse_strangers(unit: str, module: nn.Module) -> None:
+    """Refuse trainable parameters below a unit's module that no unit owns."""
+    for name, param in module.named_parameters():
+        if param.requires_grad and not isinstance(param, ShardTensor):
+            where = f"{unit}.{name}" if unit else name
+            raise StateError(
+                f"parameter '{where}' was added or replaced after shard(), so its gradient "
+                "would stay this rank's own; change the model before shard()"
+            )
+
+
+def changed_since_forward(unit: str) -> StateError:
+    """Return the error of a backward pass over parameters that have changed meanwhile."""
+    return StateError(
+        f"unit '{unit or '(root)'}': its parameters were changed between forward and backward "
+        "(an optimizer step or a load in between); run backward first"
+    )
+
+
+def graph_of_freed(unit: str, where_stays: str) -> StateError:
+    """Return the error of create_graph=True where the second pass would read freed parameters."""
+    return StateError(
+        f"create_graph=True through unit '{unit or '(root)'}' of a sharded model: its full "
+        "parameters are freed during the pass, and the second pass would read them. Run forward "
+        f"and torch.autograd.grad {where_stays}"
+    )
+
+
+def graph_of_means(where_full: str) -> StateError:
+    """Return the error of create_graph=True where gradients of parameters come of it."""
+    return StateError(
+        "loss.backward(create_graph=True) on a sharded model: p.grad, the mean over ranks, has no "
+        "graph. Use torch.autograd.grad(loss, inputs, create_graph=True) and call backward() on "
+        f"what you compute from it, or compute both {where_full}"
+    )
+
+
+def warn_of_dropped_window() -> None:
+    """Say that a backward pass that raised has cost its accumulation window."""
+    warnings.warn(
+        "a backward pass raised inside an accumulation window: the gradients of the window's "
+        "earlier micro-batches are dropped too; run the window again from its first micro-batch",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,57 @@
+"""Hooks on a parameter that are called with its reduced gradient (optimizer in backward)."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+Hook = Callable[[Any], None]
+
+
+class GradHooks:
+    """The hooks of one parameter; ``is_due`` when its gradient has grown since they ran."""
+
+    def __init__(self) -> None:
+        self.is_due = False
+        self._hooks: OrderedDict[int, Hook] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        """Tell whether there are any."""
+        return bool(self._hooks)
+
+    def add(self, hook: Hook, leaf: torch.Tensor) -> RemovableHandle:
+        """Register a hook. **Raises** RuntimeError for a frozen parameter, as torch does."""
+        if not leaf.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        self.is_due = False
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def run(self, param: Any) -> None:
+        """Call the hooks if they are due."""
+        is_due, self.is_due = self.is_due, False
+        if is_due:
+            for hook in list(self._hooks.values()):
+                hook(param)
+
+
+class _Unit(Protocol):
+    @property
+    def slots(self) -> Iterable[Any]: ...
+
+
+def any_grad_hooks(units: Iterable[_Unit]) -> bool:
+    """Tell whether any parameter has a hook."""
+    return any(slot.grad_hooks for unit in units for slot in unit.slots)
+
+
+@torch.no_grad()
+def run_grad_hooks(units: Iterable[_Unit]) -> None:
+    """Call the hooks of the parameters that got a gradient, in the order of the units."""
+    for unit in units:
+        for slot in unit.slots:
+            if slot.grad_hooks and slot.grad is not None:
+                slot.grad_hooks.run(slot.param)

@@ -1,0 +1,295 @@
+"""Copies of a sharded model: deepcopy and AveragedModel, and the model's own few names."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import shardwise
+from models import Block, OddModel, Stack
+from oracle import assert_same_bits, average
+from ranks import run_ranks
+from shardwise import ShardTensor, accumulate, gathered, shard, stats
+from shardwise.engine.api import engine_of
+from shardwise.errors import StateError
+from trainer import (
+    LAYOUTS,
+    adamw,
+    assert_same_run,
+    full_grads,
+    full_parameters,
+    make_steps,
+    mean_square,
+    train_plain,
+    train_sharded,
+)
+
+
+class Normed(Stack):
+    """With buffers, a frozen parameter, a list of parameters and a hook of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.blocks[0].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        self.watched: list[Tensor] = []
+        self.calls: list[str] = []
+        self.blocks[1].register_forward_hook(lambda *_: self.calls.append("seen"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def make_normed() -> nn.Module:
+    torch.manual_seed(0)
+    return Normed()
+
+
+def check_copy(rank: int, world_size: int) -> None:
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    for options in LAYOUTS:
+        model = shard(make_normed(), **options)
+        model.watched = [model.head.weight]  # another place that refers to a parameter
+        mean_square(model, batch).backward()
+        copied = copy.deepcopy(model)
+        assert type(copied) is type(model) and isinstance(copied, Normed)
+        assert engine_of(copied) is not engine_of(model)
+        params = dict(copied.named_parameters())
+        assert all(isinstance(p, ShardTensor) and p.grad is None for p in params.values())
+        assert not params["blocks.0.up.weight"].requires_grad
+        assert copied.watched[0] is copied.head.weight
+        before = full_parameters(model)
+        assert_same_bits(full_parameters(copied), before)
+        assert stats(copied).param_shard_bytes == stats(model).param_shard_bytes
+        # Each trains, and the other one does not move.
+        optimizer = adamw(copied.parameters())
+        mean_square(copied, batch).backward()
+        for name, grad in full_grads(model).items():
+            twin = full_grads(copied)[name]
+            assert (grad is None and twin is None) or torch.equal(grad, twin), name
+        optimizer.step()
+        assert_same_bits(full_parameters(model), before)
+        moved = full_parameters(copied)
+        assert not torch.equal(moved["head.weight"], before["head.weight"])
+        adamw(model.parameters()).step()
+        assert_same_bits(full_parameters(model), moved)
+        again = copy.deepcopy(copied)
+        with torch.no_grad():
+            copied.eval(), again.eval()
+            assert torch.equal(copied(batch), again(batch))
+        del copied, again
+        mean_square(model, batch).backward()  # what the copies' end takes along is theirs
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_copy_is_a_sharded_model_of_its_own(world_size: int) -> None:
+    run_ranks(check_copy, world_size)
+
+
+def check_copies_train(rank: int, world_size: int) -> None:
+    steps = make_steps(world_size, 3)
+    torch.manual_seed(0)
+    truth = train_plain(Stack(), steps, mean_square)
+    for options in LAYOUTS:
+        torch.manual_seed(0)
+        copied = copy.deepcopy(shard(Stack(), **options))
+        assert_same_run(train_sharded(copied, steps, mean_square), truth)
+    tokens = torch.arange(6).view(2, 3) % 5
+    model = shard(OddModel(), stage=3)
+    copied = copy.deepcopy(model)
+    assert copied.head.weight is copied.embedding.weight
+    for each in (model, copied):
+        each(tokens).square().mean().backward()
+    for name, grad in full_grads(model).items():
+        twin = full_grads(copied)[name]
+        assert (grad is None and twin is None) or torch.equal(grad, twin), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_copy_takes_the_steps_of_the_oracle(world_size: int) -> None:
+    run_ranks(check_copies_train, world_size)
+
+
+def average_alone(world_size: int, **options: Any) -> tuple[nn.Module, AveragedModel]:
+    model = make_normed()
+    averaged = AveragedModel(model, **options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for (by_rank,) in make_steps(world_size, 4):
+        grads = []
+        for batch in by_rank:
+            model.zero_grad()
+            mean_square(model.eval(), batch).backward()
+            grads.append({name: p.grad for name, p in model.named_parameters()})
+        for name, grad in average(grads).items():
+            model.get_parameter(name).grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+    return model, averaged
+
+
+def check_averages(rank: int, world_size: int) -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+        {"avg_fn": lambda mean, value, num: mean + (value - mean) / (num + 1)},
+    ]
+    for variant in variants:
+        _, truth = average_alone(world_size, **variant)
+        for stage in range(4):
+            model = shard(make_normed(), stage=stage)
+            averaged = AveragedModel(model, **variant)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+            for (by_rank,) in make_steps(world_size, 4):
+                mean_square(model.eval(), by_rank[rank]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                averaged.update_parameters(model)
+            found = full_parameters(averaged)
+            assert_same_bits(found, {n: p.detach() for n, p in truth.named_parameters()})
+            loader = [by_rank[0] for (by_rank,) in make_steps(1, 3)]
+            for each in (truth, averaged):
+                update_bn(loader, each)
+            assert_same_bits(dict(averaged.named_buffers()), dict(truth.named_buffers()))
+            with torch.no_grad():
+                out, expected = (each.eval()(loader[0]) for each in (averaged, truth))
+            assert torch.equal(out, expected)
+            with gathered(averaged.module):
+                plain = copy.deepcopy(averaged.module)
+            assert torch.equal(plain(loader[0]), out)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_averaged_model_is_that_of_one_process(world_size: int) -> None:
+    run_ranks(check_averages, world_size)
+
+
+def check_averages_are_saved(rank: int, world_size: int, folder: str) -> None:
+    model = shard(make_normed(), stage=3, layout="flat")
+    averaged = AveragedModel(model)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    averaged.update_parameters(model)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    averaged.update_parameters(model)
+    shardwise.save(folder, averaged.module)
+    other = shard(make_normed(), stage=1)
+    shardwise.load(folder, other)
+    assert_same_bits(full_parameters(other), full_parameters(averaged.module))
+    mean = make_normed().head.bias.detach() + 1.5  # of the values after one step and after two
+    torch.testing.assert_close(full_parameters(other)["head.bias"], mean)
+
+
+def test_an_averaged_model_is_saved_as_any_sharded_model(tmp_path: Path) -> None:
+    run_ranks(check_averages_are_saved, 2, str(tmp_path / "averaged"))
+
+
+def check_plain_copy(rank: int, world_size: int, stage: int) -> None:
+    """Inside gathered() a copy is a model that was never sharded."""
+    plain = make_normed()
+    model = shard(make_normed(), stage=stage)
+    batch = torch.ones(3, 8)
+    with gathered(model):
+        copied = copy.deepcopy(model)
+    assert type(copied) is Normed and not hasattr(copied, "no_sync")
+    assert all(type(p) is nn.Parameter for p in copied.parameters())
+    assert len(copied.blocks[1]._forward_hooks) == 1  # the user's
+    assert_same_bits(copied.state_dict(), plain.state_dict())
+    pickle.dumps(copied.state_dict())
+    for each in (copied, plain):
+        each(batch).sum().backward()
+    for (name, p), (_, q) in zip(copied.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad), name
+    resharded = shard(copied, stage=3)  # and may be sharded like any other
+    assert_same_bits(full_parameters(resharded), full_parameters(model))
+
+
+def test_a_copy_inside_gathered_is_plain() -> None:
+    for stage in (0, 3):
+        run_ranks(check_plain_copy, 2, stage)
+
+
+class Refusing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        copy.deepcopy(self)
+        return self.linear(x)
+
+
+class Wrapping(nn.Module):
+    """Has a real `module` and a `no_sync` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Block()
+
+    def no_sync(self) -> str:
+        return "mine"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def check_names(rank: int, world_size: int) -> None:
+    model = shard(make_normed(), stage=1)
+    assert not hasattr(model, "module") and not hasattr(model, "join_hook")
+    assert getattr(model, "module", None) is None
+    with pytest.raises(AttributeError, match=r"no attribute 'module'.*drop `\.module`"):
+        _ = model.module
+    with pytest.raises(AttributeError, match=r"shardwise\.join\(model, loader\)"):
+        torch.distributed.algorithms.Join([model])
+    with pytest.raises(AttributeError, match=r"^'Normed' object has no attribute 'other'$"):
+        _ = model.other
+    fresh = type(model)()  # a plain one, of the same class
+    with pytest.raises(AttributeError, match=r"^'Normed' object has no attribute 'module'$"):
+        _ = fresh.module
+    assert torch.equal(copy.deepcopy(fresh).head.weight, fresh.head.weight)
+    assert type(model).__name__ == "Normed" and repr(model).startswith("Normed(")
+    assert type(make_normed()) is Normed, "the user's class stays"
+    with pytest.raises(StateError, match="pickling a sharded model"):
+        pickle.dumps(model)
+    wrapping = shard(Wrapping(), stage=3)
+    assert isinstance(wrapping.module, Block) and wrapping.no_sync() == "mine"
+    inside = shard(Refusing(), stage=3)
+    with pytest.raises(StateError, match="inside a forward or backward pass"):
+        inside(torch.ones(1, 2))
+
+
+def test_names_that_people_look_for_say_what_to_do() -> None:
+    run_ranks(check_names, 1)
+
+
+def check_no_sync(rank: int, world_size: int) -> None:
+    """`no_sync` for all but the last micro-batch, as people write it for DDP, is `accumulate`."""
+    ((first, second, third),) = make_steps(world_size, 1, 3)
+    for options in LAYOUTS:
+        found = []
+        for by_name in (True, False):
+            torch.manual_seed(0)
+            model = shard(Stack(), **options)
+            for batch in (first, second):
+                with model.no_sync() if by_name else accumulate(model, last=False):
+                    mean_square(model, batch[rank]).backward()
+                if by_name and options["stage"] < 2:
+                    with pytest.raises(StateError, match="not reduced yet"):
+                        model.head.weight.grad + 1
+            mean_square(model, third[rank]).backward()
+            found.append(full_grads(model))
+        assert_same_bits(found[0], found[1])  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError), model.no_sync():
+            raise ZeroDivisionError
+        assert engine_of(model).is_last_micro_batch
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_sync_is_a_micro_batch_that_is_not_the_last(world_size: int) -> None:
+    run_ranks(check_no_sync, world_size)

@@ -1,0 +1,155 @@
+"""Hooks on a parameter's reduced gradient: the optimizer in backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Experts, OddModel, Stack, routed_loss
+from oracle import assert_same_bits
+from ranks import run_ranks
+from shardwise import fully_shard, gathered, shard
+from shardwise.errors import ShardError
+from trainer import LAYOUTS, STAGES, adamw, full, full_parameters, make_steps, mean_square
+
+
+def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
+    """Give every parameter an optimizer that steps as soon as there is a gradient."""
+    optimizers = {p: make_optimizer([p]) for p in model.parameters() if p.requires_grad}
+
+    def step(param: Tensor) -> None:
+        assert param.grad is not None and not torch.is_grad_enabled()
+        # as between steps, and not as inside a pass, where a full parameter would be the answer
+        assert type(param * 2) is type(param.detach())
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    return optimizers
+
+
+def check_optimizer_in_backward(rank: int, world_size: int) -> None:
+    for options in STAGES:
+        found = []
+        for in_backward in (True, False):
+            torch.manual_seed(0)
+            model = shard(Stack(), **options)
+            if in_backward:
+                step_in_backward(model, adamw)
+            else:
+                optimizer = adamw(list(model.parameters()))
+            for (by_rank,) in make_steps(world_size, 3):
+                mean_square(model, by_rank[rank]).backward()
+                if in_backward:
+                    assert all(p.grad is None for p in model.parameters())
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(full_parameters(model))
+        assert_same_bits(found[0], found[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(world_size: int) -> None:
+    run_ranks(check_optimizer_in_backward, world_size)
+
+
+def check_calls(rank: int, world_size: int) -> None:
+    """Once per window, with the mean, in one order on all ranks, whatever a rank has used."""
+    for options in LAYOUTS:
+        torch.manual_seed(0)
+        model = shard(Experts(), **options)
+        names = {p: name for name, p in model.named_parameters()}
+        calls: list[str] = []
+        norms: list[float] = []
+
+        def note(param: Tensor) -> None:
+            calls.append(names[param])  # noqa: B023 - called before the next turn
+            norms.append(float(param.grad.norm()))  # noqa: B023 - a collective inside a hook
+
+        handles = [p.register_post_accumulate_grad_hook(note) for p in names]
+        x = torch.ones(2, 8)
+        with model.no_sync():
+            routed_loss(model, (x, rank)).backward()
+        assert not calls, options
+        routed_loss(model, (x, 0)).backward()
+        used = {f"blocks.{b}.experts.{e}.{k}" for b in (0, 1) for e in range(world_size)
+                for k in ("weight", "bias")}  # fmt: skip
+        assert sorted(calls) == sorted(used), options
+        assert calls == [name for name in names.values() if name in used]
+        expected = [float(full(p.grad).norm()) for p, n in names.items() if n in used]
+        torch.testing.assert_close(norms, expected)
+        # Nothing new for a parameter: not called, though p.grad is still there.
+        calls.clear()
+        handles[0].remove()
+        routed_loss(model, (x, 0)).backward()
+        assert set(calls) < {n for n in used if ".0." in n[7:]}, calls
+        assert next(iter(names.values())) not in calls
+        with gathered(model):
+            calls.clear()
+            routed_loss(model, (x, 2)).backward()
+        assert set(calls) == {n for n in names.values() if "experts.2" in n}
+        with pytest.raises(ZeroDivisionError):
+            next(iter(model.parameters())).register_post_accumulate_grad_hook(fail)
+            routed_loss(model, (x, 0)).backward()
+
+
+def fail(param: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_are_called_once_for_every_gradient_that_grew(world_size: int) -> None:
+    run_ranks(check_calls, world_size)
+
+
+def check_odd_and_refused(rank: int, world_size: int) -> None:
+    tokens = torch.arange(6).view(2, 3) % 5
+    model = shard(OddModel(), stage=3)
+    names = {p: name for name, p in model.named_parameters()}
+    calls: list[str] = []
+    for param in names:
+        param.register_post_accumulate_grad_hook(lambda p: calls.append(names[p]))
+    model(tokens).square().mean().backward()
+    assert sorted(calls) == sorted(n for n in names.values() if n != "never_used")
+    weight = model.head.weight
+    for hook in ("register_hook", "register_post_accumulate_grad_hook"):
+        for other in (weight.grad, weight.detach()):
+            with pytest.raises(ShardError, match=r"read p\.grad after"):
+                getattr(other, hook)(print)
+    with pytest.raises(ShardError, match="use register_post_accumulate_grad_hook"):
+        weight.register_hook(print)
+    weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        weight.register_post_accumulate_grad_hook(print)
+
+
+def test_hooks_on_what_is_no_trained_parameter_are_refused() -> None:
+    run_ranks(check_odd_and_refused, 2)
+
+
+def check_fully_shard(rank: int, world_size: int) -> None:
+    found = []
+    for in_backward in (True, False):
+        torch.manual_seed(0)
+        model = Stack()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        if in_backward:
+            step_in_backward(model, adamw)
+        else:
+            optimizer = adamw(list(model.parameters()))
+        for (by_rank,) in make_steps(world_size, 3):
+            mean_square(model, by_rank[rank]).backward()
+            if not in_backward:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(full_parameters(model))
+    assert_same_bits(found[0], found[1])
+
+
+def test_an_optimizer_in_backward_under_fully_shard() -> None:
+    run_ranks(check_fully_shard, 2)

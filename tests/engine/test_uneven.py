@@ -1,0 +1,116 @@
+"""Ranks with different numbers of batches: `shardwise.join`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Stack
+from oracle import Grads, assert_same_bits, average, copy
+from ranks import run_ranks
+from shardwise import accumulate, fully_shard, join, shard
+from shardwise.errors import ConfigError
+from trainer import full_parameters, mean_square, sgd
+
+LENGTHS = [[3], [4, 1], [2, 5, 1]]  # by the number of ranks
+
+
+def batches_of(rank: int, world_size: int) -> list[Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    length = LENGTHS[world_size - 1][rank]
+    return [torch.randn(3, 8, generator=random) for _ in range(length)]
+
+
+def train_alone(world_size: int, divide_by_present: bool) -> dict[str, Tensor]:
+    """Let the ranks take turns; who is through counts as zero, or not at all."""
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = sgd(model.parameters())
+    data = [batches_of(rank, world_size) for rank in range(world_size)]
+    for number in range(max(map(len, data))):
+        by_rank: list[Grads] = []
+        present = sum(number < len(batches) for batches in data)
+        for batches in data:
+            model.zero_grad()
+            is_there = number < len(batches)
+            weight = (world_size / present if divide_by_present else 1.0) * is_there
+            (weight * mean_square(model, batches[number if is_there else -1])).backward()
+            by_rank.append({name: copy(p.grad) for name, p in model.named_parameters()})
+        for name, grad in average(by_rank).items():
+            model.get_parameter(name).grad = grad
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def train_joined(model: nn.Module, rank: int, world_size: int, **options: Any) -> list[float]:
+    optimizer = sgd(model.parameters())
+    weights = []
+    for batch, weight in join(model, iter(batches_of(rank, world_size)), **options):
+        (weight * mean_square(model, batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(weight)
+    return weights
+
+
+def compare_uneven(rank: int, world_size: int) -> None:
+    lengths = LENGTHS[world_size - 1]
+    for by_present in (False, True):
+        truth = train_alone(world_size, by_present)
+        for stage in range(4):
+            torch.manual_seed(0)
+            model = shard(Stack(), stage=stage)
+            weights = train_joined(model, rank, world_size, divide_by_present=by_present)
+            assert len(weights) == max(lengths)
+            assert [bool(w) for w in weights] == [n < lengths[rank] for n in range(max(lengths))]
+            assert by_present or set(weights) <= {0.0, 1.0}
+            assert_same_bits(full_parameters(model), truth)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_uneven_data_trains_as_if_ranks_without_data_had_gradients_of_zero(world_size: int) -> None:
+    run_ranks(compare_uneven, world_size)
+
+
+def check_fully_shard(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    train_joined(model, rank, world_size)
+    for name, expected in train_alone(world_size, False).items():
+        found = full_parameters(model)[name]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_uneven_data_under_fully_shard() -> None:
+    run_ranks(check_fully_shard, 2)
+
+
+def check_edges(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = shard(Stack(), stage=2)
+
+    def batches() -> Iterator[int]:
+        yield from range(rank)
+
+    with pytest.raises(ConfigError, match=r"1 of 2 ranks have no batch at all") as raised:
+        list(join(model, batches()))
+    assert ("this one among them" in str(raised.value)) == (rank == 0)
+    assert list(join(model, [])) == []  # nobody has any: nothing to do
+    taken = [batch for batch, _ in join(model, range(5 - rank))]
+    assert taken == [0, 1, 2, 3, 3 + (rank == 0)]
+    with pytest.raises(ConfigError, match="this Stack is not sharded"):
+        next(join(Stack(), [1]))
+    # windows end alike on all ranks, as they all see the same number of micro-batches
+    for number, (_, weight) in enumerate(join(model, range(4 - 2 * rank))):
+        with accumulate(model, last=number % 2 == 1):
+            (weight * model(torch.ones(1, 8)).sum()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_join_tells_all_ranks_when_one_has_nothing_and_stops_when_all_are_through() -> None:
+    run_ranks(check_edges, 2)
