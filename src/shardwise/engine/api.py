@@ -74,8 +74,7 @@ def shard(
         raise
     device_type = device.type if device is not None else _default_device_type(mesh)
     axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
-    device = device or current_device(device_type)
-    comm = Comm(axes, device, control_over(axes))
+    comm = Comm(axes, device := device or current_device(device_type), control_over(axes))
     if comm.control.num_ranks > 1:
         agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
     comm.agree_on_number(device)

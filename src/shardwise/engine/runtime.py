@@ -73,16 +73,15 @@ class Engine:
         self.broken: str | None = None  # why the parameters are not to be used
         self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
         self._stack: list[Call] = []
-        self._backward_task: int | None = None
         self._unhooked: list[tuple[Unit, Use, int]] = []
+        self._backward_task: int | None = None
         self._creates_graph = False  # the backward pass under way has create_graph=True
         self._second_is_due = False  # the one before had
         self._runs_grad_hooks = False
         self._reductions: Collected = reductions or Reductions(config, comm)
-        has_peers = comm.axes.num_ranks > 1 and not self.each_unit_alone
-        self._schedule: Schedule[Unit] = Schedule(
-            config.prefetch_bytes, self._reductions, has_peers=has_peers
-        )
+        shared = comm.axes.num_ranks > 1 and not self.each_unit_alone
+        budget = config.prefetch_bytes
+        self._schedule = Schedule[Unit](budget, self._reductions, has_peers=shared)
         self._shares_order = False
         self._optional = OptionalUnits((), self._schedule, self)
         self._num_calls = 0
@@ -359,9 +358,9 @@ class Engine:
 
     def _share_order(self) -> None:
         """Take over rank 0's order of this first pass; one small broadcast."""
-        self._shares_order = False
         orders = json.dumps(self._schedule.seen).encode()
         self._schedule.share_order(*json.loads(self.comm.control.broadcast(orders)))
+        self._shares_order = False
 
     def _reset_pass(self) -> None:
         for unit in self.units:
