@@ -1,5 +1,6 @@
 """A step that raises leaves nothing behind, and a step that takes another path is right."""
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -10,16 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack
 from ranks import run_ranks
-from shardwise import shard
+from shardwise import accumulate, shard
 from shardwise.engine.api import engine_of
 from shardwise.unit.states import GradState, ParamState
 from trainer import (
     LAYOUTS,
     STAGES,
     adamw,
+    assert_same_grads,
     assert_same_run,
     compare,
     events_of,
+    full_grads,
     make_steps,
     mean_square,
     train,
@@ -254,3 +257,37 @@ def gathers_of_backward(rank: int, world_size: int) -> list[str]:
 def test_backward_gathers_each_unit_once_in_reverse_of_its_own_forward() -> None:
     """Block 2 ran first, where the prediction had it last, so it was kept for backward."""
     assert run_ranks(gathers_of_backward, 2) == [["blocks.1", "blocks.0"]] * 2
+
+
+def fail_in_a_window(rank, world_size):
+    """Raise in the second of three micro-batches; return what was warned, per stage."""
+    found = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        model = shard(Fragile(), stage=stage, reduce_every="step")
+        x = torch.ones(2, 8)
+        with accumulate(model, last=False):
+            model(x).sum().backward()
+            model.fails = "backward 1"
+            with pytest.raises(Boom):
+                model(x).sum().backward()
+        model.fails = ""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with accumulate(model, last=True):
+                model(x).sum().backward()
+            model(x).sum().backward()
+        found.append([str(w.message) for w in caught])
+        again = shard(Fragile(), stage=stage, reduce_every="step")
+        again.load_state_dict(model.state_dict())
+        for _ in range(2):
+            again(x).sum().backward()
+        assert_same_grads(full_grads(model), full_grads(again))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_accumulation_window_that_a_raising_pass_has_cost_is_told_once(num_ranks):
+    for by_stage in run_ranks(fail_in_a_window, num_ranks):
+        for messages in by_stage:
+            assert len(messages) == 1 and "run the window again" in messages[0]

@@ -1,0 +1,88 @@
+"""`fully_shard` where ranks use different parameters of one module: never a mix, never a hang."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ranks import run_ranks
+from shardwise import fully_shard
+
+
+class Experts(nn.Module):
+    """Of its experts, which are all of one size, a call uses those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x, which):
+        return self.scale * sum((self.experts[i](x) for i in which), x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x, which):
+        for block in self.blocks:
+            x = torch.tanh(block(x, which))
+        return x.square().sum()
+
+
+def batches_of(rank, num_steps):
+    random = torch.Generator().manual_seed(rank)
+    return [
+        (
+            torch.randn(3, 6, generator=random, dtype=torch.float64),
+            [n for n in range(3) if (rank + n + step) % 3],
+        )
+        for step in range(num_steps)
+    ]  # expert 3 is used by nobody
+
+
+def train(rank, world_size, has_replicas):
+    """Compare with one process that sees all ranks' batches; in whole numbers of micro-batches."""
+    torch.manual_seed(0)
+    truth = Model().double()
+    torch.manual_seed(0)
+    model = Model().double()
+    mesh = None
+    if has_replicas:
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (truth, model)]
+    nobody: set[str] = set()
+    everyones = [batches_of(r, 4) for r in range(world_size)]
+    for step in range(4):
+        for number in range(2):  # two micro-batches, the second with other experts
+            for batches in everyones:
+                x, which = batches[(step + number) % 4]
+                (truth(x, which) / world_size).backward()
+            x, which = everyones[rank][(step + number) % 4]
+            model(x, which).backward()
+        for (name, plain), sharded in zip(
+            truth.named_parameters(), model.parameters(), strict=True
+        ):
+            assert (plain.grad is None) == (sharded.grad is None), name
+            if plain.grad is None:
+                nobody.add(name)
+                continue
+            torch.testing.assert_close(
+                sharded.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-13, msg=name
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert any("experts.3" in name for name in nobody)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "has_replicas"), [(1, False), (2, False), (3, False), (4, True)]
+)
+def test_ranks_may_use_different_parameters_of_one_module(num_ranks, has_replicas):
+    run_ranks(train, num_ranks, has_replicas)
