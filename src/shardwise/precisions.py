@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 _OURS = {
     "fp32": ("float32", "float"),
     "bf16": ("bfloat16",),
@@ -24,5 +22,7 @@ def plain_precision(value: object) -> object:
 
 def nearest_precision(value: object) -> str:
     """Return "; did you mean 'bf16'?" for what is spelt like one of our names, else nothing."""
+    from difflib import get_close_matches  # in the error alone: the accounting starts without it
+
     near = get_close_matches(str(value).lower(), _OURS, n=1, cutoff=0.8)
     return f"; did you mean {near[0]!r}?" if near and isinstance(value, str) else ""

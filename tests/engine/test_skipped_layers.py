@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from shardwise import accumulate, shard
-from trainer import LAYOUTS, adamw, compare, events_of, sgd
+from trainer import LAYOUTS, adamw, compare, events_of, full_grads, sgd
 
 
 class Dropped(nn.Module):
@@ -231,3 +231,58 @@ def test_layerdrop_of_transformers_has_the_losses_of_ddp_that_finds_unused_param
         assert run_ranks(train_wav2vec2, 2, "shard", options) == truth, options
     ran_all = run_ranks(train_wav2vec2, 2, "shard", {"stage": 3})  # by transformers' own switch
     assert [ran for _, ran in ran_all] == [16, 16]
+
+
+class Reentrant(Dropped):
+    """Layers under reentrant checkpoints: forward has no graph, and gradients come late."""
+
+    def forward(self, x, runs, task):
+        x = self.first(x)
+        for layer, run in zip(self.layers, runs, strict=True):
+            if run:
+                x = x + torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return self.heads[task](self.norm(x))
+
+
+def grads_of_late_gradients(rank, world_size, skips):
+    """Compare with one process where gradients come later than the graph of forward tells."""
+    batches = [draw_batch(torch.Generator().manual_seed(r + 3)) for r in range(world_size)]
+    if not skips:
+        batches = [(x, [True] * Dropped.num_layers, 0, targets) for x, _, _, targets in batches]
+
+    def run(model, batch, twice):
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=twice)
+        if twice:
+            (2 * loss).backward()  # over a graph that has been run
+
+    for kind, twice in ((Reentrant, False), (Dropped, True)):
+        torch.manual_seed(0)
+        truth = kind().double()
+        for batch in batches:
+            run(truth, (batch[0].double(), *batch[1:]), twice)
+        for stage in range(3):
+            for bucket_bytes in (1, 1 << 20):
+                torch.manual_seed(0)
+                model = shard(
+                    kind().double(), stage=stage, bucket_bytes=bucket_bytes, units=[nn.Linear]
+                )
+                for _ in range(2):
+                    model.zero_grad()
+                    run(model, (batches[rank][0].double(), *batches[rank][1:]), twice)
+                    for (name, grad), expected in zip(
+                        full_grads(model).items(), truth.parameters(), strict=True
+                    ):
+                        where = f"{kind.__name__}, stage {stage}, {bucket_bytes}: {name}"
+                        assert (grad is None) == (expected.grad is None), where
+                        if grad is not None:
+                            mean = expected.grad / world_size
+                            torch.testing.assert_close(
+                                grad, mean, rtol=1e-12, atol=1e-14, msg=where
+                            )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_that_come_late_are_reduced_once_and_right(num_ranks, skips):
+    run_ranks(grads_of_late_gradients, num_ranks, skips)

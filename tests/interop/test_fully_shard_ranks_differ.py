@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 from shardwise import fully_shard
+from shardwise.errors import CollectiveError
 
 
 class Experts(nn.Module):
@@ -86,3 +87,33 @@ def train(rank, world_size, has_replicas):
 )
 def test_ranks_may_use_different_parameters_of_one_module(num_ranks, has_replicas):
     run_ranks(train, num_ranks, has_replicas)
+
+
+class Pair(nn.Module):
+    """Two layers of one size, of which a call runs those that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+    def forward(self, x, names):
+        return sum(getattr(self, name)(x) for name in names).sum()
+
+
+def reduce_different_modules(rank, world_size):
+    """Run another module on each rank in a pass in which nothing needs to be gathered."""
+    model = Pair()
+    for layer in (model.a, model.b):
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    with torch.no_grad():
+        model(torch.ones(1, 4), "ab")  # gathers both
+    with pytest.raises(CollectiveError) as caught:
+        model(torch.ones(1, 4), "ab"[rank]).backward()
+    return str(caught.value)
+
+
+def test_gradients_that_met_those_of_another_module_are_never_handed_out_in_silence():
+    for text in run_ranks(reduce_different_modules, 2, fresh=True):
+        assert "'a', 'b' were reduced on some ranks only" in text

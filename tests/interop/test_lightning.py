@@ -213,9 +213,9 @@ def test_every_stage_takes_the_steps_of_ddp(world_size: int) -> None:
     run_ranks(fit_like_ddp, world_size)
 
 
-class Flattened(Regression):
+class WholeMatrices(Regression):
     def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
 
 
 class Recording(Regression):
@@ -354,11 +354,14 @@ def fit_hybrid(rank: int, world_size: int, folder: Path) -> None:
         assert_same_fit(*late)  # what meta is filled with does not depend on the stage
         assert late[0][0].seen[-1] < late[0][0].seen[0]
 
-        with pytest.raises(ShardError, match="copy_ into a plain tensor"):
-            fit("shardwise", rank, world_size, callbacks=[WeightAveraging()])
+        averaged = [
+            fit(how, rank, world_size, callbacks=[WeightAveraging()])
+            for how in ("shardwise", "ddp")
+        ]
+        assert_same_fit(*averaged)
 
-        with pytest.raises(ShardError, match="each rank holds only a slice"):
-            fit("shardwise", rank, world_size, Flattened)
+        with pytest.raises(ShardError, match="Muon asks for"):
+            fit("shardwise", rank, world_size, WholeMatrices)
         normed, _ = fit("shardwise", rank, world_size, Normed)
         with torch.no_grad():
             means = normed.norm.running_mean.clone()

@@ -66,7 +66,12 @@ class Meeting:
     @property
     def key(self) -> str:
         """Return what is the same on all ranks."""
-        return f"{self.axis}.{self.kind}.{self.index}.{self.unit}"
+        return f"{self.group_name}.{self.axis}.{self.kind}.{self.index}.{self.unit}"
+
+    @property
+    def group_name(self) -> str:
+        """Return the name that torch gave the group, the same on its ranks."""
+        return str(getattr(self.group, "group_name", ""))
 
     @property
     def text(self) -> str:
@@ -107,6 +112,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._published = False
+        self._board: tuple[dist.Store, _Board] | None = None
         self._suspected: dict[int, dict[str, Any]] = {}
 
     # -- what the ranks' own threads call
@@ -153,7 +159,7 @@ class Watch:
 
     def fail(self, meeting: Meeting, reason: str) -> str:
         """Note that a group has failed; return why, which may be what the watch has found."""
-        found = self._verdicts.pop(threading.get_ident(), None) or _told_by_others() or reason
+        found = self._verdicts.pop(threading.get_ident(), None) or _told(meeting) or reason
         self._failed.setdefault(id(meeting.group), (meeting.group, found))
         return found
 
@@ -169,7 +175,7 @@ class Watch:
                 continue
             try:
                 self._look()
-            except RuntimeError:  # the store is gone, and with it whoever could be waited for
+            except Exception:  # the process group is gone, and with it whoever could be waited for
                 self._published = False
 
     def _look(self) -> None:
@@ -177,7 +183,7 @@ class Watch:
         waits = [(t, w) for t, w in list(self._waits.items()) if now - w.begun_s > 1.0]
         main = threading.main_thread().ident
         mine = next((w for t, w in waits if t == main), None)
-        board = _Board()
+        board = self._board_of_now()
         if mine is None:
             if self._published:
                 board.clear()
@@ -191,6 +197,12 @@ class Watch:
             if not wait.told and now - wait.begun_s > self.patience_s:
                 wait.told = True
                 _LOG.warning(self._notice(board, thread, wait))
+
+    def _board_of_now(self) -> "_Board":
+        store = dist.distributed_c10d._get_default_store()
+        if self._board is None or self._board[0] is not store:
+            self._board = store, _Board(store)
+        return self._board[1]
 
     def _record(self, wait: _Wait) -> dict[str, Any]:
         return {
@@ -217,7 +229,7 @@ class Watch:
             return
         parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
         self._verdicts[thread] = f"{', and '.join(parts)}, for each other. {_REMEDY}"
-        board.tell(self._verdicts[thread])
+        board.tell(wait.meeting.group_name, self._verdicts[thread])
         if not _break_off(wait.meeting):
             _LOG.error("shardwise: %s", self._verdicts[thread])
 
@@ -242,10 +254,10 @@ class Watch:
 class _Board:
     """What waiting ranks have published in the store of the process group."""
 
-    def __init__(self) -> None:
-        self._store = dist.PrefixStore(
-            "shardwise/watch", dist.distributed_c10d._get_default_store()
-        )
+    def __init__(self, store: dist.Store) -> None:
+        # A connection of its own: one is locked as long as another thread waits in it.
+        own: Any = store
+        self._store = dist.PrefixStore("shardwise/watch", own.clone())
 
     def publish(self, record: Mapping[str, Any]) -> None:
         self._store.set(str(dist.get_rank()), json.dumps(record))
@@ -253,11 +265,12 @@ class _Board:
     def clear(self) -> None:
         self._store.set(str(dist.get_rank()), "")
 
-    def tell(self, verdict: str) -> None:
-        self._store.set("verdict", verdict)
+    def tell(self, group: str, verdict: str) -> None:
+        self._store.set(f"verdict/{group}", verdict)
 
-    def told(self) -> str | None:
-        return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+    def told(self, group: str) -> str | None:
+        key = f"verdict/{group}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank that waits has published, else None; never waits for it."""
@@ -306,10 +319,11 @@ def _where(thread: int) -> str:
     return ""
 
 
-def _told_by_others() -> str | None:
+def _told(meeting: Meeting) -> str | None:
     """Return the circle that another rank has found, and broken off; None where there is none."""
     try:
-        return _Board().told()
+        store = dist.distributed_c10d._get_default_store()
+        return _Board(store).told(meeting.group_name)
     except (RuntimeError, ValueError):  # the process group, or its store, is gone
         return None
 

@@ -359,8 +359,10 @@ class Engine:
     def _share_order(self) -> None:
         """Take over rank 0's order of this first pass; one small broadcast."""
         orders = json.dumps(self._schedule.seen).encode()
-        self._schedule.share_order(*json.loads(self.comm.control.broadcast(orders)))
-        self._shares_order = False
+        gathers, closes = json.loads(self.comm.control.broadcast(orders))
+        if gathers:  # it was a pass through the hooks, not one that `gathered` ends
+            self._schedule.share_order(gathers, closes)
+            self._shares_order = False
 
     def _reset_pass(self) -> None:
         for unit in self.units:

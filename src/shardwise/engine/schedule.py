@@ -45,10 +45,6 @@ class ScheduledUnit(Protocol):
     def backward_reads_params(self) -> bool:
         """Tell whether backward needs the full parameters."""
 
-    @property
-    def awaits_backward(self) -> bool:
-        """Tell whether a gradient may come for it in a backward pass that begins now."""
-
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
 
@@ -203,6 +199,7 @@ class Schedule(Generic[U]):
         indices = [u.index for u in self.units]
         self._gathers = complete(gathers, indices)
         self._turns = Turns(complete(closes, indices[::-1]))
+        self._turns.end()
 
     # -- forward
     def forget(self) -> None:
@@ -314,7 +311,7 @@ class Schedule(Generic[U]):
         self._order.begin_backward()
         self._closed = []
         if self.reduces_in_turn:
-            self._turns.expect(u.index for u in self.units if u.awaits_backward)
+            self._turns.begin()
 
     def before_backward(self, unit: U) -> None:
         """Unshard the unit for its backward, start gathering those that follow."""
@@ -366,4 +363,5 @@ class Schedule(Generic[U]):
             if not unit.settings.stays_full:
                 unit.reshard()
         self._ahead.clear()
+        self._turns.end()
         self._order.end_step()

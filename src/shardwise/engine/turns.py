@@ -20,10 +20,10 @@ class Turns:
         self._next = 0
         self._here: set[int] = set()
 
-    def expect(self, indices: Iterable[int]) -> None:
-        """Begin a pass: nobody waits for a unit that is not among ``indices``."""
+    def begin(self) -> None:
+        """Begin a pass: every unit is waited for, as a gradient may come late for any of them."""
         self._next = 0
-        self._here = set(self._order).difference(indices)
+        self._here.clear()
 
     def arrive(self, index: int) -> list[int]:
         """Note that a unit has come; return those whose turn it is now, in order.

@@ -38,7 +38,7 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     **Raises** ConfigError naming the parameter, before anything is changed, when the state is of
     another shape.
     """
-    if vars(optimizer).get(_SEEN) is optimizer.state:
+    if torch.compiler.is_compiling() or vars(optimizer).get(_SEEN) is optimizer.state:
         return
     found = []
     for number, group in enumerate(optimizer.param_groups):

@@ -89,5 +89,6 @@ def _replaced_class(of: type) -> type:
 
 def retire(param: nn.Parameter, name: str, by: str = "shard()") -> None:
     """Let a parameter that is in no module any more tell so to optimizers; ``by`` replaced it."""
-    param.__class__ = _replaced_class(type(param))
+    if not isinstance(param, Replaced):  # by an earlier call, which failed
+        param.__class__ = _replaced_class(type(param))
     vars(param).update(_replaced_name=name, _replaced_by=by)

@@ -201,7 +201,7 @@ class Storage:
         if kept is None or kept.dtype != dtype or _num_references(kept) > self._grad_references:
             kept = torch.empty(numel, dtype=dtype)
             self._grad_buffer, self._grad_references = kept, _num_references(kept)
-        return kept
+        return kept[:]  # another reference, which counts as long as a reduction holds it
 
     def bring_home(self, means: torch.Tensor) -> torch.Tensor:
         """Return the means of the gradients where the slices live; a copy where that is a home."""

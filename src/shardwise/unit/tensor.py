@@ -100,8 +100,10 @@ class ShardTensor(Sliced):
     def grad(self) -> None:
         self.grad = None
 
-    def __tensor_flatten__(self) -> NoReturn:
+    def __tensor_flatten__(self) -> Any:
         """Refuse to be traced: compiled code would take it for one of torch's own DTensors."""
+        if torch._guards.TracingContext.try_get() is None:
+            return super().__tensor_flatten__()
         optimizer = running_optimizer()
         what = "this function" if optimizer is None else f"{type(optimizer).__name__}.step()"
         raise ShardError(

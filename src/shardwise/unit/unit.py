@@ -294,11 +294,6 @@ class Unit:
         """Tell whether any parameter of the unit has a gradient."""
         return any(s.leaf.requires_grad for s in self.slots)
 
-    @property
-    def awaits_backward(self) -> bool:
-        """Tell whether a gradient may come in the backward pass that begins now."""
-        return self.in_backward or self.used_outside or self.open_uses > 0
-
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a slice is modified."""
         return tuple(s.version for s in self.storages)

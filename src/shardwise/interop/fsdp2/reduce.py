@@ -8,6 +8,7 @@ one is told by flags, once per pass, as in `engine.reductions`: where no rank ha
 what this rank has, and mixes up parameters where ranks differ.
 """
 
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import prod
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from shardwise.comm.pending import Pending, Site
 from shardwise.engine.schedule import ReduceQueue
+from shardwise.errors import CollectiveError
 from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.slot import GroupSlot
 from shardwise.trace import span
@@ -27,7 +29,8 @@ from shardwise.unit.unit import Unit
 class GroupReductions:
     """What the engine gives units to when their backward has passed."""
 
-    def __init__(self, max_in_flight: int) -> None:
+    def __init__(self, max_in_flight: int, units: Callable[[], Sequence[GroupUnit]]) -> None:
+        self._units = units
         self._queue: ReduceQueue[GroupUnit, GroupReduction] = ReduceQueue(
             lambda units: GroupReduction(units[0]), 0, max_in_flight, settles_at_close=True
         )
@@ -59,11 +62,13 @@ class GroupReductions:
         """Complete what is under way, at the end of a backward pass: ``param.grad`` is there."""
         self._queue.close()
         reductions, self._queue.settled = self._queue.settled, []
-        groups: dict[int, list[GroupReduction]] = {}
-        for reduction in sorted(reductions, key=lambda r: r.unit.index):
-            groups.setdefault(id(reduction.unit.spread.axes.mesh), []).append(reduction)
-        for group in groups.values():
-            _deliver_unsure(group)
+        if not reductions:
+            return
+        groups: dict[tuple[int, ...], list[GroupUnit]] = {}
+        for unit in self._units():
+            groups.setdefault(tuple(id(a.group) for a in unit.spread.axes.all), []).append(unit)
+        for units in groups.values():
+            _deliver_unsure([r for r in reductions if r.unit in units], units)
 
     def finish(self) -> None:
         """Complete every reduction."""
@@ -193,20 +198,39 @@ class GroupReduction:
                 self.unsure[slot] = mean
 
 
-def _deliver_unsure(reductions: list[GroupReduction]) -> None:
-    """Ask who has had a gradient; give what other ranks had to this rank's parameters too."""
-    slots = [slot for reduction in reductions for slot in reduction.slots]
-    unit = reductions[0].unit
-    if unit.comm.axes.num_ranks == 1 or not slots:
+def _deliver_unsure(reductions: list[GroupReduction], units: Sequence[GroupUnit]) -> None:
+    """Ask who has had a gradient; give what other ranks had to this rank's parameters too.
+
+    ``units`` are all that share the reductions' mesh, whether they ran or not, so that the flags
+    are as many on all ranks.
+
+    **Raises** CollectiveError where ranks have reduced different units, which the backend matches
+    by their order: on the CPU only, as elsewhere the host would wait for the device.
+    """
+    comm, device = units[0].comm, units[0].device
+    if comm.axes.num_ranks == 1:
         return
+    reduced = {id(reduction.unit) for reduction in reductions}
     used = set().union(*(reduction.used_here for reduction in reductions))
-    flags = torch.tensor([slot in used for slot in slots], dtype=torch.uint8, device=unit.device)
-    for pending in unit.comm.start_any(flags, Site("flags", "(all)", 0)):
+    slots = [slot for unit in units for slot in unit.slots]
+    here = [id(unit) in reduced for unit in units]
+    said = [*here, *(not was for was in here), *(slot in used for slot in slots)]
+    flags = torch.tensor(said, dtype=torch.uint8, device=device)
+    for pending in comm.start_any(flags, Site("flags", "(all)", 0)):
         pending.wait()
     unsure = {slot: mean for r in reductions for slot, mean in r.unsure.items()}
-    if not unsure:
+    if not unsure and device.type != "cpu":
         return  # and nothing waits for the device
-    for slot, flag in zip(slots, flags.tolist(), strict=True):
+    found = flags.tolist()
+    some, not_all, anywhere = found[: len(units)], found[len(units) :], found[2 * len(units) :]
+    differ = [u.name or "(root)" for u, a, b in zip(units, some, not_all, strict=False) if a and b]
+    if differ:
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: the gradients of {', '.join(map(repr, differ))} were reduced "
+            "on some ranks only, and have met those of other modules: all gradients of this pass "
+            "are wrong. Every rank must run the same modules of fully_shard, in the same order"
+        )
+    for slot, flag in zip(slots, anywhere, strict=True):
         if flag and slot in unsure:
             slot.deliver(unsure[slot])
 

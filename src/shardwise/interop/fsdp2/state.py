@@ -39,7 +39,9 @@ class GroupEngine(Engine):
         stage = settings.stage
         config = ShardConfig(stage, "rows", units[0].precision, stage.reduce_every)
         in_flight = max(unit.settings.max_in_flight for unit in units)
-        super().__init__(config, units[0].comm, FullBytes(), GroupReductions(in_flight))
+        super().__init__(
+            config, units[0].comm, FullBytes(), GroupReductions(in_flight, lambda: units)
+        )
         self.is_last_micro_batch = False  # each unit's settings say whether it reduces
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self

@@ -29,6 +29,7 @@ from shardwise.checkpoint.together import together
 from shardwise.config import PrecisionLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of, shard
+from shardwise.engine.model import sharded_class
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.transformers.fill import fill
@@ -99,7 +100,7 @@ def from_pretrained(
         "_finalize_model_loading": staticmethod(loader.finalize),
     }
     model = type(own)(own.__name__, (own,), body).from_pretrained(path, **options)
-    model.__class__ = own
+    model.__class__ = sharded_class(own)
     return prepare(model)
 
 

@@ -50,7 +50,6 @@ class UnitDouble:
         "_pending",
         "_staging",
         "_state",
-        "awaits_backward",
         "backward_reads_params",
         "buffer",
         "full_bytes",
@@ -75,7 +74,6 @@ class UnitDouble:
         self.backward_reads_params = reads
         self.used_outside = False
         self.in_backward = False
-        self.awaits_backward = False
         self.is_fresh = weight.gather is None
         self.grads = self.sums = 0
         self.has_grad = False

@@ -93,7 +93,6 @@ class _Player:
         ]
         for unit in self._units:
             unit.buffer = "kept" if self._buffers and unit.is_trained else ""
-            unit.awaits_backward = unit.index in self._with_backward
         self._reductions = ReductionsDouble(
             board,
             candidate.bucket_bytes,
