@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, TypeVar
 from ranks import HANG_S
 from shardwise.checkpoint.files import Entry, Files, Lock, Reader, Writer
 from shardwise.comm.control import Control
-from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
+from shardwise.errors import CollectiveError, DamagedCheckpoint
 
 T = TypeVar("T")
 Hook = Callable[[], None]
@@ -315,7 +315,7 @@ class SimulatedDisk:
         self.count("open", path)
         node = self._find(path)
         if node.is_folder:
-            raise CheckpointError(f"{path} should be a regular file but is a folder")
+            raise DamagedCheckpoint(f"{path} should be a regular file but is a folder")
         return _SimulatedReader(self, path, node)
 
     def sync_folder(self, path: Path) -> None:
@@ -378,7 +378,7 @@ class SimulatedDisk:
         folder, name = self._parent(path)
         node = folder.entries.get(name) or self._make(path, is_folder=False)
         if node.is_folder:
-            raise CheckpointError(f"{path} should be a regular file but is a folder")
+            raise DamagedCheckpoint(f"{path} should be a regular file but is a folder")
         if node in self._locked:
             return None
         self._locked.add(node)

@@ -169,14 +169,23 @@ def test_a_run_cannot_go_back_behind_checkpoints_that_it_would_return_to(
 
 def failing_rotation(rank: int, world_size: int, folder: str) -> list[int]:
     model, optimizer = build()
-    faults = [Fault(0, 5, "remove_file")] if rank == 0 else []
-    files = FaultyFiles(RealFiles(), *faults)
+    failed: list[str] = []
+
+    class Failing(FaultyFiles):
+        def remove_file(self, path: Path) -> None:
+            if path.parent.name.startswith(f".old-{step_name(1)}-") and not failed:
+                failed.append(path.name)
+                raise OSError(5, "Input/output error", str(path))
+            super().remove_file(path)
+
+    files = Failing(RealFiles())
     with shardwise.Checkpoints(folder, model, optimizer, keep_last=1, files=files) as checkpoints:
         checkpoints.save(1, wait=True)
         with pytest.warns(UserWarning, match="stay") if rank == 0 else nullcontext():
             checkpoints.save(2, wait=True)
         checkpoints.save(3, wait=True)
     dist.barrier()  # rank 0 removes behind the others' backs
+    assert len(failed) == (rank == 0)
     return steps_in(RealFiles(), Path(folder))
 
 

@@ -81,6 +81,14 @@ def test_a_plain_model_gets_the_same_bits_without_a_process_group(
     assert differences(got, {k: v for k, v in newest.items() if k.startswith("param")}) == []
 
 
+def _ddp(model: torch.nn.Module) -> torch.nn.Module:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return torch.nn.parallel.DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(
     tmp_path: Path,
 ) -> None:
@@ -88,6 +96,13 @@ def test_a_plain_model_refuses_what_does_not_fit_and_falls_back_from_damage(
     run = Plain(7)
     run.model.few = torch.nn.Parameter(torch.zeros(3))
     before = truth_of_plain(run)
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*give ddp\.module"):
+        shardwise.load(tmp_path, _ddp(run.model))
+    with pytest.raises(ConfigError, match=r"expected an nn\.Module, got list"):
+        shardwise.load(tmp_path, [1])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"not one of the model's; build") as caught:
+        shardwise.load(tmp_path, Net(), run.optimizer)
+    assert "shard" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"'few' has shape \(2,\) there and \(3,\) here"):
         shardwise.load(tmp_path, run.model, run.optimizer)
     assert differences(truth_of_plain(run), before) == []
@@ -210,6 +225,22 @@ class Stubborn(torch.nn.Linear):
     def set_extra_state(self, state: Any) -> None:
         if self.refuses:
             raise KeyError("version 3 was expected")
+
+
+def refuse_on_one_rank(rank: int, world_size: int, root: Path) -> None:
+    run = build(Setting(world_size, 3))
+    take_step(run, 1, norm=False)
+    shardwise.save(root / "one", run.model, run.optimizer, extra={"n": 1})
+    take_step(run, 2, norm=False)
+    before = truth_of(run)
+    extra = {"m": 1} if rank == world_size - 1 else {"n": 1}
+    with pytest.raises(CheckpointError, match=f"rank {world_size - 1}: extra: .* no 'm'"):
+        shardwise.load(root / "one", run.model, run.optimizer, extra=extra)
+    assert differences(truth_of(run), before) == []
+
+
+def test_a_checkpoint_that_fits_all_ranks_but_one_changes_nothing_on_any(tmp_path: Path) -> None:
+    run_ranks(refuse_on_one_rank, 2, tmp_path)
 
 
 class Scheduler:

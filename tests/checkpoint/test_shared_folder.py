@@ -20,8 +20,16 @@ from ranks import run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import RealFiles
 from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
-from shardwise.checkpoint.leftovers import clean_up, hold, is_held, let_go, temporary
-from shardwise.checkpoint.loading import Request, load_newest
+from shardwise.checkpoint.leftovers import (
+    clean_up,
+    hold,
+    is_held,
+    let_go,
+    remove_checkpoint,
+    temporary,
+)
+from shardwise.checkpoint.loading import Request, load_newest, load_one
+from shardwise.checkpoint.newest import choose
 from shardwise.comm.control import SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -152,6 +160,22 @@ def test_what_somebody_writes_is_neither_removed_nor_called_a_leftover() -> None
     assert disk.tree() == {"/run": None}
 
 
+def test_asking_about_a_save_that_ends_at_that_moment_leaves_no_lock_behind() -> None:
+    disk = SimulatedDisk()
+    disk.make_folders(RUN)
+    folder = temporary(RUN / step_name(3), NONCE)
+    lock = hold(disk, folder)
+
+    class Ending(FaultyFiles):
+        def list(self, path: Path) -> Any:
+            entries = super().list(path)
+            let_go(self.inner, folder, lock)
+            return entries
+
+    assert not is_held(Ending(disk), folder)
+    assert disk.tree() == {"/run": None}
+
+
 def test_without_locks_saves_work_and_nothing_is_removed() -> None:
     disk = disk_with(1, {1: "A"})
     fault = Fault(0, errno.ENOSYS, "lock", lasting=True)
@@ -279,7 +303,7 @@ def replace_what_is_none(rank: int, world_size: int, root: str) -> dict[str, str
     model, optimizer = build()
     stamp(model, optimizer, "A")
     texts = {}
-    for name in ("link", "file", "project", "folder-of-steps"):
+    for name in ("link", "file", "project", "folder-of-steps", "step-notes"):
         with pytest.raises(CheckpointError) as caught:
             shardwise.save(Path(root, name), model, optimizer, replace=True)
         texts[name] = str(caught.value)
@@ -292,6 +316,8 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
 ) -> None:
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "thesis.tex").write_text("mine")
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-notes" / "day-1.md").write_text("mine")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "project")
     (tmp_path / "folder-of-steps" / step_name(1)).mkdir(parents=True)
@@ -300,7 +326,7 @@ def test_only_a_checkpoint_is_replaced_and_no_link_file_or_folder_of_the_user(
     (texts,) = run_ranks(replace_what_is_none, 1, str(tmp_path))
     for name in ("link", "file"):
         assert f"{tmp_path / name} is a link or a file" in texts[name]
-    for name in ("project", "folder-of-steps"):
+    for name in ("project", "folder-of-steps", "step-notes"):
         assert f"{tmp_path / name} is a folder that holds no checkpoint" in texts[name]
     after = things_in(tmp_path)
     assert [name for name in after if not name.startswith("nothing-in-it/")] == before
@@ -365,8 +391,13 @@ def start_anew(rank: int, world_size: int, folder: str) -> list[Any]:
         new.save(11, wait=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            if rank == 0:
+                Path(folder, step_name(12)).mkdir()  # no load takes that one
             shardwise.save(folder, model, optimizer, step=4)
+            if rank == 0:
+                Path(folder, step_name(12)).rmdir()
             told += [str(warning.message) for warning in caught]
+    dist.barrier()
     loaded = shardwise.load(folder, model, optimizer)
     return [told, loaded.step, set(count(model, optimizer))]
 
@@ -462,6 +493,102 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_on
     for rank in found:
         assert set(rank) <= {(1, "A", ()), (2, "B", ())}
         assert rank == found[0] and len(set(rank)) == 2
+
+
+class Replacing(FaultyFiles):
+    """A disk on which another process replaces the newest checkpoint at some operation of ours."""
+
+    def __init__(self, folder: Path, at: int) -> None:
+        super().__init__(RealFiles(), before=self._replace)
+        self._folder, self._at = folder, at
+
+    def _replace(self) -> None:
+        if len(self.operations) == self._at:
+            FILES.exchange(self._folder / "next", self._folder / step_name(2))
+            shutil.rmtree(self._folder / "next")
+
+
+def load_beside_a_replacement(
+    rank: int, world_size: int, root: str, moments: list[int]
+) -> list[Any]:
+    model, optimizer = build()
+    folder, found = Path(root, "run"), []
+    for name, step, letter in (("run", 1, "A"), ("old", 2, "B"), ("new", 2, "C")):
+        stamp(model, optimizer, letter)
+        extra = {"text": letter * (1 + 99 * (letter == "C"))}  # of another size than the old one
+        shardwise.save(Path(root, name), model, optimizer, step=step, extra=extra)
+    for at in moments:
+        for is_one in (False, True):
+            if rank == 0:
+                for source, name in (("old", step_name(2)), ("new", "next")):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                    shutil.copytree(Path(root, source, step_name(2)), folder / name)
+            dist.barrier()
+            stamp(model, optimizer, "Z")
+            files = Replacing(folder, at) if rank == 0 else FILES
+            request = Request(files, engine_of(model).comm.control, model, optimizer)
+            loaded = (
+                load_one(request, folder / step_name(2)) if is_one else load_newest(request, folder)
+            )
+            assert loaded is not None
+            letters = "".join(count(model, optimizer))
+            found.append((loaded.step, letters, loaded.extra["text"][0], loaded.skipped))
+            dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_damage(
+    tmp_path: Path, world_size: int
+) -> None:
+    found = run_ranks(load_beside_a_replacement, world_size, str(tmp_path), list(range(14)))
+    for rank in found:
+        assert set(rank) == {(2, "B", "B", ()), (2, "C", "C", ())}
+        assert rank == found[0]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) -> None:
+    disk = disk_with(1, {1: "A", 2: "B"})
+
+    class Stale(FaultyFiles):
+        is_stale = False
+
+        def open(self, path: Path) -> Any:
+            if path.parent.name == step_name(2) and not self.is_stale:
+                self.is_stale = True
+                if replaced:
+                    write(disk, SoloControl(), "C", 2, replace=True)
+                else:
+                    remove_checkpoint(disk, RUN / step_name(2))
+                    write(disk, SoloControl(), "C", 3)
+                raise OSError(errno.ESTALE, "Stale file handle", str(path))
+            return super().open(path)
+
+    skipped: dict[int, str] = {}
+    chosen = choose(SoloControl(), Stale(disk), RUN, skipped)
+    assert chosen is not None and not skipped
+    step = 2 if replaced else 3
+    assert (chosen.step, newest(disk, 1)) == (step, (step, "C"))
+    refused = FaultyFiles(disk, Fault(0, errno.EACCES, "open", lasting=True))
+    with pytest.raises(CheckpointError, match="errno 13") as caught:
+        choose(SoloControl(), refused, RUN, {})
+    assert type(caught.value) is CheckpointError  # may not be read, which says nothing of damage
+
+
+@pytest.mark.parametrize("removed", ["-0.safetensors", ".json"])
+def test_what_is_missing_is_named_with_as_few_reads_however_many_ranks_lack_it(
+    removed: str,
+) -> None:
+    disk = disk_with(7, {1: "A"})
+    folder = RUN / step_name(1)
+    for rank in range(1, 7):
+        disk.remove_file(folder / f"rank{rank:05d}{removed}")
+    files = FaultyFiles(disk)
+    with pytest.raises(DamagedCheckpoint, match=f"rank00001{removed}: it is missing"):
+        check_quickly(files, folder)
+    opened = [name for op, name in files.operations if op == "open"]
+    assert len(opened) <= 4, opened  # the manifest twice, the first rank's index, and that one's
 
 
 def save_and_rotate(rank: int, world_size: int, folder: str) -> int:

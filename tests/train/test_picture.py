@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from shardwise.svg import round_ticks
+from shardwise.train.config import load_config
+from shardwise.train.loop import _draw
 from shardwise.train.picture import loss_svg, read_curves, write_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -144,3 +146,14 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float, ticks: 
     found = round_ticks(low, high, 7 if high != 3e-4 else 4)
     assert found == pytest.approx(ticks)
     assert found[0] <= low and high <= found[-1] * (1 + 1e-12)
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_of_and_ends_no_run(tmp_path: Path) -> None:
+    config = load_config(None, {"output": tmp_path})
+    path, said = tmp_path / "metrics.jsonl", list[str]()
+    path.write_text(f'{{"step": 1, "loss": 1{"0" * 400}}}\n')  # a number, and no float
+    assert _draw(config, said.append) is None
+    path.write_text("\n".join(metrics([2.0])))
+    (tmp_path / "loss.svg").mkdir()
+    assert _draw(config, said.append) is None
+    assert len(said) == 2 and all(f"{tmp_path / 'loss.svg'} could not be" in s for s in said)

@@ -12,6 +12,7 @@ from shardwise.checkpoint.leftovers import (
     clean_up_before,
     discard_replaced,
     hold,
+    is_step,
     let_go,
     remove_tree,
     temporary,
@@ -50,7 +51,7 @@ def _check_replaceable(files: Files, target: Path, there: Entry) -> None:
             "save to the folder that the link leads to, or remove it first"
         )
     names = [entry.name for entry in files.list(target)]
-    if names and not target.name.startswith("step-") and not any(is_ours(name) for name in names):
+    if names and not is_step(target.name) and not any(is_ours(name) for name in names):
         raise CheckpointError(
             f"{target} is a folder that holds no checkpoint ({names[0]!r} is in it): replace=True "
             "does not replace it. Save under another name, or with step= to save inside it"

@@ -26,6 +26,7 @@ from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 LOCK = ".shardwise.lock"
+MAX_LOOKS = 100  # so often a checkpoint may vanish or change while it is looked at or read
 _STEP = re.compile(r"step-([0-9]{8,12})")
 _LOCK_CHARS = 4096
 
@@ -48,13 +49,33 @@ def steps_in(files: Files, folder: Path) -> list[int]:
 def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
     """Check a checkpoint's manifest, and that its files are there in their sizes.
 
-    The digests of tensors are checked when they are read. Returns the manifest and its bytes.
+    The digests of tensors are checked when they are read. Returns the manifest and its bytes. What
+    is replaced meanwhile is no damage: it is looked at again.
 
-    **Cost** one listing and one small file, whatever the number of ranks.
+    **Cost** one listing and one small file, whatever the number of ranks; four more for damage.
 
     **Raises** DamagedCheckpoint naming the file.
     """
-    data = read_small(files, path / MANIFEST)
+    for _ in range(MAX_LOOKS):
+        data = None
+        try:
+            data = read_small(files, path / MANIFEST)
+            return _check_against(files, path, data), data
+        except (DamagedCheckpoint, OSError):  # OSError: on NFS, of a folder that was replaced
+            if _manifest_now(files, path) == data:
+                raise
+    raise CheckpointError(f"{path}: it is replaced faster than it can be read; load it again later")
+
+
+def _manifest_now(files: Files, path: Path) -> bytes | None:
+    try:
+        return read_small(files, path / MANIFEST)
+    except (CheckpointError, OSError):
+        return None
+
+
+def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
+    """Check a folder against the bytes of its manifest; return what they say."""
     manifest = parse_manifest(data, str(path / MANIFEST))
     named = _STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
@@ -69,7 +90,7 @@ def check_quickly(files: Files, path: Path) -> tuple[Manifest, bytes]:
         check_presence(path, entries, manifest.ranks)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(_find_wrong(files, path, manifest, entries) or str(error)) from None
-    return manifest, data
+    return manifest
 
 
 def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[Entry]) -> str:
@@ -77,13 +98,21 @@ def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[
 
     The manifest has the size of all files of a rank together, the index has that of each; and it
     may be the manifest that is of another save.
+
+    **Cost** two indexes, that of rank 0 and that of the first rank whose files do not fit.
     """
     sizes = {entry.name: entry.size for entry in entries if entry.kind == "file"}
-    for rank, row in enumerate(manifest.ranks):
-        names = [file_name(rank, number) for number in range(row.num_files)]
-        as_named = sizes.get(index_name(rank)) == row.index_bytes
-        if rank and as_named and sum(sizes.get(name, 0) for name in names) == row.file_bytes:
-            continue
+    names = [
+        [file_name(r, n) for n in range(row.num_files)] for r, row in enumerate(manifest.ranks)
+    ]
+    first = (
+        rank
+        for rank, row in enumerate(manifest.ranks)
+        if sizes.get(index_name(rank)) != row.index_bytes
+        or sum(sizes.get(name, 0) for name in names[rank]) != row.file_bytes
+    )
+    for rank in sorted({0, next(first, 0)}):
+        row = manifest.ranks[rank]
         try:
             data = read_small(files, path / index_name(rank))
             if digest_of(data) != row.digest:
@@ -92,7 +121,7 @@ def _find_wrong(files: Files, path: Path, manifest: Manifest, entries: Sequence[
             index = parse_index(data, str(path / index_name(rank)))
         except (OSError, CheckpointError):
             return ""
-        for name, file in zip(names, index.files, strict=False):
+        for name, file in zip(names[rank], index.files, strict=False):
             if sizes.get(name, file.num_bytes) != file.num_bytes:
                 return f"{path / name}: {sizes[name]} bytes, expected {file.num_bytes}"
     return ""

@@ -88,8 +88,13 @@ def is_held(files: Files, folder: Path) -> bool:
         return False
     lock = files.lock(_lock_of(folder))
     if lock is not None:
-        lock.release()
+        _give_back(files, folder, lock)
     return lock is None
+
+
+def is_step(name: str) -> bool:
+    """Tell whether this is the name of a step's checkpoint."""
+    return _STEP.fullmatch(name) is not None
 
 
 def _lock_of(folder: Path) -> Path:
@@ -156,10 +161,9 @@ def clean_up_before(files: Files, target: Path, entries: Iterable[Entry]) -> Non
 
     ``entries`` is the folder's listing. What resists stays: a save does not fail for it.
     """
-    is_step = _STEP.fullmatch(target.name) is not None
 
     def of(name: str) -> bool:
-        return name == target.name or (is_step and _STEP.fullmatch(name) is not None)
+        return name == target.name or (is_step(target.name) and is_step(name))
 
     if any(of(_target_of(entry.name.removesuffix(_LOCKED))) for entry in entries):
         with suppress(OSError):
@@ -181,7 +185,7 @@ def _claim(files: Files, folder: Path, entry: Entry) -> Path | None:
     if entry.kind != "folder":
         raise CheckpointError(f"{path} is no folder")
     if not entry.name.startswith(_TEMPORARY):
-        if not _STEP.fullmatch(_target_of(entry.name)):
+        if not is_step(_target_of(entry.name)):
             _check_ours(files, path)
         return path
     lock = files.lock(_lock_of(path))
@@ -207,12 +211,21 @@ def _remove_lock(files: Files, folder: Path, entry: Entry) -> None:
     if entry.kind != "file" or entry.size:  # ours are empty
         return
     lock = files.lock(_lock_of(path))
-    if lock is None:
-        return
-    if any(other.name == path.name for other in files.list(folder)):
+    if lock is not None:
+        _give_back(files, path, lock)
+
+
+def _give_back(files: Files, folder: Path, lock: Lock) -> None:
+    """Release a lock that nobody else held; its file goes if the folder has gone."""
+    try:
+        is_left = any(entry.name == folder.name for entry in files.list(folder.parent))
+    except OSError:
         lock.release()
-    else:
-        let_go(files, path, lock)
+        raise
+    if is_left:
+        lock.release()
+    else:  # its save has ended, perhaps since it was asked about: then this made the file anew
+        let_go(files, folder, lock)
 
 
 def remove_checkpoint(files: Files, path: Path) -> Path | None:

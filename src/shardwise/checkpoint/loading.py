@@ -22,14 +22,14 @@ from torch import nn
 
 from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
-from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
+from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, steps_in
 from shardwise.checkpoint.generators import (
     check_generators,
     derive_generators,
     set_generators,
 )
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.newest import MAX_LOOKS, Chosen, choose, has_changed, vanishing
+from shardwise.checkpoint.newest import Chosen, choose, has_changed, is_there, vanishing
 from shardwise.checkpoint.places import Host, Place, host_of
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.restore import (
@@ -122,7 +122,24 @@ def _reasons(skipped: Mapping[int, str], above: int) -> tuple[str, ...]:
 
 @collector_paused()
 def load_one(request: Request, path: Path) -> Loaded:
-    """Load the checkpoint of this folder, and no other."""
+    """Load the checkpoint of this folder, and no other; again if it is replaced meanwhile."""
+    for _ in range(MAX_LOOKS):
+        chosen = _look_at(request, path)
+        try:
+            loaded = _load(request, path, chosen.manifest, ())
+        except CheckpointError as error:
+            if not has_changed(request.control, request.files, chosen):
+                raise
+            if not is_there(request.control, request.files, path):
+                raise CheckpointError(f"{path} was removed while it was read") from error
+            continue
+        _warn(request, loaded)
+        return loaded
+    raise CheckpointError(f"{path}: it is replaced faster than it can be read; load it again later")
+
+
+def _look_at(request: Request, path: Path) -> Chosen:
+    """Check one checkpoint quickly, and tell all ranks its manifest."""
     found: list[tuple[Manifest, bytes]] = []
 
     def check() -> None:
@@ -137,15 +154,7 @@ def load_one(request: Request, path: Path) -> Loaded:
     together(request.control, check)
     said = request.control.broadcast(found[0][1] if found else b"")
     manifest = found[0][0] if found else parse_manifest(said, str(path / MANIFEST))
-    chosen = Chosen(path, manifest.step or 0, manifest, said)
-    try:
-        loaded = _load(request, path, manifest, ())
-    except CheckpointError as error:
-        if has_changed(request.control, request.files, chosen):
-            raise CheckpointError(f"{path} was removed or replaced while it was read") from error
-        raise
-    _warn(request, loaded)
-    return loaded
+    return Chosen(path, manifest.step or 0, manifest, said)
 
 
 def _warn(request: Request, loaded: Loaded) -> None:
@@ -190,8 +199,9 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         begun = True
         together(control, read)
     except BaseException as error:
-        # What was read into the memory of its state may be of two checkpoints.
-        if optimizer is not None and found:
+        # What was read into the memory of its state may be of two checkpoints. Before that nothing
+        # has changed, and nothing goes: it may be another rank that the checkpoint does not fit.
+        if begun and optimizer is not None and found:
             for place in found[0].states:
                 optimizer.state.pop(place.param, None)
         if begun and isinstance(error, Exception):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import MAX_LOOKS as MAX_LOOKS
 from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.read import read_small
@@ -26,7 +27,6 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 if TYPE_CHECKING:
     from shardwise.comm.control import Control
 
-MAX_LOOKS = 100  # so often a checkpoint may vanish while it is looked at or read
 _SIZE_BYTES = 8
 
 
@@ -73,9 +73,11 @@ def _look(files: Files, folder: Path, known: Collection[int]) -> tuple[Manifest 
             path = folder / step_name(step)
             try:
                 manifest, data = check_quickly(files, path)
-            except (DamagedCheckpoint, FileNotFoundError) as error:
+            except (CheckpointError, OSError) as error:
                 if not _is_there(files, path):
                     break  # look again: there may be a newer one
+                if not isinstance(error, (DamagedCheckpoint, FileNotFoundError)):
+                    raise
                 skipped.append((step, str(error)))
                 continue
             return manifest, _word(step, skipped) + data
@@ -107,6 +109,15 @@ def has_changed(control: Control, files: Files, chosen: Chosen) -> bool:
             return bytes([read_small(files, chosen.path / MANIFEST) != chosen.data])
         except (CheckpointError, OSError):
             return bytes([not _is_there(files, chosen.path)])
+
+    return together(control, look, 1)[0] != b"\0"
+
+
+def is_there(control: Control, files: Files, path: Path) -> bool:
+    """Tell whether rank 0 finds a checkpoint under its name; all ranks call it."""
+
+    def look() -> bytes:
+        return bytes([control.rank != 0 or _is_there(files, path)])
 
     return together(control, look, 1)[0] != b"\0"
 

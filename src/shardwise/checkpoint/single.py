@@ -76,8 +76,9 @@ def _warn(files: Files, written: Written, step: int | None) -> None:
         warnings.warn(tell_other_files(written.other_files), stacklevel=3)
     folder = written.path.parent
     with suppress(OSError):
-        newest = max(steps_in(files, folder), default=0) if step is not None else 0
-        if step is not None and newest > step and is_usable(files, folder, newest):
+        above = [s for s in steps_in(files, folder) if step is not None and s > step]
+        newest = next((s for s in above if is_usable(files, folder, s)), None)
+        if newest is not None:
             warnings.warn(
                 f"{folder} holds step {newest} too: load() takes that one, and step {step} only "
                 f"with step={step}. Save another run in another folder",
@@ -122,6 +123,7 @@ def load(
     (the model then refuses to run until a load succeeds).
     """
     files, folder = RealFiles(), Path(path).absolute()
+    _check_model(model)
     control = host_of(model).control
     request = Request(
         files,
@@ -143,6 +145,16 @@ def load(
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
     return loaded
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            "model: this is the DistributedDataParallel wrapper, whose parameters are all named "
+            "'module....': give ddp.module"
+        )
 
 
 @collector_paused()

@@ -153,10 +153,12 @@ def names_of_params(slots: Sequence[_S], optimizer: torch.optim.Optimizer) -> li
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if id(param) not in by_param:
+                sharded = any(isinstance(slot.param, ShardTensor) for slot in slots)
                 raise ConfigError(
                     f"optimizer: parameter {place} of group {number} {tuple(param.shape)} is not "
-                    "one of the sharded model's; build the optimizer from model.parameters() after "
-                    "shard(), and keep other parameters in an optimizer of their own (extra=)"
+                    f"one of the {'sharded ' if sharded else ''}model's; build the optimizer from "
+                    f"model.parameters(){' after shard()' if sharded else ''}, and keep other "
+                    "parameters in an optimizer of their own (extra=)"
                 )
         groups.append([by_param[id(param)] for param in group["params"]])
     return groups

@@ -132,12 +132,12 @@ def train_prepared(
 
 
 def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
-    """Draw the losses so far; a picture that cannot be written is told, and ends no run."""
+    """Draw the losses so far; a picture that cannot be drawn is told of, and ends no run."""
     path = picture_path(config)
     try:
         return path if write_picture(metrics_path(config), path) else None
-    except OSError as error:
-        say(f"{path} could not be written: {error.strerror}")
+    except (OSError, ValueError, OverflowError) as error:
+        say(f"{path} could not be written: {getattr(error, 'strerror', None) or error}")
         return None
 
 
