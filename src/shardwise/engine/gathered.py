@@ -41,7 +41,8 @@ def gathered(
     Without ``writeback`` the model's full parameters require gradients as the shards do, so that
     gradient penalties (``create_graph=True``) may be computed inside: what a backward pass leaves
     in them is reduced and added to the shards' ``p.grad`` when the context ends, and by a backward
-    pass after it at once; then, at stage 3, all ranks must have used the same units. With ``writeback``, and for named parameters, they require none.
+    pass after it at once; then, at stage 3, all ranks must have used the same units. With
+    ``writeback``, and for named parameters, they require none.
 
     **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
     graph recorded inside is dropped.
