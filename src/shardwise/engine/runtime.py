@@ -15,7 +15,6 @@ pass mixes nodes of forward with those that the first made, and on some devices 
 apart, so no hook tells when a unit is through: all units are closed at its end.
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -346,7 +345,7 @@ class Engine:
         self._schedule.close_turns(self.is_last_micro_batch)
         self._reductions.close()
         if self._shares_order:
-            self._share_order()
+            self._shares_order = not self._schedule.share_seen(self.comm.control.broadcast)
         self._reset_pass()
         if self.is_last_micro_batch and any_grad_hooks(self.units):
             self.finish_reductions()
@@ -355,14 +354,6 @@ class Engine:
                 run_grad_hooks(self.units)
             finally:
                 self._runs_grad_hooks = False
-
-    def _share_order(self) -> None:
-        """Take over rank 0's order of this first pass; one small broadcast."""
-        orders = json.dumps(self._schedule.seen).encode()
-        gathers, closes = json.loads(self.comm.control.broadcast(orders))
-        if gathers:  # it was a pass through the hooks, not one that `gathered` ends
-            self._schedule.share_order(gathers, closes)
-            self._shares_order = False
 
     def _reset_pass(self) -> None:
         for unit in self.units:

@@ -4,6 +4,7 @@ The engine asks with real units; the planner asks the same code with units that 
 so a plan cannot differ from the run. What autograd needs (uses, hooks, versions) is the engine's.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -189,10 +190,16 @@ class Schedule(Generic[U]):
         if self._asked_bytes is None:
             self._prefetch_bytes = max((u.full_bytes for u in units[1:]), default=0)
 
-    @property
-    def seen(self) -> tuple[list[int], list[int]]:
-        """Return the orders in which this pass has run units forward, and closed them."""
-        return self._order.recorded, self._closed
+    def share_seen(self, broadcast: Callable[[bytes], bytes]) -> bool:
+        """Take over the order that rank 0 has seen in this pass; tell whether it has seen one.
+
+        None is there in a pass that did not come through the hooks (`gathered` ends such).
+        """
+        seen = json.dumps([self._order.recorded, self._closed]).encode()
+        gathers, closes = json.loads(broadcast(seen))
+        if gathers:
+            self.share_order(gathers, closes)
+        return bool(gathers)
 
     def share_order(self, gathers: Sequence[int], closes: Sequence[int]) -> None:
         """Take over the orders that all ranks share from now on."""
