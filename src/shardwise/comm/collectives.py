@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import count
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,9 +119,12 @@ class Comm:
                 with blame(site, axis):
                     if pendings:
                         pendings[-1].wait()
-                    work = dist.all_reduce(flags, dist.ReduceOp.MAX, axis.group, async_op=True)
+                    work = self._start_max(flags, axis)
                 pendings.append(Pending(site, axis, (work,), keep=flags))
         return pendings[-1:]
+
+    def _start_max(self, flags: torch.Tensor, axis: Axis) -> Any:
+        return dist.all_reduce(flags, dist.ReduceOp.MAX, axis.group, async_op=True)
 
     def sum_in_rank_order(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
         """Return the elementwise sum of a small tensor over ``axis``, the same bits everywhere."""

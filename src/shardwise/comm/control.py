@@ -22,15 +22,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.watch import WATCH, Meeting
+from shardwise.comm.watch import AS_A_RULE, WATCH, Meeting, name_ranks, reason_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import Axes
 
 _TAG = 7  # of messages between two ranks; collectives have numbers of their own
 _MEETINGS = 4  # within one timeout, while a rank works
 _MEET_S = 10.0  # at least so often
-_NAMED = 8
-_AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 
 
 class Control(Protocol):
@@ -116,15 +114,13 @@ class GroupControl:
         return [each.tobytes() for each in rows[:, 1:].numpy()]
 
     def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
-        named = ", ".join(map(str, missing[:_NAMED]))
-        named += f", ... ({len(missing)} in all)" if len(missing) > _NAMED else ""
-        who = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "another rank"
+        who = name_ranks(missing) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
             f" within {self._timeout_s:g} s, the timeout of the process group. It is stopped, has "
             "died, or waits elsewhere: every rank must make this call"
             if late
-            else f": {_reason(error)}. {_AS_A_RULE}"
+            else f": {reason_of(error)}. {AS_A_RULE}"
         )
         cause = WATCH.fail(self._meeting, f"{who} did not come{why}")
         return CollectiveError(f"rank {self.rank}: the ranks could not agree: {cause}")
@@ -163,7 +159,7 @@ class GroupControl:
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
-        with _Blame(self.rank, self._meeting):
+        with _agreeing(self.rank, self._meeting):
             self._group.broadcast(size, 0).wait()
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == 0:
@@ -173,32 +169,17 @@ class GroupControl:
         return buffer.numpy().tobytes()
 
 
-class _Blame:
-    """Turn a failure of the group into a CollectiveError."""
-
-    def __init__(self, rank: int, meeting: Meeting | None = None) -> None:
-        self._rank = rank
-        self._meeting = meeting
-
-    def __enter__(self) -> None:
-        if self._meeting is not None:
-            WATCH.refuse_failed(self._meeting.text, self._meeting.group)
-            WATCH.enter(self._meeting, WATCH.begin(self._meeting))
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if self._meeting is not None:
-            WATCH.leave()
-        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            cause = f"{_reason(error)}. {_AS_A_RULE}"
-            if self._meeting is not None:
-                cause = WATCH.fail(self._meeting, cause)
-            raise CollectiveError(
-                f"rank {self._rank}: the ranks could not agree: {cause}"
-            ) from error
-
-
-def _reason(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+@contextmanager
+def _agreeing(rank: int, meeting: Meeting) -> Iterator[None]:
+    """Wait for the other ranks inside; turn a failure of the group into a CollectiveError."""
+    try:
+        with WATCH.waiting(meeting):
+            yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
+        raise CollectiveError(f"rank {rank}: the ranks could not agree: {cause}") from error
 
 
 @contextmanager
@@ -239,7 +220,7 @@ def control_over(axes: Axes) -> Control:
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
     opening = Meeting("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
-    with _Blame(rank, opening):
+    with _agreeing(rank, opening):
         for axis in axes.all:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)

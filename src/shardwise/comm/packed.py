@@ -98,24 +98,12 @@ class PackedComm(Comm):
                 )
         return Pending(site, axis, [work] if work else [], keep=(packed, out))
 
-    def start_any(self, flags: torch.Tensor, site: Site) -> list[Pending]:
-        """Start an elementwise maximum of uint8 ``flags`` over all axes, in place.
-
-        By the backend itself, so that it is not among the collectives that tools count.
-        """
-        pendings: list[Pending] = []
+    def _start_max(self, flags: torch.Tensor, axis: Axis) -> Any:
+        """Ask the backend itself, so that it is not among the collectives that tools count."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        for axis in self.axes.all:
-            if axis.size > 1:
-                self.traffic.add(f"{axis.name}.flags", site.unit, flags.nbytes * (axis.size - 1))
-                with blame(site, axis):
-                    if pendings:
-                        pendings[-1].wait()
-                    backend: Any = axis.group._get_backend(flags.device)
-                    work = backend.allreduce([flags], options)
-                pendings.append(Pending(site, axis, (work,), keep=flags))
-        return pendings[-1:]
+        backend: Any = axis.group._get_backend(flags.device)
+        return backend.allreduce([flags], options)
 
     def sum_replicas(self, values: torch.Tensor, axis: Axis, site: Site, op: Any) -> None:
         """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.watch import WATCH, Meeting
+from shardwise.comm.watch import AS_A_RULE, WATCH, Meeting, reason_of
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
@@ -111,11 +111,7 @@ class blame:  # noqa: N801 - reads as a statement
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveError):
             return
         meeting = self._meeting
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        cause = WATCH.fail(
-            meeting,
-            f"{reason}. As a rule another rank died or raised first: its log has the cause",
-        )
+        cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
         raise CollectiveError(
             f"rank {dist.get_rank()}: {meeting.kind} of unit '{meeting.unit or '(root)'}' over "
             f"axis '{meeting.axis}' ({len(meeting.ranks)} ranks) failed: {cause}"

@@ -40,6 +40,8 @@ import torch.distributed as dist
 from shardwise.errors import CollectiveError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
+AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
+_MAX_RANKS_SHOWN = 8
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
 _REMEDY = (
@@ -302,6 +304,18 @@ class _Board:
             return []
 
         return {r: records[r] for r in visit(rank)}
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return e.g. ``rank 1``, ``ranks 1, 2`` or ``ranks 1, 2, ... (30 in all)``."""
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    more = f", ... ({len(ranks)} in all)" if len(ranks) > _MAX_RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _missing(record: Mapping[str, Any], rank: int) -> Sequence[int]:

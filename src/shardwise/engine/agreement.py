@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise import __version__
 from shardwise.comm.control import Control, naming
+from shardwise.comm.watch import name_ranks
 from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError
@@ -27,7 +28,6 @@ _DIGEST_BYTES = 16
 _ROW_BYTES = 1024
 _INDEX = struct.Struct("<q")
 _MAX_SHOWN = 3
-_MAX_RANKS_SHOWN = 8
 
 
 def agree(control: Control, facts: Sequence[str], what: str) -> None:
@@ -78,13 +78,6 @@ def _show(fact: bytes) -> str:
     """Return a fact as text; a character that was cut in the middle is left out."""
     cut = fact[: _ROW_BYTES - _INDEX.size]
     return f"[{cut.decode(errors='ignore')}]" if fact else "nothing more"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return e.g. ``rank 1``, ``ranks 1, 2`` or ``ranks 1, 2, ... (30 in all)``."""
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
-    more = f", ... ({len(ranks)} in all)" if len(ranks) > _MAX_RANKS_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def refusal_facts(refusal: Exception | None) -> list[str]:

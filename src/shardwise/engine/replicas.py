@@ -16,7 +16,8 @@ import xxhash
 from torch import nn
 
 from shardwise.comm.control import Control
-from shardwise.engine.agreement import find_difference, name_ranks
+from shardwise.comm.watch import name_ranks
+from shardwise.engine.agreement import find_difference
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ReplicaError

@@ -270,10 +270,9 @@ class Schedule(Generic[U]):
             if not in_use:
                 unit.reshard()
         if at_root and not in_backward:
-            self._gather_in_turn(
-                self._num_reached, len(self._gathers) if self._gathers_in_turn else 0
-            )
-            self._num_reached = 0
+            if self._gathers_in_turn:
+                self._gather_in_turn(self._num_reached, len(self._gathers))
+                self._num_reached = 0
             self._drop_prefetched()
 
     def note_ahead(self, unit: U) -> None:
