@@ -58,8 +58,8 @@ def test_without_a_budget_nothing_that_has_a_size_is_gathered_ahead() -> None:
 
 def run_step(order: Order, units: list[int]) -> tuple[list[list[int] | None], ...]:
     """Visit the units forward and backward; return what was expected after each."""
-    forward = [order.visit_forward(u, records=True) for u in units]
-    order.begin_backward()
+    forward = [order.visit_forward(u) for u in units]
+    order.begin_backward(units)
     backward = [order.visit_backward(u) for u in reversed(units)]
     order.end_step()
     return forward, backward
@@ -103,15 +103,15 @@ def test_the_first_step_is_expected_in_the_order_of_registration(units: list[int
 
 def test_a_unit_that_was_never_seen_is_expected_by_nobody_and_does_no_harm() -> None:
     order = Order([0, 1, 2])
-    assert order.visit_forward(0, records=True) == [1, 2]
-    assert order.visit_forward(7, records=True) is None
-    assert order.visit_forward(1, records=True) == [2]
+    assert order.visit_forward(0) == [1, 2]
+    assert order.visit_forward(7) is None
+    assert order.visit_forward(1) == [2]
 
 
 def test_a_unit_that_is_skipped_does_not_spoil_what_is_expected_after_it() -> None:
     order = Order([0, 1, 2, 3])
-    order.visit_forward(0, records=True)
-    assert order.visit_forward(2, records=True) == [3]
+    order.visit_forward(0)
+    assert order.visit_forward(2) == [3]
 
 
 @given(orders, st.lists(unit_ids, min_size=1, max_size=12))
@@ -121,7 +121,7 @@ def test_evaluation_does_not_change_what_training_expects(
     order = Order(range(8))
     run_step(order, units)
     for unit in evaluated:
-        order.visit_forward(unit, records=False)
+        order.visit_forward(unit)
     order.end_step()
     forward, _ = run_step(order, units)
     assert forward == tails(units)
@@ -131,7 +131,7 @@ def test_evaluation_does_not_change_what_training_expects(
 def test_a_step_without_a_visit_forgets_nothing(units: list[int]) -> None:
     order = Order(range(8))
     run_step(order, units)
-    order.begin_backward()
+    order.begin_backward([])
     order.end_step()
     forward, _ = run_step(order, units)
     assert forward == tails(units)

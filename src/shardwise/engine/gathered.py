@@ -99,7 +99,7 @@ class _Way:
         if self.is_inside:
             return
         grad, full.grad = full.grad, None
-        self._slot.unit.on_grad()
+        _engine_of(self._slot).note_grad(self._slot.unit, full)
         assert grad is not None
         _add_partial(self._slot, grad)
 
@@ -119,11 +119,12 @@ def _reduce(
     """Reduce the gradients of the units that have one on any rank, as a backward pass does."""
     engine.finish_reductions()
     for slot, full, somewhere in zip(slots, fulls, anywhere, strict=True):
-        slot.unit.num_grads += somewhere
+        if somewhere:
+            engine.expect_reduction(slot.unit)
         if full.grad is not None:
             _add_partial(slot, full.grad)
             full.grad = None
-    engine.end_backward()
+    engine.on_pass_end()
 
 
 def _differs(slot: Slot, full: nn.Parameter) -> bool:
@@ -152,9 +153,13 @@ def _slots_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, li
                 "sharded model (for gradients and state use .full_tensor())"
             )
         slots.append(owner)
-    scheduler = slots[0].unit.scheduler
-    assert isinstance(scheduler, Engine)
-    return scheduler, slots
+    return _engine_of(slots[0]), slots
+
+
+def _engine_of(slot: Slot) -> Engine:
+    engine = slot.unit.scheduler
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:

@@ -9,28 +9,30 @@ from collections.abc import Sequence
 
 
 class Order:
-    """Records which units ran forward, and predicts which come next in either direction."""
+    """Predicts which units come next in either direction, from the order of the step before.
+
+    ``seen`` is the forward order of the backward pass under way, or empty.
+    """
 
     def __init__(self, registration_order: Sequence[int]) -> None:
         self._forward = list(registration_order)
         self._backward: list[int] = []
-        self.recorded: list[int] = []
+        self.seen: list[int] = []
         self._forward_at = -1
         self._backward_at = -1
 
-    def visit_forward(self, unit: int, records: bool) -> list[int] | None:
+    def visit_forward(self, unit: int) -> list[int] | None:
         """Note that a unit runs forward; return the units expected after it, nearest first.
 
         None when the unit was not expected at all.
         """
-        if records:
-            self.recorded.append(unit)
         self._forward_at = _find(self._forward, unit, self._forward_at + 1)
         return None if self._forward_at < 0 else self._forward[self._forward_at + 1 :]
 
-    def begin_backward(self) -> None:
-        """Fix the backward prediction: this step's forward order, reversed."""
-        self._backward = self.recorded[::-1]
+    def begin_backward(self, forward: Sequence[int]) -> None:
+        """Fix the backward prediction: the order of the forward pass before it, reversed."""
+        self.seen = list(forward)
+        self._backward = self.seen[::-1]
         self._backward_at = -1
 
     def visit_backward(self, unit: int) -> list[int] | None:
@@ -38,14 +40,10 @@ class Order:
         self._backward_at = _find(self._backward, unit, self._backward_at + 1)
         return None if self._backward_at < 0 else self._backward[self._backward_at + 1 :]
 
-    def forget(self) -> None:
-        """Drop what was recorded for a backward pass that will not come."""
-        self.recorded = []
-
     def end_step(self) -> None:
-        """Make what was recorded the prediction for the next step."""
-        if self.recorded:
-            self._forward, self.recorded = self.recorded, []
+        """Make what was seen the prediction for the next step."""
+        if self.seen:
+            self._forward, self.seen = self.seen, []
         self._forward_at = self._backward_at = -1
 
 

@@ -1,7 +1,7 @@
 """What is gathered, freed and reduced, and when: every decision of a step, without torch.
 
 The engine asks with real units; the planner asks the same code with units that only count bytes,
-so a plan cannot differ from the run. What autograd needs (uses, hooks, versions) is the engine's.
+so a plan cannot differ from the run. What autograd needs (calls, hooks, versions) is in `passes`.
 """
 
 import json
@@ -23,8 +23,6 @@ class ScheduledUnit(Protocol):
     """
 
     index: int
-    used_outside: bool
-    in_backward: bool
 
     @property
     def settings(self) -> UnitSettings:
@@ -164,6 +162,8 @@ class Schedule(Generic[U]):
         self._collector = collector
         self._order = Order(())
         self._ahead: set[int] = set()
+        self._held: set[int] = set()  # used outside their modules: full until backward ends
+        self._in_backward: set[int] = set()
         self._gathers: list[int] = []
         self._num_reached = 0  # of these, in the pass under way
         self._turns = Turns(())
@@ -195,7 +195,7 @@ class Schedule(Generic[U]):
 
         None is there in a pass that did not come through the hooks (`gathered` ends such).
         """
-        seen = json.dumps([self._order.recorded, self._closed]).encode()
+        seen = json.dumps([self._order.seen, self._closed]).encode()
         gathers, closes = json.loads(broadcast(seen))
         if gathers:
             self.share_order(gathers, closes)
@@ -209,11 +209,7 @@ class Schedule(Generic[U]):
         self._turns.end()
 
     # -- forward
-    def forget(self) -> None:
-        """Drop the order of a forward pass whose backward pass will not come."""
-        self._order.forget()
-
-    def before_forward(self, unit: U, *, in_backward: bool, records: bool) -> bool:
+    def before_forward(self, unit: U, *, in_backward: bool) -> bool:
         """Unshard the unit, start gathering the next ones; tell whether its backward comes next.
 
         ``in_backward``: this forward runs inside the backward pass (activation checkpointing).
@@ -221,7 +217,7 @@ class Schedule(Generic[U]):
         following = self._reach(unit) if self._gathers_in_turn and not in_backward else None
         unit.start_unshard()
         self._ahead.discard(unit.index)  # used now: the budget is for the next ones
-        upcoming = None if in_backward else self._order.visit_forward(unit.index, records)
+        upcoming = None if in_backward else self._order.visit_forward(unit.index)
         ahead = upcoming if following is None else following
         self._gather_ahead(unit.settings.forward_prefetch, ahead)
         unit.finish_unshard()
@@ -265,10 +261,9 @@ class Schedule(Generic[U]):
         settings = unit.settings
         is_last = settings.keeps_last and (backward_is_next or unit is self.units[0])
         waits = expects_backward and is_last
-        if settings.stage.frees_after_forward and not waits and not in_backward:
-            in_use = unit.in_backward or unit.used_outside or still_runs
-            if not in_use:
-                unit.reshard()
+        in_use = still_runs or unit.index in self._in_backward or unit.index in self._held
+        if settings.stage.frees_after_forward and not (waits or in_backward or in_use):
+            unit.reshard()
         if at_root and not in_backward:
             if self._gathers_in_turn:
                 self._gather_in_turn(self._num_reached, len(self._gathers))
@@ -279,10 +274,13 @@ class Schedule(Generic[U]):
         """Count a unit as gathered ahead, so that it is freed at the end of the forward pass."""
         self._ahead.add(unit.index)
 
+    def hold(self, unit: U) -> None:
+        """Keep a unit full until the backward pass ends."""
+        self._held.add(unit.index)
+
     def _drop_prefetched(self) -> None:
-        for index in self._ahead:
-            if not self.units[index].used_outside:
-                self.units[index].reshard()
+        for index in self._ahead - self._held:
+            self.units[index].reshard()
         self._ahead.clear()
 
     def _gather_ahead(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
@@ -312,15 +310,16 @@ class Schedule(Generic[U]):
             self._ahead.add(index)
 
     # -- backward
-    def begin_backward(self) -> None:
-        """Expect the units in the reverse order of this step's forward."""
-        self._order.begin_backward()
+    def begin_backward(self, order: Sequence[int]) -> None:
+        """Expect the units in the reverse of ``order``, that of the forward pass before it."""
+        self._order.begin_backward(order)
         self._closed = []
         if self.reduces_in_turn:
             self._turns.begin()
 
     def before_backward(self, unit: U) -> None:
         """Unshard the unit for its backward, start gathering those that follow."""
+        self._in_backward.add(unit.index)
         if unit.backward_reads_params:
             unit.start_unshard()
         self._ahead.discard(unit.index)
@@ -337,6 +336,7 @@ class Schedule(Generic[U]):
     def after_backward(self, unit: U, *, is_last: bool) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
         self._closed.append(unit.index)
+        self._in_backward.discard(unit.index)
         if not self.reduces(unit, is_last):
             if unit.is_trained:
                 self._collector.keep(unit)
@@ -368,6 +368,7 @@ class Schedule(Generic[U]):
         for unit in self.units:
             if not unit.settings.stays_full:
                 unit.reshard()
-        self._ahead.clear()
+        for indices in (self._ahead, self._held, self._in_backward):
+            indices.clear()
         self._turns.end()
         self._order.end_step()

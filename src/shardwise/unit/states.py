@@ -55,7 +55,7 @@ GRAD_TRANSITIONS = frozenset(
 )
 
 
-S = TypeVar("S", ParamState, GradState)
+S = TypeVar("S", bound=Enum)
 
 
 def check_transition(table: frozenset[tuple[S, S]], unit: str, before: S, after: S) -> S:

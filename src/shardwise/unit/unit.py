@@ -4,7 +4,6 @@ A `Slot` is one parameter of the unit: its ShardTensor, its full parameter (the 
 its gradient on the way from one to the other.
 """
 
-import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol
@@ -32,7 +31,6 @@ from shardwise.unit.states import (
 )
 from shardwise.unit.storage import Storage
 from shardwise.unit.tensor import ShardTensor
-from shardwise.unit.use import Use
 
 
 class Scheduler(Protocol):
@@ -47,8 +45,8 @@ class Scheduler(Protocol):
     def is_running(self) -> bool:
         """Tell whether a forward pass is under way."""
 
-    def on_grad(self, unit: "Unit") -> None:
-        """Take note that one full parameter of the unit has its gradient."""
+    def watch_grad(self, unit: "Unit", leaf: torch.Tensor) -> None:
+        """Hear when autograd has written the gradient of a full parameter."""
 
 
 class Slot:
@@ -84,10 +82,9 @@ class Slot:
         self._watch()
 
     def _watch(self) -> None:
-        """Tell the engine when autograd has written this parameter's gradient."""
+        """Let the engine hear when autograd has written this parameter's gradient."""
         if self.leaf.requires_grad and not self._watched:
-            unit = weakref.proxy(self.unit)
-            self.leaf.register_post_accumulate_grad_hook(lambda _: unit.on_grad())
+            self.unit.scheduler.watch_grad(self.unit, self.leaf)
             self._watched = True
 
     # -- what ShardTensor asks (tensor.Owner)
@@ -202,12 +199,7 @@ class Unit:
         self.storages: list[Storage] = []
         self.param_state = ParamState.SHARDED
         self.grad_state = GradState.EMPTY
-        self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
-        self.used_outside = False
-        self.outside_versions: tuple[int, ...] = ()
-        self.in_backward = False
         self.has_local_sum = False
-        self.num_grads = 0
         self._bind_depth = 0
         self._pending: Pending | None = None
         self._bindings: list[tuple[dict[str, Any], str, Slot]] = []
@@ -223,10 +215,6 @@ class Unit:
         for use in slot.uses:
             use.module._parameters[use.attribute] = slot.param
             self._bindings.append((use.module._parameters, use.attribute, slot))
-
-    def on_grad(self) -> None:
-        """Forward autograd's news to the engine."""
-        self.scheduler.on_grad(self)
 
     # -- parameters
     @cached_property
@@ -334,11 +322,6 @@ class Unit:
         self.unbind()
 
     # -- gradients
-    @property
-    def open_uses(self) -> int:
-        """Number of recorded forward calls whose backward has not passed yet."""
-        return sum(use.is_open for use in self.uses)
-
     def enter_grad_state(self, state: GradState) -> None:
         """Move along the gradient table."""
         self.grad_state = check_transition(GRAD_TRANSITIONS, self.name, self.grad_state, state)

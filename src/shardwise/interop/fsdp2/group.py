@@ -287,8 +287,12 @@ class _NoEngine:
         """Tell that no forward pass is under way."""
         return False
 
-    def on_grad(self, unit: Unit) -> None:
-        """Do nothing: without a forward pass through a hook nothing is reduced."""
+    def watch_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
+        """Do nothing: the engine asks again when there is one."""
+
+    def __bool__(self) -> bool:
+        """Tell that there is no engine."""
+        return False
 
 
 def _copy_alone(items: Sequence[GatherItem]) -> None:

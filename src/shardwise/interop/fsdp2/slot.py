@@ -1,6 +1,5 @@
 """One parameter of a ``fully_shard`` call: its sharded DTensor, its full form, its gradient."""
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -131,13 +130,13 @@ class GroupSlot:
             view = as_dtensor(view, spec)
         self.leaf = nn.Parameter(view, requires_grad=self.param.requires_grad)
         self._watched = False
-        self._watch()
+        self.watch()
 
-    def _watch(self) -> None:
-        """Tell the engine when autograd has written this parameter's gradient."""
-        if self.leaf.requires_grad and not self._watched:
-            unit = weakref.proxy(self.unit)
-            self.leaf.register_post_accumulate_grad_hook(lambda _: unit.on_grad())
+    def watch(self) -> None:
+        """Let the engine, if there is one, hear when autograd has written the gradient."""
+        engine = self.unit.scheduler
+        if self.leaf is not None and self.leaf.requires_grad and not self._watched and engine:
+            engine.watch_grad(self.unit, self.leaf)
             self._watched = True
 
     @torch.no_grad()
@@ -155,7 +154,7 @@ class GroupSlot:
             torch._foreach_copy_(list(places), self._parts)
         if self.leaf.requires_grad != self.param.requires_grad:
             self.leaf.requires_grad_(self.param.requires_grad)
-            self._watch()
+            self.watch()
         self.register(self.leaf)
 
     def release(self) -> None:

@@ -45,6 +45,8 @@ class GroupEngine(Engine):
         self.is_last_micro_batch = False  # each unit's settings say whether it reduces
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
+            for slot in unit.slots:
+                slot.watch()
         self.settle(list(units), order=())
 
     where_full = "on a copy of the model that is not sharded"
@@ -65,7 +67,7 @@ class GroupEngine(Engine):
         for unit in [unit for state in self.all_states for unit in state.units]:
             if unit.grad_state is GradState.EMPTY and any(s.has_grad for s in unit.slots):
                 unit.enter_grad_state(GradState.PARTIAL)
-        self.end_backward()
+        self.on_pass_end()
 
     def reset(self) -> None:
         """Forget a pass that was cut short, with its gradients."""

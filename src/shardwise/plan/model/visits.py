@@ -1,35 +1,21 @@
 """Records when the engine would be called, on a plain module: the visits of a tape.
 
-Note [The same calls as the engine's]
-`engine.runtime` decides by forward hooks, by prehooks on the nodes that made a unit's outputs, by
-hooks on its inputs, and at the end of backward. This file registers the same hooks in the same
-places, so that the visits fall between the same operations; it gathers and reduces nothing.
+`engine.passes` finds out when that is, for the engine and here alike; nothing is gathered or
+reduced.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
+from shardwise.engine.calls import Call
 from shardwise.engine.hooks import register_hooks
-from shardwise.engine.nest import map_tensors, tensors_in
+from shardwise.engine.nest import map_tensors
+from shardwise.engine.passes import Passes
 from shardwise.layout.units import UnitSpec
 from shardwise.plan.model.tape import Phase, Visit, VisitKind
-
-
-class _Use:
-    """One forward call that autograd recorded; lives in its graph."""
-
-    def __init__(self, enclosing: tuple["_Unit", ...]) -> None:
-        self.enclosing = enclosing
-        self.begun = self.done = self.spent = self.has_input_hook = False
-
-    @property
-    def is_open(self) -> bool:
-        return not self.done and (self.begun or not self.spent)
 
 
 class _Unit:
@@ -40,12 +26,12 @@ class _Unit:
         self.name = spec.name
         self.module = spec.module
         self.params = params
-        self.uses: weakref.WeakSet[_Use] = weakref.WeakSet()
-        self.in_backward = False
-        self.num_grads = 0
 
     def contains(self, other: "_Unit") -> bool:
         return not self.name or other.name.startswith(f"{self.name}.")
+
+    def read_versions(self) -> tuple[int, ...]:
+        return ()
 
 
 class Visitor:
@@ -74,24 +60,16 @@ class Visitor:
         self._visit = visit
         self._take_grads = take_grads
         self._written = written
-        self._stack: list[tuple[_Unit, _Use | None]] = []
         self._backward: list[_Unit] = []
-        self._unhooked: list[tuple[_Unit, _Use, int]] = []
         self._begun = False
+        self._passes = Passes(self)
+        self._passes.settle(self.units)
         self._handles: list[Any] = []
         for unit in self.units:
-            self._hook(unit)
-
-    def _hook(self, unit: _Unit) -> None:
-        def on_grad(param: torch.Tensor) -> None:
-            self._ensure_callback()
-            unit.num_grads += 1
-            self._written(param)
-
-        self._handles += register_hooks(self, unit)
-        for param in unit.params:
-            if param.requires_grad:
-                self._handles.append(param.register_post_accumulate_grad_hook(on_grad))
+            self._handles += register_hooks(self, unit)
+            for param in unit.params:
+                if param.requires_grad:
+                    self._handles.append(self._passes.watch_grad(unit, param))
 
     def remove(self) -> None:
         """Take all hooks off the modules."""
@@ -100,8 +78,9 @@ class Visitor:
 
     def place(self) -> tuple[int, Phase]:
         """Return the innermost unit that runs now, and the phase."""
-        if self._stack:
-            return self._stack[-1][0].index, "recompute" if self._begun else "forward"
+        if self._passes.stack:
+            unit: _Unit = self._passes.stack[-1].unit
+            return unit.index, "recompute" if self._begun else "forward"
         if self._begun:
             return (self._backward[-1].index if self._backward else 0), "backward"
         return 0, "loss"
@@ -109,18 +88,15 @@ class Visitor:
     def _say(self, kind: VisitKind, unit: _Unit, recomputes: bool = False) -> None:
         self._visit(Visit(kind, unit.index, recomputes))
 
-    # -- forward
+    # -- forward (hooks.Watcher)
     def before_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
         """Record the visit, cast the inputs, watch them for backward."""
-        recomputes = _in_backward() and unit.in_backward
-        self._say("before_forward", unit, recomputes)
-        enclosing = tuple(u for u, _ in self._stack)
-        use = _Use(enclosing) if torch.is_grad_enabled() and not recomputes else None
-        self._stack.append((unit, use))
+        call = self._passes.enter(unit)
+        self._say("before_forward", unit, call.recomputes)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
-        if use is not None:
-            unit.uses.add(use)
-            self._hook_inputs(unit, use, args, kwargs)
+        if torch.is_grad_enabled() and not call.recomputes:
+            self._passes.record(call)
+            self._passes.watch_inputs(call, (args, kwargs))
         return args, kwargs
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,81 +104,47 @@ class Visitor:
             return tensor
         return tensor.to(self._cast_to)
 
-    def _hook_inputs(self, unit: _Unit, use: _Use, args: Any, kwargs: Any) -> None:
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._after_use(unit, use))
-                use.has_input_hook = True
-
     def after_forward(self, unit: _Unit, output: Any) -> None:
         """Record the visit, watch the outputs for backward."""
-        if not self._stack or self._stack[-1][0] is not unit:
+        stack = self._passes.stack
+        if not stack or stack[-1].unit is not unit:
             return
-        recomputes = _in_backward() and unit.in_backward
-        _, use = self._stack[-1]
-        self._say("after_forward", unit, recomputes)
-        self._stack.pop()
-        if use is not None and not self._hook_outputs(unit, use, output):
-            use.spent = True
+        self._say("after_forward", unit, stack[-1].recomputes)
+        call = self._passes.leave()
+        if call.is_recorded:
+            self._passes.watch_outputs(call, output)
 
-    def _hook_outputs(self, unit: _Unit, use: _Use, output: Any) -> bool:
-        found = False
-        for tensor in tensors_in(output):
-            if not tensor.requires_grad or tensor.grad_fn is None:
-                continue
-            found = True
-            for made in (tensor, tensor._base):
-                if made is not None and made.grad_fn is not None:
-                    node = made.grad_fn._sequence_nr()
-                    made.grad_fn.register_prehook(
-                        lambda _, node=node: self._before_backward(unit, use, node)
-                    )
-        return found
+    # -- backward (passes.Listener)
+    def on_pass(self, order: list[int]) -> None:
+        """Do nothing: the first visit says that backward has begun."""
 
-    # -- backward
-    def _ensure_callback(self) -> None:
-        if not self._begun:
-            Variable._execution_engine.queue_callback(self._end_backward)
+    def on_grad(self, unit: _Unit, leaf: torch.Tensor) -> None:
+        """Say which gradient is there."""
+        self._written(leaf)
 
-    def _before_backward(self, unit: _Unit, use: _Use, node: int) -> None:
-        self._ensure_callback()
-        if use.begun:
-            return
-        use.begun = unit.in_backward = True
-        use.done = False
-        waiting, self._unhooked = self._unhooked, []
-        for other, its_use, at in waiting:
-            if at == node or other in use.enclosing or other.contains(unit):
-                self._unhooked.append((other, its_use, at))
-            else:
-                self._after_use(other, its_use)
-        if not use.has_input_hook and unit is not self.units[0]:
-            self._unhooked.append((unit, use, node))
+    def on_reached(self, call: Call) -> None:
+        """Do nothing: nothing is refused here."""
+
+    def on_backward(self, unit: _Unit, is_first: bool) -> None:
+        """Record the visit."""
         self._say("before_backward", unit)
         self._begun = True
         self._backward.append(unit)
 
-    def _after_use(self, unit: _Unit, use: _Use) -> None:
-        if use.done or not self._begun:
-            return
-        use.done = True
-        if not any(u.is_open for u in unit.uses):
-            self._after_backward(unit)
+    def on_call_over(self, call: Call) -> None:
+        """Do nothing: what counts is the unit."""
 
-    def _after_backward(self, unit: _Unit) -> None:
-        for use in unit.uses:
-            use.done = True
-        unit.num_grads = 0
-        unit.in_backward = False
+    def on_unit_over(self, unit: _Unit) -> None:
+        """Record the visit; the gradients are not this unit's any more."""
         self._say("after_backward", unit)
         self._backward = [u for u in self._backward if u is not unit]
         self._take_grads(unit.params)
 
-    def _end_backward(self) -> None:
+    def on_pass_end(self) -> None:
+        """Close what is still open; there is one pass only."""
         for unit in reversed(self.units):
-            if unit.in_backward or unit.num_grads:
-                self._after_backward(unit)
+            if self._passes.is_open(unit):
+                self._passes.close(unit)
 
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    def on_double(self) -> None:
+        """Do nothing: a pass with create_graph=True is not traced."""

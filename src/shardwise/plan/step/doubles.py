@@ -61,7 +61,6 @@ class UnitDouble:
         "is_trained",
         "settings",
         "sums",
-        "used_outside",
         "weight",
     )
 
@@ -72,7 +71,6 @@ class UnitDouble:
         self.full_bytes = weight.full_bytes
         self.is_trained = weight.num_trained > 0
         self.backward_reads_params = reads
-        self.used_outside = False
         self.in_backward = False
         self.is_fresh = weight.gather is None
         self.grads = self.sums = 0

@@ -107,6 +107,7 @@ class _Player:
         self._schedule.settle(self._units, order, closes)
         self._stack: list[tuple[UnitDouble, bool]] = []
         self._in_backward = False
+        self._order: list[int] = []
         self._is_last = True
         self._adds = False
 
@@ -172,9 +173,9 @@ class _Player:
     def _visit(self, visit: Visit) -> None:
         unit = self._units[visit.unit]
         if visit.kind == "before_forward":
-            is_next = self._schedule.before_forward(
-                unit, in_backward=self._in_backward, records=True
-            )
+            is_next = self._schedule.before_forward(unit, in_backward=self._in_backward)
+            if not self._in_backward:
+                self._order.append(unit.index)
             self._stack.append((unit, is_next))
         elif visit.kind == "after_forward":
             _, is_next = self._stack.pop()
@@ -196,7 +197,8 @@ class _Player:
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._reductions.finish()
-            self._schedule.begin_backward()
+            self._schedule.begin_backward(self._order)
+            self._order = []
             self._in_backward = True
 
     def _close(self, unit: UnitDouble) -> None:

@@ -1,0 +1,109 @@
+"""One forward call of a unit, and the states that it goes through until backward has passed it."""
+
+import weakref
+from enum import Enum
+from typing import Any
+
+from shardwise.unit.states import check_transition
+
+
+class CallState(Enum):
+    """Where a call is, from its forward to the end of its backward.
+
+    FORWARD: it runs. AWAITING: autograd has recorded it, and its backward is expected. BACKWARD:
+    autograd has reached an output of it. PASSED: the pass under way is through with it. SPENT: no
+    pass is expected any more; its graph may run again all the same (``retain_graph``).
+    """
+
+    FORWARD = "forward"
+    AWAITING = "awaiting backward"
+    BACKWARD = "backward"
+    PASSED = "passed"
+    SPENT = "spent"
+
+
+CALL_TRANSITIONS = frozenset(
+    {
+        (CallState.FORWARD, CallState.AWAITING),
+        (CallState.FORWARD, CallState.SPENT),  # not recorded, or no output has a gradient
+        (CallState.AWAITING, CallState.BACKWARD),
+        (CallState.AWAITING, CallState.PASSED),  # autograd has reached its inputs another way
+        (CallState.AWAITING, CallState.SPENT),  # the pass of its graph is over
+        (CallState.BACKWARD, CallState.PASSED),
+        (CallState.BACKWARD, CallState.SPENT),  # the pass is over, or was cut short
+        (CallState.PASSED, CallState.SPENT),
+        (CallState.SPENT, CallState.BACKWARD),
+        (CallState.SPENT, CallState.PASSED),
+    }
+)
+
+
+class ForwardPass:
+    """One forward pass of the model, from its entrance to its exit: its calls share a graph.
+
+    ``order`` are the units in the order of their calls. ``is_reached``: the backward pass under way
+    has begun with one of the calls. Nothing but the calls keeps it.
+    """
+
+    __slots__ = ("__weakref__", "is_reached", "order")
+
+    def __init__(self, is_reached: bool) -> None:
+        self.order: list[int] = []
+        self.is_reached = is_reached
+
+
+class Call:
+    """One forward call of a unit; one that autograd has recorded dies with its graph.
+
+    ``enclosing`` are the units whose calls it was made in. Where units may be skipped, ``inside``
+    are the calls made in this one, in order, ``num_passed`` counts the units in it that have run or
+    were passed over, and a call may be none: ``was_skipped``.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "backward_is_next",
+        "enclosing",
+        "forward_pass",
+        "has_input_hook",
+        "in_backward",
+        "inside",
+        "num_passed",
+        "parent",
+        "recomputes",
+        "state",
+        "unit",
+        "versions",
+        "was_skipped",
+    )
+
+    def __init__(
+        self, unit: Any, enclosing: tuple[Any, ...], in_backward: bool, recomputes: bool
+    ) -> None:
+        self.unit = unit
+        self.enclosing = enclosing
+        self.in_backward = in_backward
+        self.recomputes = recomputes
+        self.state = CallState.FORWARD
+        self.forward_pass: ForwardPass | None = None  # where autograd records it
+        self.versions: tuple[int, ...] = ()
+        self.has_input_hook = False
+        self.backward_is_next = False
+        self.was_skipped = False
+        self.num_passed = 0
+        self.inside: list[Call] = []
+        self.parent: weakref.ref[Call] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Tell whether autograd records it."""
+        return self.forward_pass is not None
+
+    def enter(self, state: CallState) -> None:
+        """Move along the table of calls."""
+        self.state = check_transition(CALL_TRANSITIONS, self.unit.name, self.state, state)
+
+    def end_pass(self) -> None:
+        """Note that the backward pass of its graph has ended, with or without this call."""
+        if self.state not in (CallState.FORWARD, CallState.SPENT):
+            self.enter(CallState.SPENT)

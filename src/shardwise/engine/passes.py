@@ -1,0 +1,359 @@
+"""Forward and backward passes of a model's units: which calls are open, and when each is over.
+
+The only place that registers hooks on tensors and on nodes of a graph. The engine and the planner's
+recorder hear the same few events from it, so a plan cannot differ from the run.
+
+Note [One backward pass]
+~~~~~~~~~~~~~~~~~~~~~~~~
+The hooks on a call's outputs say that its backward begins, those on its inputs that it is over. The
+input's hook fires when autograd reaches the node that made the input: by autograd's order (later
+nodes first) every node of the call has run by then. A call without such an input is over when
+another one's backward begins, or at the end of the pass. A unit is over with its last open call.
+`Listener.on_pass_end` is queued once per pass. A `Call` lives in the graph through the hooks, so a
+graph that is dropped without a backward pass leaves nothing behind.
+
+Note [Several forward passes before a backward pass]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Some programs run several forward passes and one backward pass through all of them (a sum of
+losses), others one backward pass through each (pipelines), in any order. Which it is shows when a
+pass is over. Until then, and if one pass has ever gone through several, an open call of any graph
+is waited for: a unit is reduced once, at the cost of closing late. Otherwise only calls of a graph
+that this pass has reached are waited for.
+
+Note [Double backward]
+~~~~~~~~~~~~~~~~~~~~~~
+A pass with create_graph=True only makes the graph of a second one (for a gradient penalty): no
+parameter gets a gradient, so nothing is reduced, and no full parameter may be freed. The second
+pass mixes nodes of forward with those that the first made, and on some devices these are numbered
+apart, so no hook tells when a unit is through: all units are closed at its end.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.engine.calls import Call, CallState, ForwardPass
+from shardwise.engine.misuse import changed_since_forward
+from shardwise.engine.nest import tensors_in
+
+
+def in_backward() -> bool:
+    """Tell whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class PassUnit(Protocol):
+    """A unit, for all that its calls depend on."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the units, the root being 0."""
+
+    @property
+    def name(self) -> str:
+        """Its module's name."""
+
+    def contains(self, other: Any) -> bool:
+        """Tell whether the other unit's module lies inside this one's."""
+
+    def read_versions(self) -> tuple[int, ...]:
+        """Return numbers that change whenever a parameter is modified."""
+
+
+class Listener(Protocol):
+    """Who hears what happens: the engine, or the planner's recorder."""
+
+    def on_pass(self, order: list[int]) -> None:
+        """A backward pass begins; ``order`` is that of the forward pass before it."""
+
+    def on_grad(self, unit: Any, leaf: torch.Tensor) -> None:
+        """Autograd has written the gradient of a full parameter."""
+
+    def on_reached(self, call: Call) -> None:
+        """The backward of a call is about to begin, and may be refused."""
+
+    def on_backward(self, unit: Any, is_first: bool) -> None:
+        """The backward of a unit's call begins; ``is_first``: of this unit, in this pass."""
+
+    def on_call_over(self, call: Call) -> None:
+        """The backward of a call is over."""
+
+    def on_unit_over(self, unit: Any) -> None:
+        """The backward of all of a unit's calls is over."""
+
+    def on_pass_end(self) -> None:
+        """The backward pass is over but for what is still open; `Passes.reset` must follow."""
+
+    def on_double(self) -> None:
+        """A pass that only makes the graph of a second one is over; `Passes.reset` must follow."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One unit's open calls, and what the pass under way has brought it."""
+
+    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
+    in_backward: bool = False
+    num_grads: int = 0
+    used_outside: bool = False
+    outside_versions: tuple[int, ...] = ()
+
+
+class Passes:
+    """The calls of a model's units under way, forward and backward."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._root: Any = None
+        self._progress: list[_Progress] = []
+        self._stack: list[Call] = []
+        self._forward_pass: ForwardPass | None = None
+        self._forward_passes: list[weakref.ref[ForwardPass]] = []
+        self._goes_through_one = False  # every backward pass so far through one forward pass
+        self._has_passed = False
+        self._unhooked: list[tuple[Call, int]] = []
+        self._task: int | None = None
+        self._creates_graph = False  # the backward pass under way has create_graph=True
+        self._second_is_due = False  # the one before had
+
+    def settle(self, units: Sequence[PassUnit]) -> None:
+        """Take the units over, the root first, in the order of their indices."""
+        self._root = units[0] if units else None
+        self._progress = [_Progress() for _ in units]
+
+    # -- forward
+    @property
+    def stack(self) -> Sequence[Call]:
+        """The calls under way, outermost first."""
+        return self._stack
+
+    def is_recorded(self, unit: PassUnit) -> bool:
+        """Tell whether a graph is alive that holds a call of the unit."""
+        return bool(self._progress[unit.index].calls)
+
+    def enter(self, unit: PassUnit) -> Call:
+        """Begin a call."""
+        inside = in_backward()
+        recomputes = inside and self._progress[unit.index].in_backward
+        call = Call(unit, tuple(c.unit for c in self._stack), inside, recomputes)
+        self._stack.append(call)
+        return call
+
+    def record(self, call: Call) -> None:
+        """Note that autograd records the innermost call."""
+        if self._forward_pass is None:
+            self._forward_pass = ForwardPass(is_reached=call.in_backward)
+            if not call.in_backward:
+                self._forward_passes = [ref for ref in self._forward_passes if ref() is not None]
+                self._forward_passes.append(weakref.ref(self._forward_pass))
+        if not call.in_backward:
+            self._forward_pass.order.append(call.unit.index)
+        call.forward_pass = self._forward_pass
+        call.versions = call.unit.read_versions()
+        self._progress[call.unit.index].calls.add(call)
+
+    def watch_inputs(self, call: Call, inputs: Any) -> None:
+        """Hear when autograd is through with a call, from the tensors that it is given."""
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.end_call(call))
+                call.has_input_hook = True
+
+    def leave(self) -> Call:
+        """End the forward of the innermost call."""
+        call = self._stack.pop()
+        if not self._stack:
+            self._forward_pass = None
+        return call
+
+    def watch_outputs(self, call: Call, output: Any) -> bool:
+        """Hear when autograd reaches a recorded call; tell whether it can."""
+        found = False
+        for tensor in tensors_in(output):
+            if not tensor.requires_grad or tensor.grad_fn is None:
+                continue
+            found = True
+            # On the node, not on the tensor: a node's hooks run after those of its tensors, so the
+            # unit that follows is freed before this one is gathered. A view that is changed in
+            # place later gets a new node; its base keeps the old one (pytorch#181832).
+            for made in (tensor, tensor._base):
+                if made is not None and made.grad_fn is not None:
+                    node = made.grad_fn._sequence_nr()
+                    made.grad_fn.register_prehook(lambda _, node=node: self._reach(call, node))
+        call.enter(CallState.AWAITING if found else CallState.SPENT)
+        return found
+
+    def watch_grad(self, unit: Any, leaf: torch.Tensor) -> RemovableHandle:
+        """Hear when autograd has written the gradient of a full parameter."""
+        passes, of = weakref.proxy(self), weakref.proxy(unit)
+        return leaf.register_post_accumulate_grad_hook(lambda grown: passes.note_grad(of, grown))
+
+    def use_outside(self, unit: PassUnit) -> bool:
+        """Keep a unit open until the pass ends, as its parameter is used outside its module.
+
+        False where it stays open anyway until this use is over: it is recomputed in its backward,
+        and one without an input hook may be closed before the gradient of this use is there.
+        """
+        progress = self._progress[unit.index]
+        waits = any(call.unit is unit for call, _ in self._unhooked)
+        if progress.in_backward and in_backward() and not waits:
+            return False
+        if torch.is_grad_enabled() and not progress.used_outside:
+            progress.outside_versions = unit.read_versions()
+            progress.used_outside = True
+        return True
+
+    # -- backward
+    @property
+    def is_under_way(self) -> bool:
+        """Tell whether a backward pass has begun and was not closed."""
+        return self._task is not None
+
+    @property
+    def creates_graph(self) -> bool:
+        """Tell whether the pass under way only makes the graph of a second one."""
+        return self._creates_graph
+
+    def is_open(self, unit: PassUnit) -> bool:
+        """Tell whether the pass has begun with a unit, or brought it a gradient since it closed."""
+        progress = self._progress[unit.index]
+        return progress.in_backward or progress.num_grads > 0
+
+    def num_open_calls(self, unit: PassUnit) -> int:
+        """Count the unit's calls whose backward goes on or is expected."""
+        return sum(self._is_expected(call) for call in self._progress[unit.index].calls)
+
+    def _is_expected(self, call: Call) -> bool:
+        if call.state is not CallState.AWAITING:
+            return call.state is CallState.BACKWARD
+        of = call.forward_pass
+        return not self._goes_through_one or (of is not None and of.is_reached)
+
+    def note_grad(self, unit: Any, leaf: torch.Tensor) -> None:
+        """Take note of a gradient that is there."""
+        self._listener.on_grad(unit, leaf)
+        self._begin_pass()
+        progress = self._progress[unit.index]
+        progress.num_grads += 1
+        if progress.used_outside and progress.outside_versions != unit.read_versions():
+            raise changed_since_forward(unit.name)
+
+    def expect_reduction(self, unit: PassUnit) -> None:
+        """Take note that some rank has a gradient of the unit that came on another way."""
+        self._progress[unit.index].num_grads += 1
+
+    def _begin_pass(self, call: Call | None = None) -> None:
+        if call is not None and call.forward_pass is not None:
+            call.forward_pass.is_reached = True
+        if self._task is None:
+            self._listener.on_pass(self._order())
+            self._task = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _order(self) -> list[int]:
+        """Return the units in the order of the forward passes that this pass goes through."""
+        alive = [found for ref in self._forward_passes if (found := ref()) is not None]
+        if self._goes_through_one:
+            alive = [found for found in alive if found.is_reached] or alive[-1:]
+        return [index for found in alive for index in found.order]
+
+    def _reach(self, call: Call, node: int) -> None:
+        """Begin the backward of a call, at a node of the graph."""
+        self._begin_pass(call)
+        if call.state in (CallState.BACKWARD, CallState.PASSED):
+            return
+        if torch.is_grad_enabled():
+            self._creates_graph = True
+        self._listener.on_reached(call)
+        if call.versions != call.unit.read_versions():
+            raise changed_since_forward(call.unit.name)
+        is_first = self.begin_call(call, node)
+        if not call.has_input_hook and call.unit is not self._root:
+            self._unhooked.append((call, node))
+        self._listener.on_backward(call.unit, is_first)
+
+    def begin_call(self, call: Call, node: int = -1) -> bool:
+        """Note that the backward of a call begins; tell whether it is the unit's first."""
+        progress = self._progress[call.unit.index]
+        is_first, progress.in_backward = not progress.in_backward, True
+        call.enter(CallState.BACKWARD)
+        self._close_unhooked(call, node)
+        return is_first
+
+    def _close_unhooked(self, begun: Call, node: int) -> None:
+        """Close the calls without an input hook whose backward must be over by now.
+
+        Backward takes nodes in the reverse order of forward, so a call is over when one that is not
+        inside it begins. Never close one because its gradients are all there: which are there may
+        differ from rank to rank, and the order of reductions must not. Two calls begin at one node
+        where the later one hands the earlier one's output on as it came: neither is over then.
+        """
+        waiting, self._unhooked = self._unhooked, []
+        for call, at in waiting:
+            unit = call.unit
+            if at == node or unit in begun.enclosing or unit.contains(begun.unit):
+                self._unhooked.append((call, at))
+            else:
+                self.end_call(call)
+
+    def end_call(self, call: Call) -> None:
+        """Close one call; the last open one closes the unit."""
+        if call.state is CallState.PASSED or self._task is None:
+            return
+        if self._creates_graph or self._second_is_due:
+            return  # see Note [Double backward]
+        call.enter(CallState.PASSED)
+        self._listener.on_call_over(call)
+        unit = call.unit
+        if not self._progress[unit.index].used_outside and self.num_open_calls(unit) == 0:
+            self.close(unit)
+
+    def close(self, unit: PassUnit) -> None:
+        """Close a unit."""
+        progress = self._progress[unit.index]
+        progress.num_grads = 0
+        progress.in_backward = False
+        self._listener.on_unit_over(unit)
+
+    def begun_calls(self, unit: PassUnit) -> Iterator[Call]:
+        """Iterate over the unit's calls that the pass has begun with."""
+        for call in list(self._progress[unit.index].calls):
+            if call.state in (CallState.BACKWARD, CallState.PASSED):
+                yield call
+
+    def _end_pass(self) -> None:
+        if self._creates_graph:
+            self._listener.on_double()
+        else:
+            self._listener.on_pass_end()
+
+    def reset(self) -> None:
+        """Forget the pass, after it has ended or was cut short."""
+        alive = [found for ref in self._forward_passes if (found := ref()) is not None]
+        reached = [found for found in alive if found.is_reached]
+        if reached:
+            self._goes_through_one = len(reached) == 1 and (
+                self._goes_through_one or not self._has_passed
+            )
+            self._has_passed = True
+        for progress in self._progress:
+            progress.used_outside = progress.in_backward = False
+            progress.num_grads = 0
+            for call in progress.calls:
+                of = call.forward_pass
+                if not self._goes_through_one or (of is not None and of.is_reached):
+                    call.end_pass()
+        spent = reached if self._goes_through_one else alive
+        self._forward_passes = [r for r in self._forward_passes if r() not in (None, *spent)]
+        for found in reached:
+            found.is_reached = False
+        self._stack.clear()
+        self._forward_pass = None
+        self._unhooked.clear()
+        self._task = None
+        self._second_is_due, self._creates_graph = self._creates_graph, False
