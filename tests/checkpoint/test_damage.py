@@ -227,7 +227,7 @@ def try_damages(
 
 
 def refuses_to_run(model: torch.nn.Module) -> bool:
-    if engine_of(model).broken is None:
+    if engine_of(model).conditions.unusable is None:
         with torch.no_grad():
             model(torch.zeros(1, 13))
         return False

@@ -262,7 +262,7 @@ def load_with_each_operation_failing(
         if rank == victim:
             op, name = files.operations[at]
             assert f"{name}: " in text if text else name == MANIFEST, (text, op, name)
-        if text and engine_of(model).broken is None:
+        if text and engine_of(model).conditions.unusable is None:
             assert set(count(model, optimizer)) == {"Z"}
         elif text:
             with pytest.raises(StateError, match="not to be used"):

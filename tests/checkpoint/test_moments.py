@@ -96,10 +96,10 @@ def inside_gathered(rank: int, world_size: int, folder: str) -> None:
             shardwise.save(Path(folder, "b"), model, optimizer)
         with pytest.raises(StateError, match="inside gathered"):
             shardwise.load(Path(folder, "a"), model, optimizer)
-    engine_of(model).broken = "a test says so"
+    engine_of(model).conditions.begin_load((), "a test says so")
     with pytest.raises(StateError, match="a test says so"), shardwise.gathered(model):
         pass
-    engine_of(model).broken = None
+    engine_of(model).conditions.end_load(())
 
 
 def test_saves_and_loads_inside_gathered_are_refused(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Checkpoints:
         except BaseException:
             self._leave_folder()
             raise
-        self._engine.before_pass.append(self.check)
+        self._end_checks = self._engine.conditions.before_each_pass(self.check)
 
     def _enter_folder(self) -> None:
         if self._control.rank == 0:
@@ -204,6 +204,10 @@ class Checkpoints:
             together(self._control, lambda: self._note_passed_over(loaded))
         return loaded
 
+    def check_when_asked(self) -> None:
+        """Let the engine call `check` no more: whoever trains does."""
+        self._end_checks()
+
     def check(self) -> None:
         """Raise what went wrong in the background, on every rank; the engine calls it in each pass.
 
@@ -236,8 +240,7 @@ class Checkpoints:
         finally:
             if self._saving is not None:
                 self._saving.join()
-            if self.check in self._engine.before_pass:
-                self._engine.before_pass.remove(self.check)
+            self.check_when_asked()
             self._leave_folder()
 
     def __enter__(self) -> Self:

@@ -4,8 +4,8 @@ Note [Damage while loading]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Tensors are read straight into the parameters, since a second copy of them may not fit. If a chunk
 turns out to be damaged half way, the parameters are of two checkpoints; from the first byte read to
-the last one checked the engine therefore refuses every forward pass (`Engine.broken`). A good load,
-as a rule that of the next older checkpoint, ends this.
+the last one checked the engine therefore refuses every forward pass (`Conditions.unusable`). A good
+load, as a rule that of the next older checkpoint, ends this.
 """
 
 from __future__ import annotations

@@ -125,24 +125,22 @@ class _Sharded:
 
     def begin(self, names: set[str], path: Path) -> None:
         self._engine.finish_reductions()
-        self._engine.half_loaded |= names
-        self.stop(f"a load of {path} did not come to its end; load a whole checkpoint first")
+        why = f"a load of {path} did not come to its end; load a whole checkpoint first"
+        self._engine.conditions.begin_load(names, why)
 
     def failed(self, error: Exception) -> Exception:
         return error
 
     def end(self, names: set[str], path: Path) -> None:
-        left = self._engine.half_loaded
-        left -= names
-        if left:
+        left = self._engine.conditions.end_load(names)
+        if left is not None:
             raise CheckpointError(
-                f"{path}: '{min(left)}' is half loaded from another checkpoint, and not in this "
+                f"{path}: '{left}' is half loaded from another checkpoint, and not in this "
                 "one; load one that has all of the model"
             )
-        self._engine.broken = None
 
     def stop(self, why: str) -> None:
-        self._engine.broken = why
+        self._engine.conditions.refuse(why)
 
 
 class _Plain:

@@ -169,8 +169,7 @@ def _check_moment(engine: Engine) -> None:
         raise StateError(
             "save() inside gathered(): leave that context first; changes come back then"
         )
-    if engine.broken is not None:
-        raise StateError(f"save(): the model's parameters are not to be used: {engine.broken}")
+    engine.conditions.check_usable("save(): ")
     engine.finish_reductions()
     partial = [u.name or "(root)" for u in engine.units if u.grad_state is GradState.PARTIAL]
     has_grads = any(u.grad_state is not GradState.EMPTY for u in engine.units)

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from torch import nn
 
 from shardwise.engine.api import engine_of
-from shardwise.engine.model import window
 
 
 @contextmanager
@@ -18,5 +17,5 @@ def accumulate(model: nn.Module, *, last: bool) -> Iterator[None]:
     read until the last one is through. Where every micro-batch is reduced, ``p.grad`` grows by
     the mean of each. As without Shardwise, dividing the loss is up to you.
     """
-    with window(engine_of(model), last=last):
+    with engine_of(model).conditions.micro_batch(last=bool(last)):
         yield

@@ -33,8 +33,7 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
     """
     if engine.is_running():
         raise StateError("copy.deepcopy of a sharded model inside a forward or backward pass")
-    if engine.broken is not None:
-        raise StateError(f"copy.deepcopy: the parameters are not to be used: {engine.broken}")
+    engine.conditions.check_usable("copy.deepcopy: ")
     axes = engine.comm.axes
     comm = Comm(axes, engine.comm.device, control_over(axes))
     comm.agree_on_number(engine.comm.device)

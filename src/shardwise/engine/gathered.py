@@ -9,7 +9,7 @@ shards' own way as they come.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,8 +52,7 @@ def gathered(
     engine, slots = _slots_of(targets)
     if engine.suspended:
         raise StateError("gathered(): the model is gathered already; leave that context first")
-    if engine.broken is not None:
-        raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
+    engine.conditions.check_usable("gathered(): ")
     engine.forget_cut_pass()
     with torch.no_grad():
         fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
@@ -64,12 +63,11 @@ def gathered(
         ways = [_Way(slot, full) for slot, full in zip(slots, fulls, strict=True)]
     if whole_model:
         _put(slots, fulls)
-        engine.suspended = True
     try:
-        yield targets[0] if whole_model else fulls
+        with engine.conditions.suspended() if whole_model else nullcontext():
+            yield targets[0] if whole_model else fulls
     finally:
         if whole_model:
-            engine.suspended = False
             _put(slots, [s.param for s in slots])
         for way in ways:
             way.is_inside = False

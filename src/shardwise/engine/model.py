@@ -67,19 +67,9 @@ class ShardedModel:
 @contextmanager
 def no_sync(self: Any) -> Iterator[None]:
     """Run a micro-batch that is not the last before the step: ``accumulate(model, last=False)``."""
-    with window(self.__dict__[ATTRIBUTE], last=False):
+    engine: Engine = self.__dict__[ATTRIBUTE]
+    with engine.conditions.micro_batch(last=False):
         yield
-
-
-@contextmanager
-def window(engine: Engine, *, last: bool) -> Iterator[None]:
-    """Run one micro-batch of an accumulation window."""
-    before = engine.is_last_micro_batch
-    engine.is_last_micro_batch = bool(last)
-    try:
-        yield
-    finally:
-        engine.is_last_micro_batch = before
 
 
 @cache

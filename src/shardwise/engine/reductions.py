@@ -78,8 +78,7 @@ class Reductions:
 
     def keep(self, unit: Unit) -> None:
         """Keep a unit's gradients on this rank, added to those of the window so far."""
-        if unit.grad_state is not GradState.PARTIAL:
-            unit.enter_grad_state(GradState.PARTIAL)
+        unit.enter_grad_state(GradState.PARTIAL)
         unit.has_local_sum = True
         for slot in unit.slots:
             slot.keep_partial(self._config.precision.reduce or slot.storage.master.dtype)

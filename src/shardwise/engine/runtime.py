@@ -4,7 +4,7 @@ When that is, `passes` finds out; what is gathered, freed and reduced then, `sch
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from shardwise.comm.collectives import Comm
 from shardwise.config import ShardConfig
 from shardwise.engine.calls import Call
+from shardwise.engine.conditions import Conditions
 from shardwise.engine.misuse import (
     graph_of_freed,
     graph_of_means,
@@ -48,12 +49,8 @@ class Engine:
         self.comm = comm
         self.ledger = ledger
         self.units: list[Unit] = []
-        self.is_last_micro_batch = True
-        self.suspended = False
+        self.conditions = Conditions(is_last_micro_batch=not self.each_unit_alone)
         self.window_open = False  # a micro-batch that is not the last one went through backward
-        self.half_loaded: set[str] = set()
-        self.broken: str | None = None  # why the parameters are not to be used
-        self.before_pass: list[Callable[[], None]] = []  # news from the background, may raise
         self._passes = Passes(self)
         self._runs_grad_hooks = False
         self._reductions: Collected = reductions or Reductions(config, comm)
@@ -86,6 +83,16 @@ class Engine:
             "inside `with shardwise.gathered(model):`"
         )
 
+    @property
+    def suspended(self) -> bool:
+        """Tell whether forward passes go unnoticed now."""
+        return self.conditions.is_suspended
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Tell whether the step comes after the micro-batch under way."""
+        return self.conditions.is_last_micro_batch
+
     # -- forward
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the unit, start gathering the next ones, bind the full parameters."""
@@ -109,12 +116,10 @@ class Engine:
         frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
         refuse_transform(self.allows_transform, frees and records, self.where_full)
         self.comm.refuse_failed("a forward pass")
-        if self.broken is not None:
-            raise StateError(f"the model's parameters are not to be used: {self.broken}")
+        self.conditions.check_usable("")
         if not records:
             return
-        for check in self.before_pass:
-            check()
+        self.conditions.check_before_pass()
         self._num_calls += 1
         if not self._num_calls & (self._num_calls - 1):
             # in the 1st, 2nd, 4th, 8th ... call only: it costs a millisecond

@@ -161,10 +161,9 @@ def _whole(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) ->
         ]
         for table, attribute, param in places:
             table[attribute] = by_id[id(param)]
-        engine.suspended = True  # a prompt encoder runs, with the parameters that are full
         try:
-            yield
+            with engine.conditions.suspended():  # a prompt encoder runs, with what is full
+                yield
         finally:
-            engine.suspended = False
             for table, attribute, param in places:
                 table[attribute] = param

@@ -122,7 +122,7 @@ class RunCheckpoints:
                 keep_last=config.keep_last,
                 keep_every=config.keep_every,
             )
-            engine.before_pass.remove(self._keeper.check)
+            self._keeper.check_when_asked()
 
     def resume(self, say: Callable[[str], None]) -> Resumed | None:
         """Load what the run goes on from, if anything; say from where, and what has changed.

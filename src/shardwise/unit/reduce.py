@@ -52,8 +52,7 @@ class Reduction:
         items: list[ReduceItem] = []
         with span("reduce", *self._names), torch.no_grad():
             for unit in self.units:
-                if unit.grad_state is not GradState.PARTIAL:
-                    unit.enter_grad_state(GradState.PARTIAL)
+                unit.enter_grad_state(GradState.PARTIAL)
                 unit.enter_grad_state(GradState.REDUCING)
                 for storage in unit.storages:
                     items += self._start_storage(unit, storage)

@@ -44,9 +44,10 @@ PARAM_TRANSITIONS = frozenset(
 GRAD_TRANSITIONS = frozenset(
     {
         (GradState.EMPTY, GradState.PARTIAL),
+        (GradState.EMPTY, GradState.REDUCED),  # p.grad = t
         (GradState.REDUCED, GradState.PARTIAL),
-        (GradState.PARTIAL, GradState.PARTIAL),
         (GradState.PARTIAL, GradState.EMPTY),
+        (GradState.PARTIAL, GradState.REDUCED),  # p.grad = t, or a pass that was cut short
         (GradState.PARTIAL, GradState.REDUCING),
         (GradState.REDUCING, GradState.REDUCED),
         (GradState.REDUCING, GradState.PARTIAL),  # a gradient that came after its unit closed

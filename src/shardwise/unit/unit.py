@@ -118,7 +118,7 @@ class Slot:
                 f"{tuple(value.shape)} {value.dtype}"
             )
         self.grad = value
-        self.unit.grad_state = GradState.REDUCED
+        self.unit.enter_grad_state(GradState.REDUCED)
 
     def whole(self) -> torch.Tensor:
         """Return the full parameter for a use outside its module."""
@@ -323,13 +323,14 @@ class Unit:
 
     # -- gradients
     def enter_grad_state(self, state: GradState) -> None:
-        """Move along the gradient table."""
-        self.grad_state = check_transition(GRAD_TRANSITIONS, self.name, self.grad_state, state)
+        """Move along the gradient table; what is there already need not move."""
+        if state is not self.grad_state:
+            self.grad_state = check_transition(GRAD_TRANSITIONS, self.name, self.grad_state, state)
 
     def forget_grads_if_none(self) -> None:
         """Return to EMPTY when no parameter has a gradient any more."""
         if not any(s.grad is not None or s.has_partial for s in reversed(self.slots)):
-            self.grad_state = GradState.EMPTY
+            self.enter_grad_state(GradState.EMPTY)
             self.has_local_sum = False
 
     def drop_partials(self) -> None:
@@ -338,7 +339,7 @@ class Unit:
             slot.leaf.grad = slot.partial = None
         if self.grad_state is GradState.PARTIAL:
             any_reduced = any(s.grad is not None for s in self.slots)
-            self.grad_state = GradState.REDUCED if any_reduced else GradState.EMPTY
+            self.enter_grad_state(GradState.REDUCED if any_reduced else GradState.EMPTY)
         self.has_local_sum = False
 
     def _enter(self, state: ParamState) -> None:

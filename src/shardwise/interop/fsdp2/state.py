@@ -42,7 +42,6 @@ class GroupEngine(Engine):
         super().__init__(
             config, units[0].comm, FullBytes(), GroupReductions(in_flight, lambda: units)
         )
-        self.is_last_micro_batch = False  # each unit's settings say whether it reduces
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
             for slot in unit.slots:
@@ -50,7 +49,7 @@ class GroupEngine(Engine):
         self.settle(list(units), order=())
 
     where_full = "on a copy of the model that is not sharded"
-    each_unit_alone = True
+    each_unit_alone = True  # and its settings say in which micro-batch it reduces
     where_stays = "after model.set_reshard_after_backward(False), or on a copy that is not sharded"
 
     def allows_transform(self, kind: Any) -> bool:

@@ -246,9 +246,9 @@ def _read(
     dtypes: Mapping[str, torch.dtype],
     report: Any,
 ) -> None:
-    engine.broken = f"reading {source.where} did not come to its end; load the weights again"
-    together(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
-    engine.broken = None
+    why = f"reading {source.where} did not come to its end; load the weights again"
+    with engine.conditions.writing(why):
+        together(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
 
 
 def _leave(module: nn.Module) -> None:

@@ -135,7 +135,7 @@ def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
 
 def _check(model: Any, options: Mapping[str, Any]) -> None:
     """Refuse what would be wrong, before anything is written."""
-    broken = engine_of(model).broken
+    broken = engine_of(model).conditions.unusable
     if broken is not None:
         raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
     for name in ("push_to_hub", "variant", "distributed_checkpoint"):

@@ -1,0 +1,130 @@
+"""Forward passes in flight at once, and the table of states of a call."""
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from shardwise import accumulate, shard, stats
+from shardwise.engine.api import engine_of
+from shardwise.engine.calls import CALL_TRANSITIONS, Call, CallState
+from shardwise.errors import IllegalTransition
+
+NUM_BLOCKS = 3
+IN_FLIGHT = 3
+
+
+def whole_numbers() -> nn.Sequential:
+    """Return a model whose gradients are small whole numbers: sums in any order have equal bits."""
+    blocks = [nn.Linear(4, 4, bias=False) for _ in range(NUM_BLOCKS)]
+    model = nn.Sequential(*(nn.Sequential(block, nn.ReLU()) for block in blocks))
+    generator = torch.Generator().manual_seed(1)
+    for block in blocks:
+        values = torch.randint(-2, 3, (4, 4), generator=generator)
+        block.weight = nn.Parameter(values.float())
+    return model
+
+
+def inputs(step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + number)
+    return torch.randint(-2, 3, (3, 4), generator=generator).float()
+
+
+def watch(model: nn.Module) -> list[tuple[str, int]]:
+    """Return a list that grows with what the engine hears."""
+    engine, heard = engine_of(model), []
+
+    def hear(name: str) -> None:
+        plain = getattr(engine, name)
+
+        def call(*args: Any) -> None:
+            heard.append((name, getattr(args[0], "index", -1) if args else -1))
+            plain(*args)
+
+        setattr(engine, name, call)
+
+    for name in ("on_backward", "on_unit_over", "on_pass_end"):
+        hear(name)
+    return heard
+
+
+def check_order(rank: int, world_size: int, stage: int) -> None:
+    plain = whole_numbers()
+    model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
+    heard = watch(model)
+    for step, order in enumerate(((0, 1, 2), (2, 1, 0), (1, 2, 0))):
+        outputs = [model(inputs(step, number)).sum() for number in range(IN_FLIGHT)]
+        for place, number in enumerate(order):
+            plain(inputs(step, number)).sum().backward()
+            heard.clear()
+            with accumulate(model, last=place == IN_FLIGHT - 1):
+                outputs[number].backward()
+            over = [index for name, index in heard if name == "on_unit_over" and index]
+            assert over == [3, 2, 1]
+            if (step, place) != (0, 0):  # the first pass of all does not know that it is alone
+                assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 2), (3, 3)])
+def test_backward_passes_in_any_order_close_their_units_and_have_the_gradients_of_one_process(
+    world_size: int, stage: int
+) -> None:
+    run_ranks(check_order, world_size, stage)
+
+
+def check_sum(rank: int, world_size: int, stage: int) -> None:
+    plain = whole_numbers()
+    model = shard(whole_numbers(), stage=stage, units=[nn.Sequential], bucket_bytes=0)
+    counts = []
+    for step in range(3):
+        before = dict(stats(model).num_collectives)
+        sum(model(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()  # type: ignore[union-attr]
+        sum(plain(inputs(step, number)).sum() for number in range(IN_FLIGHT)).backward()  # type: ignore[union-attr]
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+        after = stats(model).num_collectives
+        reductions = [n for n in after if n.endswith("reduce_scatter")]
+        counts.append(sum(after[n] - before.get(n, 0) for n in reductions))
+    assert counts == [NUM_BLOCKS] * 3
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1), (3, 3)])
+def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(
+    world_size: int, stage: int
+) -> None:
+    run_ranks(check_sum, world_size, stage)
+
+
+def check_dropped(rank: int, world_size: int) -> None:
+    """A graph that is kept and never run keeps no unit open in the passes of others."""
+    model = shard(whole_numbers(), stage=3, units=[nn.Sequential])
+    model(inputs(0, 0)).sum().backward()
+    kept = model(inputs(0, 1)).sum()
+    heard = watch(model)
+    model(inputs(0, 2)).sum().backward()
+    assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
+    kept.backward()  # and it may still run
+    assert heard.count(("on_pass_end", -1)) == 2
+
+
+def test_a_graph_that_never_runs_keeps_no_unit_open() -> None:
+    run_ranks(check_dropped, 2)
+
+
+def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to() -> None:
+    unit = SimpleNamespace(name="blocks.1")
+    for before, after in product(CallState, CallState):
+        call = Call(unit, (), in_backward=False, recomputes=False)
+        call.state = before
+        if (before, after) in CALL_TRANSITIONS:
+            call.enter(after)
+            assert call.state is after
+        else:
+            with pytest.raises(IllegalTransition, match=f"'blocks.1': {before.value} -> "):
+                call.enter(after)
