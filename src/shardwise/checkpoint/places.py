@@ -22,8 +22,7 @@ from shardwise.comm.control import Control, SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-from shardwise.unit.cut import Cut
-from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.unit import Slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,27 +38,27 @@ class Place:
     lo: int
     hi: int
     data: torch.Tensor
-    cut: Cut | None
+    slot: Slot | None
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The elements [lo, hi) that each rank of the shard axis works on."""
-        if self.cut is None or self.cut.layout is None:
+        if self.slot is None or self.slot.cut.layout is None:
             return ((0, math.prod(self.shape)),)
-        return self.cut.ranges
+        return self.slot.cut.ranges
 
     def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
         """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
-        if self.cut is None:
+        if self.slot is None:
             fits = type(before) is torch.Tensor and tuple(before.shape) == self.shape
             if fits and before.dtype == dtype and before.device == self.data.device:
                 return before
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        fits = isinstance(before, ShardTensor) and before._cut.matches(self.cut)
-        if fits and before.dtype == dtype:
-            return before
-        local = torch.empty(self.cut.local_shape, dtype=dtype, device=self.data.device)
-        return ShardTensor.wrap(local, self.cut)
+        if self.slot.is_alike(before) and before.dtype == dtype:
+            found: torch.Tensor = before
+            return found
+        local = torch.empty(self.slot.cut.local_shape, dtype=dtype, device=self.data.device)
+        return self.slot.like(local)
 
 
 class Host(Protocol):
@@ -102,6 +101,7 @@ class _Sharded:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.rest("load()")
         self.control: Control = engine.comm.control
         self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
         self.device = engine.comm.device
@@ -114,7 +114,7 @@ class _Sharded:
                 slot.cut.lo,
                 slot.cut.hi,
                 slot.param.to_local(),
-                slot.cut,
+                slot,
             )
             for slot in self._slots
         ]

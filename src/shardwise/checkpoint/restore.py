@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
 from shardwise.checkpoint.places import Place
@@ -16,7 +17,6 @@ from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import names_of_params, persistent_buffers
 from shardwise.errors import CheckpointError
 from shardwise.unit.plain_state import PLAIN_SCALARS
-from shardwise.unit.tensor import ShardTensor
 
 _SHOWN = 5
 _COMPARED_ELEMENTS = 1 << 22  # at once
@@ -274,7 +274,7 @@ def _plain_state(
 
 
 def _state_target(info: TensorInfo, place: Place, value: torch.Tensor) -> Target:
-    if isinstance(value, ShardTensor):
+    if isinstance(value, DTensor):
         return Target(info, place.lo, place.hi, value.to_local())
     return Target(info, 0, info.numel, value)
 

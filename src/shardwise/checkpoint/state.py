@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
@@ -30,7 +31,6 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
-from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Slot
 
 # Wrappers that put a part of their own into the names of what they wrap.
@@ -107,6 +107,7 @@ def collect(
     """
     engine = engine_of(model)
     _check_moment(engine)
+    engine.rest("save()")
     storages = [storage for unit in engine.units for storage in unit.storages]
     layouts = tuple(
         LayoutRow(kind=s.layout.kind, shapes=tuple(p.shape for p in s.layout.params))
@@ -153,7 +154,7 @@ def names_of_params(slots: Sequence[_S], optimizer: torch.optim.Optimizer) -> li
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if id(param) not in by_param:
-                sharded = any(isinstance(slot.param, ShardTensor) for slot in slots)
+                sharded = any(isinstance(slot.param, DTensor) for slot in slots)
                 raise ConfigError(
                     f"optimizer: parameter {place} of group {number} {tuple(param.shape)} is not "
                     f"one of the {'sharded ' if sharded else ''}model's; build the optimizer from "
@@ -172,8 +173,7 @@ def _check_moment(engine: Engine) -> None:
     engine.conditions.check_usable("save(): ")
     engine.finish_reductions()
     partial = [u.name or "(root)" for u in engine.units if u.grad_state is GradState.PARTIAL]
-    has_grads = any(u.grad_state is not GradState.EMPTY for u in engine.units)
-    if partial or not engine.is_last_micro_batch or (engine.window_open and has_grads):
+    if partial or engine.is_in_window:
         where = f"unit '{partial[0]}' holds gradients of" if partial else "this is inside of"
         raise StateError(
             f"save(): {where} an accumulation window that is not over, and a checkpoint has no "
@@ -228,11 +228,11 @@ def _collect_optimizer(
     for slot in (slot for group in by_group for slot in group):
         cut = cuts[id(slot)]
         for key, value in optimizer.state.get(slot.param, {}).items():
-            if isinstance(value, ShardTensor):
-                if not value._cut.matches(slot.cut):
+            if isinstance(value, DTensor):
+                if not slot.is_alike(value):
                     raise CheckpointError(
                         f"optimizer state '{key}' of '{cut.name}' is cut otherwise than its "
-                        f"parameter: {value._cut.shape} against {slot.cut.shape}"
+                        f"parameter: {tuple(value.shape)} against {slot.cut.shape}"
                     )
                 sharded.append(_sliced(cut, key, value))
             elif isinstance(value, torch.Tensor):

@@ -36,13 +36,23 @@ class Comm:
     def __init__(self, axes: Axes, device: torch.device, control: Control | None = None) -> None:
         self.axes = axes
         self.device = device
-        self.control: Control = control or SoloControl()
+        self._control = control
         self.traffic = Traffic()
         self._number = 0
         self._transports = self._choose_transports()
 
     def _choose_transports(self) -> dict[str, ModuleType]:
         return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
+
+    @property
+    def control(self) -> Control:
+        """The small exchanges over all ranks of the axes."""
+        if self._control is None:
+            self._control = self._make_control()
+        return self._control
+
+    def _make_control(self) -> Control:
+        return SoloControl()
 
     def agree_on_number(self, device: torch.device) -> None:
         """Take rank 0's count of sharded models as this one's number, for `site`."""

@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise.comm import point_to_point
 from shardwise.comm.collectives import Comm
+from shardwise.comm.control import Control, control_over
 from shardwise.comm.pending import GatherItem, Pending, Site, blame, meets
 from shardwise.mesh import Axis
 
@@ -42,6 +43,9 @@ class PackedComm(Comm):
 
     def _choose_transports(self) -> dict[str, ModuleType]:
         return {}  # whatever backend the group has
+
+    def _make_control(self) -> Control:
+        return control_over(self.axes)
 
     def gather_packed(
         self, items: Sequence[GatherItem], axis: Axis, site: Site, transfer: Transfer | None

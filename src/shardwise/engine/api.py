@@ -1,11 +1,13 @@
 """``shard()``: from a module to a sharded module, in place."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
 from torch import nn
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -193,12 +195,14 @@ def _shown(value: object) -> str:
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model. **Raises** ConfigError for any other."""
     check_is_module(model)
-    engine = vars(model).get(ATTRIBUTE)
+    engine = vars(model).get(ATTRIBUTE) or _engine_of_calls(model)
     if engine is None:
         if any(type(p.data) is DTensor for p in model.parameters()):
             raise ConfigError(
-                f"model: this {type(model).__name__} was not sharded by shard(), its parameters "
-                "are plain DTensors; for models of fully_shard use torch.distributed.checkpoint"
+                f"model: this {type(model).__name__} was given neither to shardwise.shard() nor to "
+                "Shardwise's fully_shard(), though its parameters are DTensors. fully_shard must "
+                "be called last on the model itself; for torch's own use "
+                "torch.distributed.checkpoint"
             )
         raise ConfigError(
             f"model: this {type(model).__name__} is not sharded; pass the module that was given to "
@@ -208,21 +212,34 @@ def engine_of(model: nn.Module) -> Engine:
     return found
 
 
+def _engine_of_calls(model: nn.Module) -> Engine | None:
+    """Return the engine of a model of `fully_shard`, whose state makes it when it is needed."""
+    make = getattr(_get_module_state(model), "lazy_init", None)
+    engine = make() if make is not None else None
+    return engine if isinstance(engine, Engine) else None
+
+
 def stats(model: nn.Module) -> Stats:
     """Return what this rank holds and has sent, in bytes, right now."""
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
     slots = [s for u in engine.units for s in u.slots]
-    grads = [g.to_local().nbytes for s in slots if isinstance(g := s.grad, ShardTensor)]
-    partials = [t for s in slots for t in (s.partial, s.leaf.grad) if t is not None]
+    grads = [g.to_local().nbytes for s in slots if isinstance(g := s.grad, DTensor)]
+    in_leaves = [getattr(s.leaf, "grad", None) for s in slots]  # none before a first gather
+    partials = [t for t in (*(s.partial for s in slots), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
-    traffic = engine.comm.traffic
+    traffics = {id(t): t for t in (engine.comm.traffic, *(u.comm.traffic for u in engine.units))}
+    sent_bytes: Counter[str] = Counter()
+    num_collectives: Counter[str] = Counter()
+    for traffic in traffics.values():
+        sent_bytes.update(traffic.sent_bytes)
+        num_collectives.update(traffic.num_collectives)
     return Stats(
         param_shard_bytes=sum(s.shard_bytes for s in storages),
         param_full_bytes=kept,
         param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,
         grad_partial_bytes=sum(t.nbytes for t in partials),
-        sent_bytes=dict(traffic.sent_bytes),
-        num_collectives=dict(traffic.num_collectives),
+        sent_bytes=dict(sent_bytes),
+        num_collectives=dict(num_collectives),
     )

@@ -54,8 +54,9 @@ def gathered(
         raise StateError("gathered(): the model is gathered already; leave that context first")
     engine.conditions.check_usable("gathered(): ")
     engine.forget_cut_pass()
+    engine.rest("gathered()")
     with torch.no_grad():
-        fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
+        fulls = [nn.Parameter(_copy_of(s), requires_grad=False) for s in slots]
     versions = [full._version for full in fulls]
     whole_model = isinstance(targets[0], nn.Module)
     ways: list[_Way] = []
@@ -106,7 +107,7 @@ def _add_partial(slot: Slot, grad: torch.Tensor) -> None:
     """Add a gradient that did not come through the layers' own parameter."""
     grad = grad.detach()
     if slot.partial is None:
-        slot.partial = grad.to(slot.unit.precision.reduce or slot.param.dtype, copy=True)
+        slot.partial = grad.to(slot.sum_dtype, copy=True)
     else:
         slot.partial.add_(grad)
 
@@ -160,6 +161,13 @@ def _engine_of(slot: Slot) -> Engine:
     return engine
 
 
+def _copy_of(slot: Slot) -> torch.Tensor:
+    """Return the full parameter in memory of its own, on one rank too."""
+    full: torch.Tensor = slot.param.full_tensor()
+    is_shard = full.data_ptr() == slot.param.to_local().data_ptr()
+    return full.clone() if is_shard else full
+
+
 def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
     for slot, param in zip(slots, params, strict=True):
         for use in slot.uses:
@@ -176,7 +184,7 @@ def _write_back(
     for slot, full in zip(slots, fulls, strict=True):
         if source is not None:
             engine.comm.broadcast(full.data, _SITE, source)
-        slot.param.copy_(full)
+        slot.param.to_local().copy_(slot.cut.slice_of(full))
 
 
 def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:

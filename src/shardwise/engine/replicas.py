@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.control import Control
 from shardwise.comm.watch import name_ranks
@@ -23,7 +24,6 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import ReplicaError
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
-from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Slot, Unit
 
 _DIGEST_BYTES = 16
@@ -54,6 +54,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     the rank that differs from the majority (with two copies, both).
     """
     engine = engine_of(model)
+    engine.rest("check_replicas()")
     control = engine.comm.control
     if control.num_ranks == 1:
         return
@@ -85,7 +86,7 @@ def _entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterato
             state = {} if optimizer is None else optimizer.state.get(slot.param, {})
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):
                 if isinstance(value, torch.Tensor):
-                    scalar = value.ndim == 0 and not isinstance(value, ShardTensor)
+                    scalar = value.ndim == 0 and not isinstance(value, DTensor)
                     if scalar or has_copies:
                         yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
 
@@ -106,7 +107,7 @@ def _full_of(slot: Slot) -> torch.Tensor:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    local = tensor.to_local() if isinstance(tensor, ShardTensor) else tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     flat = local.contiguous().cpu().reshape(-1)
     return xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy().data)
 

@@ -93,6 +93,15 @@ class Engine:
         """Tell whether the step comes after the micro-batch under way."""
         return self.conditions.is_last_micro_batch
 
+    @property
+    def is_in_window(self) -> bool:
+        """Tell whether an accumulation window has begun whose last micro-batch is not through."""
+        has_grads = any(unit.grad_state is not GradState.EMPTY for unit in self.units)
+        return not self.is_last_micro_batch or (self.window_open and has_grads)
+
+    def rest(self, what: str) -> None:
+        """Let shards alone stand in the modules, for ``what``; here they do, between passes."""
+
     # -- forward
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the unit, start gathering the next ones, bind the full parameters."""

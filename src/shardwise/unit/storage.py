@@ -80,6 +80,13 @@ class Storage:
         if not self.aliased:
             ledger.allocate(self._nbytes)
 
+    def count_in(self, ledger: FullBytes) -> None:
+        """Count the full copy in another ledger from now on."""
+        if self._allocated and not self.aliased:
+            self._ledger.free(self._nbytes)
+            ledger.allocate(self._nbytes)
+        self._ledger = ledger
+
     @property
     def needs_gather(self) -> bool:
         """Tell whether ranks must exchange anything to make the full copy whole."""

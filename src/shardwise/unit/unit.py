@@ -138,6 +138,20 @@ class Slot:
         """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
         return self.grad_hooks.add(hook, self.leaf)
 
+    # -- what checkpoints and contexts ask
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which unreduced gradients are summed."""
+        return self.unit.precision.reduce or self.param.dtype
+
+    def like(self, local: torch.Tensor) -> ShardTensor:
+        """Return a tensor that is cut as the parameter is, of which ``local`` is this rank's."""
+        return ShardTensor.wrap(local, self.cut)
+
+    def is_alike(self, value: Any) -> bool:
+        """Tell whether a tensor is cut as the parameter is."""
+        return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
+
     # -- gradients on their way
     def drop_partial(self) -> None:
         """Forget the unreduced gradient."""

@@ -57,7 +57,7 @@ class GroupUnit(Unit):
         self.slots: list[GroupSlot] = []  # type: ignore[assignment]
         self.unreduced: torch.Tensor | None = None  # reduced over shards, not over replicas
         self._inside = {id(m) for module in modules for m in module.modules()}
-        self._ledger = FullBytes()
+        self.ledger = FullBytes()
         self.leaves_part = False  # while a forward pass ends; see Note [Spread over fewer ranks]
         self._parts: list[tuple[int, torch.Tensor]] = []
         self._is_ready = False
@@ -105,7 +105,7 @@ class GroupUnit(Unit):
                 self.settings.stage,
                 (master, compute),
                 self.device,
-                self._ledger,
+                self.ledger,
                 self.home,
                 self._pins,
             )

@@ -13,6 +13,7 @@ from shardwise.comm.packed import waited_for
 from shardwise.interop.fsdp2.extension import Extension
 from shardwise.interop.fsdp2.meshes import Spread, sharded_spec
 from shardwise.layout.units import ParamUse
+from shardwise.unit.cut import Cut, make_cut
 from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.plain_state import FULLY_SHARD
 from shardwise.unit.storage import Storage
@@ -55,7 +56,8 @@ class GroupSlot:
         self.local: torch.Tensor | None = None
         self.leaf: Any = None
         self.extension: Extension | None = None
-        self.sum: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
+        self.cut: Cut | None = None
         self.grad_hooks = GradHooks()  # stays empty: hooks stand on the DTensor, see `deliver`
         self._parts: list[torch.Tensor] = []
         self._whole: torch.Tensor | None = None
@@ -110,6 +112,8 @@ class GroupSlot:
     def settle(self, storage: Storage, index: int) -> None:
         """Let the sharded parameter's elements lie in ``storage``, as its ``index``-th."""
         self.storage, self.index = storage, index
+        plain = self.dim == 0 and self.full_spec is None
+        self.cut = make_cut(self.shape, storage.layout, index, self.unit.comm) if plain else None
         shape = self.local_shape if self.dim == 0 else (1, torch.Size(self.local_shape).numel())
         place = storage.local_apart(index, shape).view(self.local_shape)
         place.copy_(self.param._local_tensor)
@@ -165,6 +169,32 @@ class GroupSlot:
         if self._whole is not None:
             self._whole.untyped_storage().resize_(0)
 
+    # -- what checkpoints and contexts ask
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient."""
+        found: torch.Tensor | None = self.param.grad
+        return found
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which unreduced gradients are summed that came on another way."""
+        return self.reduce_dtype or self.param.dtype
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a tensor that is cut as the parameter is, of which ``local`` is this rank's."""
+        spec: DTensorSpec = self.param._spec
+        assert spec.tensor_meta is not None
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        return as_dtensor(local, replace(spec, tensor_meta=meta))
+
+    def is_alike(self, value: Any) -> bool:
+        """Tell whether a tensor is cut as the parameter is."""
+        if not isinstance(value, DTensor) or value.shape != self.param.shape:
+            return False
+        spec = self.param._spec
+        return (value.device_mesh, value.placements) == (spec.mesh, spec.placements)
+
     # -- gradients
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -179,22 +209,22 @@ class GroupSlot:
     @property
     def has_grad(self) -> bool:
         """Tell whether this rank has a gradient that is not reduced."""
-        return self.sum is not None or (self.leaf is not None and self.leaf.grad is not None)
+        return self.partial is not None or (self.leaf is not None and self.leaf.grad is not None)
 
     def keep_grad(self, dtype: torch.dtype | None) -> None:
         """Keep the gradient for a later reduction, summed in ``dtype`` (None: in its own)."""
         grad = None if self.leaf is None else self.leaf.grad
-        if grad is None or (self.sum is None and dtype in (None, grad.dtype)):
+        if grad is None or (self.partial is None and dtype in (None, grad.dtype)):
             return
         self.leaf.grad = None
-        self.sum = grad.to(dtype) if self.sum is None else self.sum.add_(grad)
+        self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
 
     def take_grad(self) -> torch.Tensor:
         """Return this rank's full gradient (zeros where there is none) and forget it."""
         grad, self.leaf.grad = self.leaf.grad, None
-        if self.sum is not None:
-            grad = self.sum if grad is None else self.sum.add_(grad)
-            self.sum = None
+        if self.partial is not None:
+            grad = self.partial if grad is None else self.partial.add_(grad)
+            self.partial = None
         if grad is None:
             grad = torch.zeros_like(self.leaf)
         if self.full_spec is not None:
@@ -217,7 +247,7 @@ class GroupSlot:
 
     def drop_grad(self) -> None:
         """Forget the unreduced gradient."""
-        self.sum = None
+        self.partial = None
         if self.leaf is not None:
             self.leaf.grad = None
 

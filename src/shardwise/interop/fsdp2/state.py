@@ -5,7 +5,7 @@ Calls come one by one, from the inside out, so which units belong together is kn
 module runs that is inside no other: it is the root, and all units below it get one engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.runtime import Engine
+from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.reduce import GroupReductions
 from shardwise.interop.fsdp2.slot import tie_free
+from shardwise.layout.units import ParamUse
 from shardwise.trace import FullBytes
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
@@ -46,6 +48,9 @@ class GroupEngine(Engine):
             unit.index, unit.scheduler = index, self
             for slot in unit.slots:
                 slot.watch()
+            for storage in unit.storages:
+                storage.count_in(self.ledger)
+            unit.ledger = self.ledger
         self.settle(list(units), order=())
 
     where_full = "on a copy of the model that is not sharded"
@@ -61,6 +66,32 @@ class GroupEngine(Engine):
     def check_parameters(self, unit: Unit) -> None:
         """Allow parameters that no unit owns: they are the caller's (``ignored_params``)."""
 
+    @property
+    def is_in_window(self) -> bool:
+        """Tell that there is no window beyond gradients that are kept, which their unit tells."""
+        return False
+
+    def rest(self, what: str) -> None:
+        """Let the shards alone stand in the modules, and take over what has replaced them.
+
+        **Raises** ConfigError, naming the parameter, for what can't be told by ranges of elements.
+        """
+        meshes = {unit.spread for state in self.all_states for unit in state.units}
+        if len(meshes) > 1:
+            raise ConfigError(
+                f"{what}: the modules were sharded over {len(meshes)} meshes; use "
+                "torch.distributed.checkpoint for such a model"
+            )
+        for state in self.all_states:
+            state.reshard()
+            state.adopt()
+        for slot in (slot for unit in self.units for slot in unit.slots):
+            if slot.cut is None:
+                raise ConfigError(
+                    f"{what}: parameter '{slot.name}' is {_kind_of(slot)}; use "
+                    "torch.distributed.checkpoint for such a model"
+                )
+
     def reduce_kept(self) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
         for unit in [unit for state in self.all_states for unit in state.units]:
@@ -73,6 +104,14 @@ class GroupEngine(Engine):
         self._recover()
 
 
+def _kind_of(slot: Any) -> str:
+    if slot.extension is not None:
+        return "a tensor of a class that defines its own gather"
+    if slot.full_spec is not None:
+        return "a DTensor of another axis (tensor parallelism)"
+    return f"cut along dim {slot.dim}" if slot.dim else "on the meta device still"
+
+
 class Member:
     """One module of a call, for the hooks."""
 
@@ -83,7 +122,6 @@ class Member:
 class State(_State):
     """The units of one call: one, or one per mesh that ``shard_placement_fn`` names."""
 
-    suspended = False
     _comm_ctx: Any = None
 
     def __init__(self) -> None:
@@ -92,6 +130,11 @@ class State(_State):
         self.units: list[GroupUnit] = []
         self.engine: GroupEngine | None = None
         self._modules_to_run_forward: set[nn.Module] = set()
+
+    @property
+    def suspended(self) -> bool:
+        """Tell whether forward passes go unnoticed now."""
+        return self.engine is not None and self.engine.suspended
 
     def attach(self, modules: tuple[nn.Module, ...], units: list[GroupUnit]) -> None:
         """Take the units over and watch the modules."""
@@ -166,8 +209,8 @@ class State(_State):
             for unit in state.units:
                 unit.name = ", ".join(known)
                 for slot in unit.slots:
-                    place = names.get(id(slot.uses[0].module), "")
-                    slot.name = ".".join(part for part in (place, slot.uses[0].attribute) if part)
+                    slot.uses = tuple(_named(use, names) for use in slot.uses)
+                    slot.name = slot.uses[0].name
         return list(found.values())
 
     # -- a forward pass of one of the modules (hooks.Watcher)
@@ -232,6 +275,12 @@ def state_of(module: nn.Module) -> State | None:
     """Return what a call has left on a module, or None."""
     found = _get_module_state(module)
     return found if isinstance(found, State) else None
+
+
+def _named(use: ParamUse, modules: Mapping[int, str]) -> ParamUse:
+    """Name a place below the root."""
+    path = modules.get(id(use.module), "")
+    return replace(use, name=f"{path}.{use.attribute}" if path else use.attribute)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

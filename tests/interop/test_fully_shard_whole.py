@@ -1,0 +1,232 @@
+"""What works for shard() works for fully_shard: checkpoints, contexts, what is told of a model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import shardwise
+from ranks import run_ranks
+from shardwise.errors import ConfigError, ReplicaError, StateError
+from shardwise.interop.fsdp2 import fully_shard
+
+WIDTH = 6
+
+
+class Net(nn.Module):
+    """Blocks of uneven shapes, a tied head, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 5), nn.GELU(), nn.Linear(5, WIDTH)) for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def sharded(how: str, mesh: Any = None) -> nn.Module:
+    torch.manual_seed(3)
+    model = Net()
+    if how.startswith("stage"):
+        return shardwise.shard(model, stage=int(how[-1]), mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.arange(8).add(step) % 7
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return parameters and moments, full, by name."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = param.full_tensor().detach().clone()  # type: ignore[attr-defined]
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{name}.{key}"] = optimizer.state[param][key].full_tensor().clone()
+        found[f"{name}.step"] = optimizer.state[param]["step"].clone()
+    return found
+
+
+def save_after_two(rank: int, world_size: int, how: str, folder: str) -> dict[str, Any]:
+    model = sharded(how)
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    shardwise.save(folder, model, optimizer, step=2)
+    return full_state(model, optimizer)
+
+
+def load_and_go_on(rank: int, world_size: int, how: str, folder: str) -> tuple[Any, Any, Any]:
+    """Load into a model that has trained already; go on as the one that was saved would."""
+    model = sharded(how)
+    optimizer = adam(model)
+    train(model, optimizer, range(4, 7))
+    model(torch.arange(8) % 7)  # the root's parameters are full now
+    loaded = shardwise.load(folder, model, optimizer)
+    assert loaded.step == 2
+    state = full_state(model, optimizer)
+    with shardwise.gathered(model):
+        inside = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return state, inside, train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("source", "num_source", "target", "num_target"),
+    [
+        ("fully_shard", 2, "fully_shard", 2),
+        ("fully_shard", 3, "stage3", 1),
+        ("fully_shard", 1, "stage0", 2),
+        ("stage1", 2, "fully_shard", 3),
+        ("stage3", 3, "fully_shard", 1),
+    ],
+)
+def test_a_checkpoint_of_one_surface_loads_into_the_other_to_the_bit(
+    tmp_path: Path, source: str, num_source: int, target: str, num_target: int
+) -> None:
+    saved = run_ranks(save_after_two, num_source, source, str(tmp_path))[0]
+    results = run_ranks(load_and_go_on, num_target, target, str(tmp_path))
+    for state, inside, _ in results:
+        assert state.keys() == saved.keys()
+        for name, value in saved.items():
+            assert torch.equal(value, state[name]), name
+        for name, value in inside.items():
+            assert torch.equal(value, saved[name]), name
+    if (source, num_source) == (target, num_target):
+        uninterrupted = run_ranks(train_four, num_source, source)
+        assert [losses for *_, losses in results] == [losses[2:] for losses in uninterrupted]
+
+
+def train_four(rank: int, world_size: int, how: str) -> list[float]:
+    model = sharded(how)
+    return train(model, adam(model), range(4))
+
+
+def what_is_told(rank: int, world_size: int) -> None:
+    model, other = sharded("fully_shard"), sharded("stage3")
+    optimizers = adam(model), adam(other)
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        train(each, optimizer, range(1))
+    mine, theirs = shardwise.describe(model), shardwise.describe(other)
+    assert (mine.stage, mine.num_shards) == (theirs.stage, theirs.num_shards)
+    assert (mine.full_bytes, mine.rank_bytes) == (theirs.full_bytes, theirs.rank_bytes)
+    assert {u.name for u in mine.units} == {"", "blocks.0", "blocks.1"}
+    told = shardwise.stats(model)
+    assert told.param_shard_bytes == shardwise.stats(other).param_shard_bytes
+    assert told.param_full_peak_bytes >= told.param_full_bytes
+    if world_size > 1:
+        assert sum(told.sent_bytes.values()) > 0
+    shardwise.check_replicas(model, optimizers[0])
+
+    with shardwise.accumulate(model, last=False):
+        train_without_step(model)
+    with shardwise.accumulate(other, last=False):
+        train_without_step(other)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())  # type: ignore[attr-defined]
+
+
+def train_without_step(model: nn.Module) -> None:
+    tokens = torch.arange(8) % 7
+    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_told_of_both_surfaces_is_the_same(world_size: int) -> None:
+    run_ranks(what_is_told, world_size)
+
+
+def changed_inside(rank: int, world_size: int) -> None:
+    model = sharded("fully_shard")
+    train(model, adam(model), range(1))
+    with shardwise.gathered(model, writeback=True):
+        for param in model.parameters():
+            assert type(param) is nn.Parameter
+            param.data.mul_(2)
+        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+        inside = model.eval()(torch.arange(4))
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), expected[name])  # type: ignore[attr-defined]
+    assert torch.equal(model(torch.arange(4)), inside)
+    with pytest.raises(StateError, match="changed inside the context"), shardwise.gathered(model):
+        next(model.parameters()).data.add_(rank == 0)
+    with shardwise.gathered(model):
+        penalty = sum(p.square().sum() for p in model.parameters())
+        penalty.backward()
+        fulls = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        assert torch.equal(param.grad.full_tensor(), 2 * fulls[name])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_full_parameters_may_be_read_changed_and_differentiated(world_size: int) -> None:
+    run_ranks(changed_inside, world_size)
+
+
+def differ(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = sharded("fully_shard", mesh)
+    shardwise.check_replicas(model)
+    if rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).to_local()[0, 0] += 1  # type: ignore[attr-defined]
+    try:
+        shardwise.check_replicas(model)
+    except ReplicaError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_differ_are_named() -> None:
+    for text in run_ranks(differ, 2):
+        assert "parameter 'embedding.weight', value" in text
+
+
+def refusals(rank: int, world_size: int, folder: str) -> None:
+    def refused(match: str, make: Callable[[], nn.Module]) -> None:
+        with pytest.raises(ConfigError, match=match):
+            shardwise.save(folder, make())
+
+    def other_dim() -> nn.Module:
+        place: Callable[[nn.Parameter], Any] = lambda p: Shard(1) if p.ndim > 1 else None  # noqa: E731
+        return fully_shard(nn.Linear(4, 4), shard_placement_fn=place)
+
+    def blocks_alone() -> nn.Module:
+        model = Net()
+        fully_shard(model.blocks[0])
+        return model
+
+    refused("'weight' is cut along dim 1", other_dim)
+    refused("must be called last on the model itself", blocks_alone)
+
+
+def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path: Path) -> None:
+    run_ranks(refusals, 2, str(tmp_path))
