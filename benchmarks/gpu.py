@@ -11,7 +11,7 @@ How. Llama-1B shapes (tied head, 2,048 tokens) in bf16 with fp32 master weights,
 AdamW(fused=True), clip_grad_norm_ 1.0. Needs torch and its own folder, nothing else. Three parts:
 
 correct  A tiny fp32 model at world size 1 (nccl): losses of every stage and layout against a plain
-         loop, at most 1e-6 apart; the same with activation checkpointing; bf16 runs and falls.
+         loop, at most two fp32 numbers apart; with activation checkpointing too; bf16 runs, falls.
 memory   One process that believes it is rank 0 of --ranks (torch's fake process group, whose
          collectives cost nothing): its shards are as small as on so many GPUs, so
          the allocator's peak is the engine's real one (NCCL's own buffers are not in it). Tokens/s
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,12 @@ STAGES = ("stage0", "stage1", "stage2", "stage3")
 SPEED_CASES = (*PLAIN, "fsdp2", *STAGES)
 MEMORY_CASES = ("ddp", "fsdp2", *STAGES)
 PEER = {"stage0": "ddp", "stage1": "ddp", "stage2": "ddp", "stage3": "fsdp2"}
-LOSS_LIMIT = 1e-6
+# At one rank each kernel gets the numbers that it gets in the plain loop; the norm by which
+# gradients are clipped may be summed in another order. Adam's step hardly depends on the scale of
+# gradients, so each weight is off by one rounding a step at most, up or down. Over the thousands of
+# weights behind a loss these cancel to less than a rounding of the loss, which with the loss's own
+# makes it the second next number of fp32 at most.
+LOSS_STEPS = 2
 _GIB = 2**30
 
 
@@ -248,6 +254,11 @@ def check_losses(num_steps: int = 6) -> dict[str, Any]:
     return found
 
 
+def _step_of_fp32(value: float) -> float:
+    """Return how far the next number of fp32 is from a positive one."""
+    return math.ldexp(1.0, math.frexp(value)[1] - 24)
+
+
 def report_correct(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
     rows = []
     for name, losses in found.items():
@@ -256,16 +267,18 @@ def report_correct(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
         if isinstance(losses, str):
             rows.append([name, "failed: " + losses[:120], "-", "-"])
             continue
-        distance = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+        pairs = list(zip(losses, reference, strict=True))
+        distance = max(abs(a - b) for a, b in pairs)
+        in_steps = max(abs(a - b) / _step_of_fp32(b) for a, b in pairs)
         said = "-"
         if case in STAGES:
             fell = losses[-1] < losses[0]
             exact = mark.startswith("fp32")
-            said = common.verdict(distance, LOSS_LIMIT) if exact else ("met" if fell else "missed")
+            said = common.verdict(in_steps, LOSS_STEPS) if exact else ("met" if fell else "missed")
         rows.append([name, f"{losses[0]:.4f} -> {losses[-1]:.4f}", f"{distance:.1e}", said])
         record = {"part": "correct", "case": name, "losses": losses, "distance": distance}
         common.append_json(args.json, {"benchmark": "gpu", **record})
-    target = f"target (fp32: <= {LOSS_LIMIT}; bf16: falls)"
+    target = f"target (fp32: <= {LOSS_STEPS} fp32 numbers apart; bf16: falls)"
     print("\ncorrect: losses against plain PyTorch's, tiny model, world size 1")
     common.print_table(["case", "loss", "distance", target], rows)
 

@@ -31,9 +31,18 @@ SETTINGS: dict[str, dict[str, str]] = {
 }
 FILES = (
     "tests/test_roundings.py",
+    "tests/test_optimizer_before_shard.py",
+    "tests/test_shard_tensor_optimizers.py",
     "tests/test_shard_tensor_steps.py",
+    "tests/checkpoint/test_save_load.py",
+    "tests/engine/test_double_backward.py",
+    "tests/engine/test_grad_hooks.py",
     "tests/engine/test_parity.py",
+    "tests/engine/test_skipped_layers.py",
+    "tests/engine/test_uneven.py",
     "tests/interop/test_fully_shard.py",
+    "tests/interop/test_fully_shard_ranks_differ.py",
+    "tests/interop/test_fully_shard_surface.py",
     "tests/train/test_resume.py",
     "tests/train/test_same_losses.py",
 )

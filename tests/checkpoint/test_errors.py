@@ -3,6 +3,7 @@
 SQLite's method: fail the first operation, then the second, and so on, until a run passes.
 """
 
+import dataclasses
 import errno
 import os
 import resource
@@ -24,14 +25,27 @@ import shardwise
 from disk import Fault, FaultyFiles
 from ranks import run_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files, RealFiles
 from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.loading import Request, load_newest
+from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.sealed import MANIFEST
+from shardwise.checkpoint.write import Written, write_checkpoint
+from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, StateError
+from shardwise.layout.boxes import Box
 from stamped import build, count, stamp
-from tables import assert_an_error_leaves_nothing
+from tables import (
+    NONCE,
+    RUN,
+    assert_an_error_leaves_nothing,
+    disk_with,
+    kept,
+    manifest_of,
+    part_of,
+    run_ranks_on,
+)
 
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
 
@@ -86,6 +100,43 @@ def test_several_failures_at_once_even_lasting_ones_lose_nothing(
         for rank, (at, number, lasting) in faults.items()
     }
     assert_an_error_leaves_nothing(ranks, chosen, replace, seed)
+
+
+class Unwritable(Manifest):
+    """A manifest of which a rank cannot even make the text: before it has touched a file."""
+
+    def model_dump_json(self, **options: Any) -> str:
+        raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("where", ["first exchange", "writing"])
+def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(
+    ranks: int, where: str
+) -> None:
+    start = disk_with(ranks, {1: "A"})
+    disk, before = kept(start), start.tree()
+
+    def body(files: Files, control: Control) -> Written:
+        manifest = manifest_of("B", ranks)
+        part = part_of("B", control.rank, manifest)
+        if control.rank == ranks - 1 and where == "writing":
+            part = dataclasses.replace(part, read=refuse)
+        elif control.rank == ranks - 1:
+            manifest = Unwritable(**dict(manifest))
+        return write_checkpoint(files, control, RUN / step_name(2), NONCE, manifest, part)
+
+    results, files = run_ranks_on(disk, ranks, body)
+    assert disk.tree() == before
+    if ranks > 1:
+        assert ("make_folder", f".tmp-step-00000002-{NONCE.hex()}") in files[0].operations
+    expected = "the state is gone" if where == "writing" else "MemoryError: no memory left"
+    who = f"rank {ranks - 1}: " if ranks > 1 else ""
+    assert {str(result) for result in results} == {who + expected}
+
+
+def refuse(number: int, box: Box) -> memoryview:
+    raise StateError("the state is gone")
 
 
 # -------------------------------------------------------------------------------------- real ranks

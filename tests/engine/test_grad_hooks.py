@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from models import Experts, OddModel, Stack, routed_loss
 from oracle import assert_same_bits
 from ranks import run_ranks
+from roundings import assert_rounded_alike
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import ShardError
 from trainer import LAYOUTS, STAGES, adamw, full, full_parameters, make_steps, mean_square
@@ -80,7 +81,9 @@ def check_calls(rank: int, world_size: int) -> None:
         assert sorted(calls) == sorted(used), options
         assert calls == [name for name in names.values() if name in used]
         expected = [float(full(p.grad).norm()) for p, n in names.items() if n in used]
-        torch.testing.assert_close(norms, expected)
+        for norm, wanted in zip(norms, expected, strict=True):
+            # of 64 elements at most: their squares, the sum, over ranks in another order, the root
+            assert_rounded_alike(norm, wanted, 64 + 2)
         # Nothing new for a parameter: not called, though p.grad is still there.
         calls.clear()
         handles[0].remove()
@@ -100,7 +103,7 @@ def fail(param: Tensor) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.kernels)])
 def test_hooks_are_called_once_for_every_gradient_that_grew(world_size: int) -> None:
     run_ranks(check_calls, world_size)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
+from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, shard
 from trainer import LAYOUTS, adamw, compare, events_of, full_grads, sgd
 
@@ -256,6 +257,8 @@ def grads_of_late_gradients(rank, world_size, skips):
         if twice:
             (2 * loss).backward()  # over a graph that has been run
 
+    # The first layer, four layers, the norm's two sums, the head, the softmax; passes and ranks.
+    roundings = of_gradient(5, *[8] * 4, 8, 8, 8, 3, over=2 * world_size * 4)
     for kind, twice in ((Reentrant, False), (Dropped, True)):
         torch.manual_seed(0)
         truth = kind().double()
@@ -277,12 +280,10 @@ def grads_of_late_gradients(rank, world_size, skips):
                         assert (grad is None) == (expected.grad is None), where
                         if grad is not None:
                             mean = expected.grad / world_size
-                            torch.testing.assert_close(
-                                grad, mean, rtol=1e-12, atol=1e-14, msg=where
-                            )
+                            assert_rounded_alike(grad, mean, roundings, where)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.kernels)])
 @pytest.mark.parametrize("skips", [False, True])
 def test_gradients_that_come_late_are_reduced_once_and_right(num_ranks, skips):
     run_ranks(grads_of_late_gradients, num_ranks, skips)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
+from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
 from shardwise import fully_shard
 from shardwise.errors import CollectiveError
 
@@ -56,9 +57,12 @@ def train(rank, world_size, has_replicas):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.1) for m in (truth, model)]
+    smooth = {"lr": 0.01, "eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
+    optimizers = [torch.optim.AdamW(m.parameters(), **smooth) for m in (truth, model)]
     nobody: set[str] = set()
     everyones = [batches_of(r, 4) for r in range(world_size)]
+    # Each block sums a product and three experts; 4 steps, over ranks and 2 micro-batches of 3.
+    roundings = 4 * of_gradient(6, 3, 6, 3, over=world_size * 2 * 3)
     for step in range(4):
         for number in range(2):  # two micro-batches, the second with other experts
             for batches in everyones:
@@ -73,9 +77,7 @@ def train(rank, world_size, has_replicas):
             if plain.grad is None:
                 nobody.add(name)
                 continue
-            torch.testing.assert_close(
-                sharded.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-13, msg=name
-            )
+            assert_rounded_alike(sharded.grad.full_tensor(), plain.grad, roundings, name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -83,7 +85,8 @@ def train(rank, world_size, has_replicas):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "has_replicas"), [(1, False), (2, False), (3, False), (4, True)]
+    ("num_ranks", "has_replicas"),
+    [(1, False), (2, False), pytest.param(3, False, marks=pytest.mark.kernels), (4, True)],
 )
 def test_ranks_may_use_different_parameters_of_one_module(num_ranks, has_replicas):
     run_ranks(train, num_ranks, has_replicas)

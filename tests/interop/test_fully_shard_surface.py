@@ -26,9 +26,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from models import Block, Stack
+from models import Block, Stack, stack_roundings
 from ranks import run_ranks
-from roundings import assert_rounded_alike
+from roundings import SMOOTH_EPS, assert_rounded_alike
 from shardwise import fully_shard, stats
 from shardwise.errors import ConfigError
 
@@ -199,7 +199,10 @@ def states(rank: int, world: int) -> None:
     reference.to(torch.float64)
     assert torch.equal(model(batch().double()), reference(batch().double()))
     model.reshard()  # there was no backward pass, so the root is full
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (model, reference)]
+    smooth = {"eps": SMOOTH_EPS}  # Note [Losses after steps of Adam] in roundings.py
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.1, fused=True, **smooth) for m in (model, reference)
+    ]
     for _ in range(3):
         for each, optimizer in zip((model, reference), optimizers, strict=True):
             each(batch().double()).square().sum().backward()
@@ -209,8 +212,9 @@ def states(rank: int, world: int) -> None:
             norms = norm.full_tensor() if isinstance(norm, DTensor) else norm
     assert norms > 0
     assert set(get_optimizer_state_dict(model, optimizers[0])["state"]) == set(whole)
-    # In fp64, where 1e-7 has nine digits for what Adam makes of roundings.
-    torch.testing.assert_close(model(batch().double()), reference(batch().double()))
+    # Of three steps in fp64, whose rate over eps makes ten of each; clipping sums 300 squares.
+    roundings = 3 * 10 * (stack_roundings(rows=2 * 4) + 300)
+    assert_rounded_alike(model(batch().double()), reference(batch().double()), roundings)
 
 
 def compositions(rank: int, world: int) -> None:
@@ -311,7 +315,7 @@ def everything(rank: int, world: int) -> None:
         unused(rank, world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.kernels), 3])
 def test_methods_state_and_compositions_mean_what_torchs_do(world: int) -> None:
     run_ranks(everything, world)
 

@@ -23,8 +23,8 @@ from shardwise.checkpoint.sealed import is_ours
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 
-def prepare(files: Files, target: Path, nonce: bytes, replace: bool, held: ExitStack) -> bytes:
-    """Make the temporary folder, and hold its lock; return the nonce."""
+def prepare(files: Files, target: Path, nonce: bytes, replace: bool, held: ExitStack) -> Path:
+    """Make the temporary folder, and hold its lock; return it."""
     files.make_folders(target.parent)
     entries = files.list(target.parent)
     there = next((entry for entry in entries if entry.name == target.name), None)
@@ -36,7 +36,7 @@ def prepare(files: Files, target: Path, nonce: bytes, replace: bool, held: ExitS
     folder = temporary(target, nonce)
     held.callback(let_go, files, folder, hold(files, folder))
     files.make_folder(folder)
-    return nonce
+    return folder
 
 
 def _exists(target: Path) -> str:

@@ -94,55 +94,40 @@ def write_checkpoint(
     **Raises** CheckpointError, the same on all ranks; the target is as it was then.
     """
     assert len(nonce) == NONCE_BYTES
-    with ExitStack() as held:  # of rank 0: the lock of the temporary folder
-        return _write(files, control, target, nonce, manifest, part, replace, progress, held)
-
-
-def _write(
-    files: Files,
-    control: Control,
-    target: Path,
-    nonce: bytes,
-    manifest: Manifest,
-    part: Part,
-    replace: bool,
-    progress: Progress | None,
-    held: ExitStack,
-) -> Written:
-    first = control.rank == 0
-    rows = together(
-        control,
-        lambda: (
-            (prepare(files, target, nonce, replace, held) if first else nonce)
-            + bytes.fromhex(digest_of(_meant(manifest)))
-        ),
-        len(nonce) + _DIGEST_BYTES,
-    )
-    folder = temporary(target, rows[0][: len(nonce)])
-    try:
-        _check_same(rows, len(nonce))
-        rows = together(
-            control, lambda: write_rank(files, folder, manifest, part, progress), _ROW_BYTES
-        )
-    except CollectiveError:
-        raise  # the others may be writing still; what they leave is found by the next save or run
-    except CheckpointError:
-        if first:
-            discard(files, folder)
-        raise
-    ranks = [_index_row(row) for row in rows]
+    made: list[Path] = []  # by rank 0: the temporary folder
     left: list[Path | None] = []
+
+    def begin() -> bytes:
+        meant = bytes.fromhex(digest_of(_meant(manifest)))
+        if control.rank == 0:
+            made.append(prepare(files, target, nonce, replace, held))
+        return nonce + meant
 
     def write_manifest() -> None:
         whole = manifest.model_copy(update={"ranks": tuple(ranks)})
         _write_small(files, folder / MANIFEST, seal(whole))
 
     def give_name() -> None:
-        if first:
+        if control.rank == 0:
             with held:
                 left.append(commit(files, folder, target, ranks, write_manifest, replace))
 
-    together(control, give_name)
+    with ExitStack() as held:  # of rank 0: the lock of the temporary folder
+        try:
+            rows = together(control, begin, NONCE_BYTES + _DIGEST_BYTES)
+            folder = temporary(target, rows[0][:NONCE_BYTES])
+            _check_same(rows, NONCE_BYTES)
+            rows = together(
+                control, lambda: write_rank(files, folder, manifest, part, progress), _ROW_BYTES
+            )
+        except CollectiveError:
+            raise  # the others may be writing still; the next save or run finds what they leave
+        except Exception:
+            for each in made:
+                discard(files, each)
+            raise
+        ranks = [_index_row(row) for row in rows]
+        together(control, give_name)
     mine = ranks[control.rank]
     return Written(
         target,

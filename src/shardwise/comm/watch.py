@@ -44,6 +44,16 @@ AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 _MAX_RANKS_SHOWN = 8
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
+# What small collectives are of, by the name in the place of a unit's.
+_OTHERS = {
+    "(all)": "the flags of all units",
+    "(gathered)": "what gathered() writes back",
+    "(generator)": "a random generator's state",
+    "(norm)": "a norm",
+    "(number)": "the model's number",
+    "(seed)": "the seed of the parameters",
+    "(tensor)": "a whole tensor",
+}
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
@@ -80,7 +90,8 @@ class Meeting:
         """Return the collective's name for people."""
         if not self.axis:
             return self.kind
-        return f"{self.kind} of unit '{self.unit or '(root)'}' over axis '{self.axis}'"
+        unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
+        return f"{self.kind} of {_OTHERS.get(self.unit, unit)} over axis '{self.axis}'"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -231,7 +242,7 @@ class Watch:
             return
         parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
         self._verdicts[thread] = f"{', and '.join(parts)}, for each other. {_REMEDY}"
-        board.tell(wait.meeting.group_name, self._verdicts[thread])
+        board.tell(wait.meeting.group_name, sorted(found), self._verdicts[thread])
         if not _break_off(wait.meeting):
             _LOG.error("shardwise: %s", self._verdicts[thread])
 
@@ -267,12 +278,16 @@ class _Board:
     def clear(self) -> None:
         self._store.set(str(dist.get_rank()), "")
 
-    def tell(self, group: str, verdict: str) -> None:
-        self._store.set(f"verdict/{group}", verdict)
+    def tell(self, group: str, ranks: Sequence[int], verdict: str) -> None:
+        for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
+            self._store.set(key, verdict)
 
-    def told(self, group: str) -> str | None:
-        key = f"verdict/{group}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def told(self, group: str, ranks: Sequence[int]) -> str | None:
+        """Return what was told of a group; else of a rank in it, that waits in another one."""
+        for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank that waits has published, else None; never waits for it."""
@@ -334,10 +349,13 @@ def _where(thread: int) -> str:
 
 
 def _told(meeting: Meeting) -> str | None:
-    """Return the circle that another rank has found, and broken off; None where there is none."""
+    """Return the circle that another rank has found, and broken off; None where there is none.
+
+    Replicas wait for a rank of the circle in a group of their own: it fails when that rank ends.
+    """
     try:
         store = dist.distributed_c10d._get_default_store()
-        return _Board(store).told(meeting.group_name)
+        return _Board(store).told(meeting.group_name, meeting.ranks)
     except (RuntimeError, ValueError):  # the process group, or its store, is gone
         return None
 

@@ -32,7 +32,10 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
     **Cost** the memory of the slices again; one small broadcast, one gloo group.
     """
     if engine.is_running():
-        raise StateError("copy.deepcopy of a sharded model inside a forward or backward pass")
+        raise StateError(
+            "copy.deepcopy of a sharded model inside a forward or backward pass: copy it between "
+            "two passes"
+        )
     engine.conditions.check_usable("copy.deepcopy: ")
     axes = engine.comm.axes
     comm = Comm(axes, engine.comm.device, control_over(axes))

@@ -47,12 +47,11 @@ def gathered(
     **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
     graph recorded inside is dropped.
 
-    **Raises** StateError on all ranks when a tensor was changed without ``writeback``.
+    **Raises** StateError on all ranks when a tensor was changed without ``writeback``; ConfigError
+    at once for a ``source`` that is no rank.
     """
     engine, slots = _slots_of(targets)
-    if engine.suspended:
-        raise StateError("gathered(): the model is gathered already; leave that context first")
-    engine.conditions.check_usable("gathered(): ")
+    _check(engine, source)
     engine.forget_cut_pass()
     engine.rest("gathered()")
     with torch.no_grad():
@@ -168,6 +167,21 @@ def _copy_of(slot: Slot) -> torch.Tensor:
     return full.clone() if is_shard else full
 
 
+def _check(engine: Engine, source: int | None) -> None:
+    """Refuse a context that would be wrong, before anything is gathered."""
+    size = engine.comm.axes.shard.size
+    if source is not None and source not in range(size):
+        raise ConfigError(
+            f"gathered(source={source!r}): expected a rank of the shard axis, 0 to {size - 1}"
+        )
+    if engine.suspended:
+        raise StateError(
+            "gathered(): the model is gathered already, by an outer `with`: use the full "
+            "parameters that it gave, or leave it first"
+        )
+    engine.conditions.check_usable("gathered(): ")
+
+
 def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
     for slot, param in zip(slots, params, strict=True):
         for use in slot.uses:
@@ -178,9 +192,6 @@ def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
 def _write_back(
     engine: Engine, slots: list[Slot], fulls: list[nn.Parameter], source: int | None
 ) -> None:
-    size = engine.comm.axes.shard.size
-    if source is not None and source not in range(size):
-        raise ConfigError(f"source={source}: the shard axis has the ranks 0 to {size - 1}")
     for slot, full in zip(slots, fulls, strict=True):
         if source is not None:
             engine.comm.broadcast(full.data, _SITE, source)

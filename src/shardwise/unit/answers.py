@@ -60,7 +60,7 @@ def whole(value: Any) -> Any:
     if isinstance(value, Sliced):
         owner = value._owner
         if owner is None:
-            raise _refusal("this operation", [value])
+            raise refusal("this operation", [value])
         if not torch.is_grad_enabled() and not owner.in_use():
             return value.full_tensor()
         full = owner.whole()
@@ -70,16 +70,8 @@ def whole(value: Any) -> Any:
     return value
 
 
-def into_leaf(value: Any) -> Any:
-    """Return what autograd knows of an input that ``backward(inputs=)`` names."""
-    if not isinstance(value, Sliced):
-        return value
-    if value._owner is None or value._owner.param is not value:
-        raise _refusal("backward(inputs=[...])", [value])
-    return value._owner.leaf
-
-
-def _refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
+def refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
+    """Return the error of an operation that would be this rank's alone, with what to do instead."""
     owner = tensors[0]._owner
     what = (
         f"parameter '{owner.name}'" if owner else f"a ShardTensor of shape {tensors[0]._cut.shape}"
@@ -161,7 +153,7 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if name in RANDOM or name in LIKE:
         return draw(func, name, args, kwargs, shards[0])
     if name in KERNELS:
-        made = run_kernel(func, name, args, kwargs, shards)
+        made = run_kernel(func, args, kwargs, shards)
         if made is not NotImplemented:
             return made
     if name == "_foreach_norm":
@@ -187,7 +179,7 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         args[0]._local_tensor[args[1]._local_tensor] = args[2]
         return None
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
-        raise _refusal(name, shards)
+        raise refusal(name, shards)
     return run_whole(func, name, args, kwargs, shards)
 
 
@@ -204,21 +196,21 @@ def run_whole(
     view through which the caller may write.
     """
     if "out" in kwargs:
-        raise _refusal(f"{name} with out=", shards)
+        raise refusal(f"{name} with out=", shards)
     if _asks_in_place(func, args, kwargs):  # told before it writes
-        raise _refusal(f"{name}, in place,", shards)
+        raise refusal(f"{name}, in place,", shards)
     args, kwargs = tuple(map(whole, args)), {k: whole(v) for k, v in kwargs.items()}
     fulls = [t for t in _one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
     result = func(*args, **kwargs)
     if any(t._version != version for t, version in before):
-        raise _refusal(f"{name}, in place,", shards)
+        raise refusal(f"{name}, in place,", shards)
     if not torch.is_grad_enabled() and not any(t._owner and t._owner.in_use() for t in shards):
         made = result if isinstance(result, list | tuple) else [result]
         places = {full.untyped_storage().data_ptr() for full in fulls}
         tensors = [m for m in made if isinstance(m, torch.Tensor) and m.numel()]
         if any(m.untyped_storage().data_ptr() in places for m in tensors):
-            raise _refusal(f"{name} (a view, which may be written)", shards)
+            raise refusal(f"{name} (a view, which may be written)", shards)
     return result
 
 
@@ -264,7 +256,7 @@ def _run_local(
     if name == "where" and len(args) == 1:
         if is_replicated(shards):
             return func(*locals_of(args))
-        raise _refusal("where (of one argument)", shards)
+        raise refusal("where (of one argument)", shards)
     if name in ("to", "type_as") and args[0] is not shards[0]:
         return func(*locals_of(args), **kwargs)  # a plain tensor takes the dtype of a sharded one
     writes = args[0] if is_in_place(name) else kwargs.get("out", shards[0])
@@ -356,7 +348,7 @@ def _list_oflocals_of(value: Any, leads: Sequence[Any], name: str) -> Any:
             else:
                 found.append(_operand(item, lead._cut, name))
         elif isinstance(item, Sliced) and name.startswith("_fused_"):
-            raise _refusal(f"{name} into a plain tensor", [item])
+            raise refusal(f"{name} into a plain tensor", [item])
         else:
             found.append(_full(item))
     return found

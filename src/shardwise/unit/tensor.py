@@ -28,13 +28,13 @@ from shardwise.errors import ShardError
 from shardwise.unit.answers import (
     answer,
     check_conversion,
-    into_leaf,
     is_in_place,
     run_whole,
     set_property,
     shards_in,
 )
 from shardwise.unit.draws import same_draws
+from shardwise.unit.inputs import into_leaf
 from shardwise.unit.operations import (
     DRAWS,
     GRAD_FREE,
