@@ -16,6 +16,7 @@ from shardwise.comm import coalesced, point_to_point
 from shardwise.comm.control import Control, SoloControl
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meets
 from shardwise.comm.watch import WATCH
+from shardwise.device import time_of
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axes, Axis
 from shardwise.trace import Traffic
@@ -36,6 +37,7 @@ class Comm:
     def __init__(self, axes: Axes, device: torch.device, control: Control | None = None) -> None:
         self.axes = axes
         self.device = device
+        self.time = time_of(device)
         self.control: Control = control or SoloControl()
         self.traffic = Traffic()
         self._number = 0
