@@ -1,8 +1,20 @@
-"""What differs between devices; the only file that says ``torch.cuda``."""
+"""What differs between devices; the only file that says ``torch.cuda``.
+
+Note [Time on a device]
+An accelerator runs what is enqueued on a stream in order, streams beside each other, and the host
+goes on meanwhile. `DeviceTime` is what the engine asks about that: streams, events on them, and
+host memory that copies need not block for. On the CPU everything is done when a call returns, so
+all of it is empty there. `Comm` has one; tests put one in its place that finds what is not ordered
+(``tests/checking_device.py``).
+"""
 
 import resource
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -71,6 +83,147 @@ def set_accelerator_generator(device: torch.device, state: torch.Tensor) -> None
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return host memory for copies from ``device``: uint8 [num_bytes], touched, page-locked."""
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
+
+
+class Event(Protocol):
+    """A moment of a stream: what was enqueued on it until then."""
+
+    def wait(self) -> None:
+        """Block the host until the device is there."""
+
+
+class Stream(Protocol):
+    """A queue of a device: it runs in order, and beside other streams."""
+
+    def record(self) -> Event:
+        """Return the moment at which all that is enqueued now is done."""
+
+    def wait(self, event: Any) -> None:
+        """Let what is enqueued from now on follow an event; the host does not wait."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Enqueue on this stream what is called inside."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Do not give the tensor's memory away before what is enqueued here now is done."""
+
+
+class DeviceTime(Protocol):
+    """The streams of a device, and its copies from and to the host; see Note [Time on a device].
+
+    Slices that live on the host are fetched on one stream of their own, and what goes back is
+    evicted on another: a link carries both ways at once.
+    """
+
+    @property
+    def fetch_stream(self) -> Stream:
+        """The stream of copies from the host."""
+
+    @property
+    def evict_stream(self) -> Stream:
+        """The stream of copies to the host."""
+
+    def current_stream(self) -> Stream:
+        """Return the stream that what is called now is enqueued on."""
+
+    def new_stream(self) -> Stream:
+        """Return another stream."""
+
+    def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """Return uninitialised host memory; page-locked, so that copies need not block."""
+
+
+@contextmanager
+def follow_current(time: DeviceTime, stream: Stream) -> Iterator[None]:
+    """Enqueue on ``stream`` what is called inside, after what the current stream holds now."""
+    stream.wait(time.current_stream().record())
+    with stream.use():
+        yield
+
+
+class HostTime:
+    """The time of the CPU, its only stream and every event: all is done when a call returns."""
+
+    @property
+    def fetch_stream(self) -> "HostTime":
+        """The only stream."""
+        return self
+
+    evict_stream = fetch_stream
+
+    def current_stream(self) -> "HostTime":
+        """Return the only stream."""
+        return self
+
+    new_stream = record = current_stream
+
+    def wait(self, event: Any = None) -> None:
+        """Do nothing."""
+
+    def use(self) -> AbstractContextManager[Any]:
+        """Do nothing."""
+        return nullcontext()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Do nothing."""
+
+    def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """Return uninitialised memory."""
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+
+@dataclass(frozen=True)
+class _AcceleratorEvent:
+    event: torch.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+@dataclass(frozen=True)
+class _AcceleratorStream:
+    stream: torch.Stream
+
+    def record(self) -> _AcceleratorEvent:
+        return _AcceleratorEvent(self.stream.record_event())
+
+    def wait(self, event: _AcceleratorEvent) -> None:
+        self.stream.wait_event(event.event)
+
+    def use(self) -> AbstractContextManager[Any]:
+        return self.stream
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":  # page-locked memory is kept by the copies themselves
+            tensor.record_stream(self.stream)
+
+
+class _AcceleratorTime:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @cached_property
+    def fetch_stream(self) -> _AcceleratorStream:
+        return self.new_stream()
+
+    @cached_property
+    def evict_stream(self) -> _AcceleratorStream:
+        return self.new_stream()
+
+    def current_stream(self) -> _AcceleratorStream:
+        return _AcceleratorStream(torch.accelerator.current_stream(self._device))
+
+    def new_stream(self) -> _AcceleratorStream:
+        return _AcceleratorStream(torch.Stream(self._device))
+
+    def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+@cache
+def time_of(device: torch.device) -> DeviceTime:
+    """Return the time of a device; one for each, as streams are few."""
+    return HostTime() if device.type == "cpu" else _AcceleratorTime(device)
 
 
 def wait_for_copies(devices: set[torch.device]) -> None:

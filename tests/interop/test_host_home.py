@@ -47,6 +47,7 @@ def test_slices_at_home_share_no_memory_with_the_full_copy(
     local = storage.local(0, shape)
     assert torch.equal(local, full[: shape[0]])
     storage.prepare_gather()  # alone, this rank's own rows are all that it brings
+    storage.finish_fetch()
     leaf = storage.leaf(0, False)
     assert torch.equal(leaf[: shape[0]], full[: shape[0]].to(dtypes[1]))
     with torch.no_grad():
@@ -72,6 +73,8 @@ def test_slices_with_a_storage_of_their_own_are_the_same_memory() -> None:
 def gather(storages: list[Storage]) -> None:
     """Do what an all-gather does: every rank's slots go to their place on every rank."""
     items = [storage.prepare_gather() for storage in storages]
+    for storage in storages:
+        storage.finish_fetch()
     for storage_items in items:
         for number, item in enumerate(storage_items):
             slot = item.segment.slot_numel
@@ -118,21 +121,27 @@ def test_full_copies_follow_the_slices_wherever_those_live(
                 assert torch.equal(leaf, (value + added).to(dtypes[1]))
 
 
+def evicted(storage: Storage, means: Tensor) -> Tensor:
+    brought, arrival = storage.start_evict(means)
+    arrival.wait()
+    return brought
+
+
 def test_means_are_copied_home_in_the_dtype_of_the_slices() -> None:
     storage = make_storage(3, 2, BF16)
     means = torch.arange(8.0).to(torch.bfloat16)
-    brought = storage.bring_home(means)
+    brought = evicted(storage, means)
     assert brought.dtype == torch.float32 and torch.equal(brought, means.float())
     storage = make_storage(3, 2, FP32)
     means = torch.arange(8.0)
-    assert storage.bring_home(means).data_ptr() != means.data_ptr()
+    assert evicted(storage, means).data_ptr() != means.data_ptr()
 
 
 def test_without_a_home_the_means_stay_where_they_are() -> None:
     layout = build_layout("rows", [(5, 3)], 2)
     means = torch.arange(9.0)
     storage = Storage(layout, 0, STAGES[3], FP32, CPU, FullBytes())
-    assert storage.bring_home(means) is means
+    assert evicted(storage, means) is means
 
 
 class Net(nn.Module):

@@ -24,6 +24,7 @@ from shardwise.comm.pending import (
     meets,
 )
 from shardwise.comm.watch import WATCH
+from shardwise.device import time_of
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axes, Axis
 from shardwise.trace import Traffic
@@ -45,6 +46,7 @@ class Comm:
         self.axes = axes
         self.device = device
         self._control = control
+        self.time = time_of(device)
         self.traffic = Traffic()
         self._number = 0
         self._transports = self._choose_transports()

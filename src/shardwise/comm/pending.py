@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.watch import AS_A_RULE, WATCH, Meeting, reason_of
+from shardwise.device import Event
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
@@ -53,9 +54,9 @@ _abandoned: list[Sequence[Any]] = []
 
 
 class Pending:
-    """Work under way, with what it keeps alive; ``wait`` once."""
+    """Work under way, collectives or copies, with what it keeps alive; ``wait`` once."""
 
-    __slots__ = ("_finish", "_keep", "_meeting", "_number", "_works")
+    __slots__ = ("_copies", "_finish", "_keep", "_meeting", "_number", "_works")
 
     def __init__(
         self,
@@ -67,23 +68,35 @@ class Pending:
         self._meeting = meeting
         self._number = WATCH.begin(meeting) if works else 0
         self._works = works
+        self._copies: tuple[Event, ...] = ()
         self._finish = finish
         self._keep = keep
+
+    @classmethod
+    def of_copies(cls, *copies: Event, keep: object = None) -> "Pending":
+        """Return copies between host and device: ``wait`` blocks until these events are there."""
+        made = cls.__new__(cls)
+        made._copies, made._works, made._finish, made._keep = copies, (), None, keep
+        return made
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream (CUDA) until the result may be read.
 
         **Raises** CollectiveError with the unit, the axis and this rank when communication fails.
         """
+        for copy in self._copies:
+            copy.wait()
         if self._works:
             with _Wait(self._meeting, self._number):
                 for work in self._works:
                     work.wait()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish, self._keep = (), None, None
+        self._copies, self._works, self._finish, self._keep = (), (), None, None
 
     def __del__(self) -> None:
+        for copy in self._copies:  # which end soon; what is kept is theirs until then
+            copy.wait()
         if self._works:
             _abandoned.append(self._works)
 

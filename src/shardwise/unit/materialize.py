@@ -87,7 +87,13 @@ class Materializer:
             axis = self._comm.axes.shard
             layout = build_layout(self._config.layout, shapes, axis.size)
             storage = Storage(
-                layout, axis.rank, self._config.stage, dtypes, self._device, self._ledger
+                layout,
+                axis.rank,
+                self._config.stage,
+                dtypes,
+                self._device,
+                self._ledger,
+                time=self._comm.time,
             )
             unit.storages.append(storage)
             for number, param in enumerate(params):

@@ -28,6 +28,18 @@ class _Part:
     slots: list[Slot]
     out: torch.Tensor
     wholes: list[tuple[Segment, torch.Tensor]]
+    brought: tuple[torch.Tensor, Pending] | None = None  # on their way to the slices' home
+
+    def start_evict(self) -> None:
+        """Start bringing the means to where the slices live, unless they are on their way."""
+        if self.brought is None:
+            self.brought = self.storage.start_evict(self.out)
+
+    def evicted(self) -> torch.Tensor:
+        """Return the means where the slices live, once they are there."""
+        assert self.brought is not None
+        self.brought[1].wait()
+        return self.brought[0]
 
 
 class Reduction:
@@ -113,6 +125,8 @@ class Reduction:
                     self._sum_over_replicas(part)
                 if part.wholes:
                     self._gathers.append(self._start_gather(part))
+                else:
+                    part.start_evict()
 
     def finish(self) -> dict[Slot, torch.Tensor]:
         """Wait; return this rank's slice of the mean for every parameter that took part."""
@@ -120,6 +134,8 @@ class Reduction:
         for gather in self._gathers:
             gather.wait()
         self._gathers = []
+        for part in self._parts:
+            part.start_evict()
         found: dict[Slot, torch.Tensor] = {}
         for part in self._parts:
             found.update(self._means(part))
@@ -146,7 +162,7 @@ class Reduction:
     def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
         means = {}
         dtype = part.storage.master.dtype
-        out = part.storage.bring_home(part.out)
+        out = part.evicted()
         for slot in part.slots:
             begin = part.storage.place_in_shards(slot.index)
             mean = out[begin : begin + slot.cut.hi - slot.cut.lo].view(slot.cut.local_shape)

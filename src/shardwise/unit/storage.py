@@ -6,13 +6,6 @@ rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buff
 the gather copies, or casts, this rank's slot into the full buffer first. There is no separate
 low-precision shard.
 
-Note [Shards at home on the host]
-With a ``home`` the slices live there (page-locked, unless told otherwise, where the device is an
-accelerator), and with them ``p.grad``, the optimizer's state and its step; the full copies stay on
-the device. A gather copies this rank's slot into its place in the full buffer and gathers in place,
-and the means of the gradients are copied home before they become ``p.grad``. The copies block:
-right, not fast.
-
 Note [Freed storage comes back to life]
 Freeing a full copy resizes its storage to zero bytes; the tensors that autograd saved keep
 pointing at that storage, and are whole again when backward gathers into it. The gather must not
@@ -21,15 +14,17 @@ gives them version counters of their own (FSDP2 does the same, by resetting the 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from shardwise.comm.pending import GatherItem
-from shardwise.device import host_buffer
+from shardwise.comm.pending import GatherItem, Pending
+from shardwise.device import DeviceTime, HostTime
 from shardwise.layout.segments import Layout
 from shardwise.stages import Stage
 from shardwise.trace import FullBytes
+from shardwise.unit.home import Home
 
 
 class Storage:
@@ -49,12 +44,14 @@ class Storage:
         ledger: FullBytes,
         home: torch.device | None = None,
         pins_home: bool = True,
+        time: DeviceTime | None = None,
     ) -> None:
         master_dtype, compute_dtype = dtypes
         self.layout = layout
         self.rank = rank
         self.stage = stage
         self.home = home
+        self._home = Home(home, device, time or HostTime(), pins_home) if home is not None else None
         self._ledger = ledger
         keeps = home is None and (not stage.frees_after_backward or layout.num_ranks == 1)
         self.aliased = keeps and master_dtype == compute_dtype
@@ -65,7 +62,10 @@ class Storage:
             self.master = self.full
         else:
             numel = layout.shard_numel if stage.shards_state else layout.full_numel
-            self.master = _new_slices(numel, master_dtype, device, home, pins_home)
+            if self._home is None:
+                self.master = torch.zeros(numel, dtype=master_dtype, device=device)
+            else:
+                self.master = self._home.memory(numel, master_dtype).zero_()
         self._full_data, self._master_data = self.full.data, self.master.data
         self._plan_gather()
         self._places = [
@@ -75,6 +75,7 @@ class Storage:
         self._nbytes = self.full.nbytes
         self._allocated = True
         self._gathered_version: int | None = None
+        self._fetch: Pending | None = None
         self._grad_buffer: torch.Tensor | None = None
         self._grad_references = 0
         if not self.aliased:
@@ -164,12 +165,27 @@ class Storage:
         self._gathered_version = self.master._version
         if not self.stage.shards_state:
             if not self.aliased:
-                self._full_data.copy_(self._master_data)
+                self._fill_full([self._full_data], [self._master_data])
             return ()
         if self._casts and self._gather_items:
-            items = self._gather_items
-            torch._foreach_copy_([item.source for item in items], self._slots)
+            self._fill_full([item.source for item in self._gather_items], self._slots)
         return self._gather_items
+
+    def _fill_full(self, places: list[torch.Tensor], slices: list[torch.Tensor]) -> None:
+        if self._home is None:
+            torch._foreach_copy_(places, slices)
+        else:
+            self._fetch = self._home.start_fetch(places, slices)
+
+    def after_fetch(self) -> AbstractContextManager[None]:
+        """Enqueue inside what needs slices on the device that come from their home."""
+        return nullcontext() if self._home is None else self._home.after_fetch()
+
+    def finish_fetch(self) -> None:
+        """Wait until slices that live at a home have been read."""
+        if self._fetch is not None:
+            self._fetch.wait()
+            self._fetch = None
 
     def _plan_gather(self) -> None:
         """Make the views that every gather uses, once; they outlive the memory under them."""
@@ -210,11 +226,14 @@ class Storage:
             self._grad_buffer, self._grad_references = kept, _num_references(kept)
         return kept[:]  # another reference, which counts as long as a reduction holds it
 
-    def bring_home(self, means: torch.Tensor) -> torch.Tensor:
-        """Return the means of the gradients where the slices live; a copy where that is a home."""
-        if self.home is None:
-            return means
-        return means.to(self.home, self.master.dtype, copy=True)
+    def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Start bringing the means of the gradients to where the slices live.
+
+        Return where they will be: a copy where the slices live at a home.
+        """
+        if self._home is None:
+            return means, Pending.of_copies()
+        return self._home.start_evict(means, self.master.dtype)
 
     def forget_grad_buffer(self) -> None:
         """Do not keep the gradient buffer for the next step."""
@@ -247,15 +266,6 @@ class Storage:
         if self.aliased:
             return self.full.nbytes - self.shard_bytes
         return self._nbytes if self._allocated else 0
-
-
-def _new_slices(
-    numel: int, dtype: torch.dtype, device: torch.device, home: torch.device | None, pins: bool
-) -> torch.Tensor:
-    """Return zeros for slices: on the device, or at their home, ready for copies to the device."""
-    if home is None or home.type != "cpu" or not pins:
-        return torch.zeros(numel, dtype=dtype, device=home or device)
-    return host_buffer(numel * dtype.itemsize, device).view(dtype)
 
 
 def _num_references(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ its gradient on the way from one to the other.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -260,12 +261,20 @@ class Unit:
                     items += storage.prepare_gather()
             if items and self.comm.axes.shard.size > 1:
                 site = self.comm.site("all_gather", self.name, self.index)
-                self._pending = self.comm.start_all_gather(items, self.comm.axes.shard, site)
+                with self._after_fetch():
+                    self._pending = self.comm.start_all_gather(items, self.comm.axes.shard, site)
+
+    def _after_fetch(self) -> AbstractContextManager[None]:
+        """Enqueue inside what follows the fetches of slices that live at a home."""
+        at_home = next((s for s in self.storages if s.home is not None), None)
+        return nullcontext() if at_home is None else at_home.after_fetch()
 
     def finish_unshard(self) -> None:
         """Wait until the full parameters may be read."""
         self.start_unshard()
         if self.param_state is ParamState.GATHERING:
+            for storage in self.storages:
+                storage.finish_fetch()
             if self._pending is not None:
                 with span("wait_unshard", self.name):
                     self._pending.wait()

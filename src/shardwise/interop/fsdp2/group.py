@@ -28,6 +28,7 @@ from shardwise.interop.fsdp2.slot import GroupSlot
 from shardwise.layout.segments import Segment, build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.trace import FullBytes, span
+from shardwise.unit.home import Home
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
@@ -108,6 +109,7 @@ class GroupUnit(Unit):
                 self.ledger,
                 self.home,
                 self._pins,
+                self.comm.time,
             )
             for index, slot in enumerate(slots):
                 slot.settle(storage, index)
@@ -175,7 +177,8 @@ class GroupUnit(Unit):
             if axis.size > 1:
                 site = self.comm.site("all_gather", self.name, self.index)
                 transfer = self.settings.all_gather
-                self._pending = self.comm.gather_packed(items, axis, site, transfer)
+                with self._after_fetch():
+                    self._pending = self.comm.gather_packed(items, axis, site, transfer)
             else:
                 _copy_alone(items)
 
@@ -253,6 +256,15 @@ class GroupUnit(Unit):
         """Do nothing: the modules hold the full parameters until they are resharded."""
 
     # -- gradients
+    def bring_home(self, values: torch.Tensor) -> torch.Tensor:
+        """Return reduced values where the slices live."""
+        if self.home is None:
+            return values
+        home = Home(self.home, self.device, self.comm.time, self._pins)
+        brought, arrival = home.start_evict(values, values.dtype)
+        arrival.wait()
+        return brought
+
     def drop_partials(self) -> None:
         """Forget unreduced gradients, after a pass that was cut short."""
         for slot in self.slots:

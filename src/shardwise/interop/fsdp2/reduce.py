@@ -189,7 +189,7 @@ class GroupReduction:
             self.unit.settings.after_reduce(values)
         if self._after != 1:
             values.div_(self._after)
-        pieces = values.split([prod(slot.padded_size) for slot in self.slots])
+        pieces = self.unit.bring_home(values).split([prod(s.padded_size) for s in self.slots])
         for slot, piece in zip(self.slots, pieces, strict=True):
             mean = piece[: prod(slot.local_shape)].to(slot.param.dtype)
             if slot in self.used_here:

@@ -1,0 +1,67 @@
+"""Slices that live on the host: they are fetched for a gather, and means of gradients go back.
+
+Note [Shards at home on the host]
+With a home the slices live there (page-locked, unless told otherwise, where the device is an
+accelerator), and with them ``p.grad``, the optimizer's state and its step; the full copies stay on
+the device. A gather fetches this rank's slot into its place in the full buffer and gathers in
+place, and the means of the gradients are evicted before they become ``p.grad``. Neither blocks:
+what is fetched runs beside what is computed, and the gather follows it on its stream. The *host*
+waits for both, as it is the host that writes the slices and reads the means: a fetch before the
+full parameters are used, so that slices may be written whenever a unit is FULL or SHARDED, an
+eviction before ``p.grad`` is set.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.pending import Pending
+from shardwise.device import DeviceTime, follow_current
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where slices live (``place``), and how they travel to the ``device`` and back."""
+
+    place: torch.device
+    device: torch.device
+    time: DeviceTime
+    is_pinned: bool = True
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory at home."""
+        if self.place.type == "cpu":
+            return self.time.host_memory(numel, dtype, self.is_pinned)
+        return torch.empty(numel, dtype=dtype, device=self.place)
+
+    def start_fetch(
+        self, places: Sequence[torch.Tensor], slices: Sequence[torch.Tensor]
+    ) -> Pending:
+        """Start copying slices to their places on the device.
+
+        **Cost** where dtypes differ a buffer in that of the slices, cast on the device: torch would
+        cast on the host, and block.
+        """
+        stream = self.time.fetch_stream
+        with follow_current(self.time, stream):
+            for place, source in zip(places, slices, strict=True):
+                if place.dtype == source.dtype:
+                    place.copy_(source, non_blocking=True)
+                else:
+                    staged = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+                    place.copy_(staged.copy_(source, non_blocking=True))
+            return Pending.of_copies(stream.record(), keep=places)
+
+    def start_evict(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Pending]:
+        """Start copying flat values home, cast on the device; return where they will be."""
+        stream = self.time.evict_stream
+        brought = self.memory(values.numel(), dtype)
+        with follow_current(self.time, stream):
+            brought.copy_(values.to(dtype), non_blocking=True)
+            return brought, Pending.of_copies(stream.record(), keep=values)
+
+    def after_fetch(self) -> AbstractContextManager[None]:
+        """Enqueue inside what needs the slices on the device: it follows fetches under way."""
+        return follow_current(self.time, self.time.fetch_stream)

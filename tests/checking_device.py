@@ -1,0 +1,559 @@
+"""A device for tests, on the CPU, that finds memory which streams use in no order.
+
+Note [What is checked]
+Nothing runs asynchronously here; what is kept is what an accelerator would be told. The host, every
+stream and the collectives of every process group are timelines, each with a vector clock: how far
+it, and through it every other timeline, is known to be done. An operation follows the current
+stream and what the host had seen when it was called; a collective follows the stream that it was
+started from, and who waits for its work follows it (as with NCCL, ``wait`` orders the current
+stream and blocks no host). All memory has who wrote it last and who has read it since. It is a
+mistake
+
+- to read what was written, or to write what is written or read, without being ordered after it;
+- to read memory that nobody has written since it was allocated, or to use what was freed;
+- to free memory that another stream still uses: from its next operation on, the stream that it was
+  allocated on may use it for something else (as with torch's caching allocator), unless it was told
+  of that stream by `keep`;
+- to use memory on another stream before the one that it was allocated on was so far: there it may
+  still be in use as what it was before;
+- to use memory of the host and of the device in one operation, copies and scalars apart.
+
+Device and host memory are both the CPU's. Host memory is what `host_memory` gives, what comes out
+of operations on it, and scalars made of nothing; a copy between both runs on the current stream,
+and the host waits for it unless it is ``non_blocking`` and the memory page-locked.
+
+Operations are seen by a dispatch mode, collectives too. Mistakes are collected, so that ranks stay
+together, and raised at the end (a use of freed memory at once: it would end the process).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, Self
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.comm import collectives
+from shardwise.comm.collectives import Comm
+from shardwise.comm.control import GroupControl
+from shardwise.comm.packed import PackedComm
+
+Clock = dict[str, int]
+Work = torch._C._distributed_c10d.Work
+
+_TRANSFERS = {"copy_", "_foreach_copy_", "_to_copy"}
+_UNREAD = {  # what is asked of their argument is its shape
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "is_same_size"),
+}
+_UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_UNTOUCHED = {"set_", "resize_"}  # they change what a tensor is, not its memory
+
+
+class StreamError(AssertionError):
+    """Memory was used in no order."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """One use of memory: the ``count``-th step of a timeline."""
+
+    timeline: str
+    count: int
+    what: str  # the operation, and the line that called it
+
+    def is_before(self, clock: Clock) -> bool:
+        return clock.get(self.timeline, 0) >= self.count
+
+    def __str__(self) -> str:
+        return f"{self.what}, on {self.timeline}"
+
+
+@dataclass(eq=False)
+class Memory:
+    """The memory under one storage, and its slices."""
+
+    owner: CheckingStream
+    on_host: bool
+    is_pinned: bool = False
+    shape: str = ""
+    is_blank: bool = False  # allocated, and not written yet
+    allocated: Access | None = None
+    written: Access | None = None
+    read: dict[str, Access] = field(default_factory=dict)  # since then, by timeline
+    kept_for: set[str] = field(default_factory=set)
+    collective: Clock = field(default_factory=dict)  # that of a functional collective under way
+    num_storages: int = 1
+
+    @property
+    def uses(self) -> list[Access]:
+        return [*self.read.values(), *([self.written] if self.written else [])]
+
+
+@dataclass(frozen=True)
+class CheckingEvent:
+    device: CheckingDevice
+    clock: Clock
+
+    def wait(self) -> None:
+        if not self.device.is_blind:
+            self.device.host.join(self.clock)
+
+
+@dataclass(eq=False)
+class CheckingStream:
+    """One timeline: a stream of the device, the host, or the collectives of a group."""
+
+    device: CheckingDevice
+    name: str
+    clock: Clock = field(default_factory=dict)
+    freed: list[tuple[str, list[Access]]] = field(default_factory=list)
+
+    def join(self, clock: Clock) -> None:
+        for name, count in clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), count)
+
+    def record(self) -> CheckingEvent:
+        self.join(self.device.host.clock)
+        return CheckingEvent(self.device, dict(self.clock))
+
+    def wait(self, event: CheckingEvent) -> None:
+        if not self.device.is_blind:
+            self.join(event.clock)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        before, self.device.current = self.device.current, self
+        try:
+            yield
+        finally:
+            self.device.current = before
+
+    def keep(self, tensor: Tensor) -> None:
+        self.device.memory_of(tensor).kept_for.add(self.name)
+
+
+class CheckingDevice:
+    """Time on a device that is checked while the context is open; every `Comm` made inside has it.
+
+    ``errors`` are the mistakes so far; they are raised when the context ends.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.is_blind = False
+        self._is_aside = False
+        self._streams: dict[str, CheckingStream] = {}
+        self.host = self._stream("the host")
+        self.current = self._stream("the compute stream")
+        self.fetch_stream = self._stream("the fetch stream")
+        self.evict_stream = self._stream("the evict stream")
+        self._memory: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
+        self._works: dict[int, tuple[Any, Clock, bool, object]] = {}
+        self._context = ExitStack()
+        self.num_operations = self.num_collectives = 0
+
+    # -- device.DeviceTime
+    def current_stream(self) -> CheckingStream:
+        return self.current
+
+    def new_stream(self) -> CheckingStream:
+        return self._stream(f"stream {len(self._streams)}")
+
+    def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> Tensor:
+        with self.aside():
+            made = torch.empty(numel, dtype=dtype)
+        if numel:
+            self._register(made, on_host=True, is_pinned=pinned).is_blank = True
+        return made
+
+    # -- the context
+    def __enter__(self) -> Self:
+        for target, name, make in (
+            (Work, "wait", self._wait_of),
+            (torch.UntypedStorage, "resize_", self._resize_of),
+            (torch.UntypedStorage, "__getitem__", self._slice_of),
+            (Tensor, "tolist", self._reader_of),
+            (Tensor, "numpy", self._reader_of),
+            (GroupControl, "exchange", self._aside_of),
+            (GroupControl, "broadcast", self._aside_of),
+        ):
+            patched = mock.patch.object(target, name, make(getattr(target, name)))
+            self._context.enter_context(patched)
+        # It asks the backend itself, which a dispatch mode does not see.
+        self._context.enter_context(mock.patch.object(PackedComm, "_start_max", Comm._start_max))
+        self._context.enter_context(mock.patch.object(collectives, "time_of", lambda _: self))
+        self._context.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        self._context.close()
+        for stream in self._streams.values():
+            stream.join(self.host.clock)
+            self._check_freed(stream)
+        if kind is None and self.errors:
+            shown = "\n".join(f"  {error}" for error in self.errors[:10])
+            raise StreamError(f"{len(self.errors)} mistakes in the order of streams:\n{shown}")
+
+    @contextmanager
+    def blind(self) -> Iterator[None]:
+        """Wait inside as ever, and take no note of it: what a forgotten wait looks like."""
+        before, self.is_blind = self.is_blind, True
+        try:
+            yield
+        finally:
+            self.is_blind = before
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Look at nothing inside."""
+        before, self._is_aside = self._is_aside, True
+        try:
+            yield
+        finally:
+            self._is_aside = before
+
+    # -- what happens, as the patches and the mode tell it
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation of torch."""
+        if self._is_aside:
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._run_collective(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            return self._run_functional(func, args, kwargs)
+        self.num_operations += 1
+        name = func._schema.name.partition("::")[2]
+        given = _named(func, args, kwargs)
+        for tensor in filter(_has_memory, _tensors(list(given.values()))):
+            self.memory_of(tensor)  # what comes out and is not known then, is new
+        reads, writes = _read_and_written(func, given)
+        used = [] if name in _UNTOUCHED else [*([] if name in _UNREAD else reads), *writes]
+        on_host, on_device = self._split(used)
+        where = self._where(name, [*reads, *writes])
+        if on_host and on_device and name not in _TRANSFERS:
+            self._fail(f"{_here(name)} uses memory of the host and of the device")
+        if name not in _UNTOUCHED:
+            self._use(where, [] if name in _UNREAD else reads, writes, name)
+        out = func(*args, **kwargs)
+        made = self._adopt(out, where is self.host, bool(reads or writes))
+        if name not in _UNWRITTEN:
+            self._use(where, [], made, name)
+        else:
+            for tensor in made:
+                self.memory_of(tensor).is_blank = True
+        is_answer = not isinstance(out, Tensor | list | tuple | None)
+        is_pinned = all(memory.is_pinned for memory in on_host)
+        blocks = not (given.get("non_blocking") and is_pinned)
+        if where is not self.host and (is_answer or (on_host and name in _TRANSFERS and blocks)):
+            self.host.join(where.clock)
+        return out
+
+    def _split(self, tensors: Iterable[Tensor]) -> tuple[list[Memory], list[Memory]]:
+        """Return the memory on the host and on the device; scalars of the host may go anywhere."""
+        tensors = list(tensors)
+        found = [(self.memory_of(t), t.dim()) for t in tensors if _has_memory(t)]
+        on_host = [memory for memory, dim in found if memory.on_host and dim]
+        return on_host, [memory for memory, _ in found if not memory.on_host]
+
+    def _where(self, name: str, tensors: list[Tensor]) -> CheckingStream:
+        """Tell what an operation runs on: the host if all memory is the host's."""
+        memory = [self.memory_of(t) for t in tensors if _has_memory(t)]
+        return self.host if memory and all(m.on_host for m in memory) else self.current
+
+    def _run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.partition("::")[2]
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        group = None
+        for argument, value in _named(func, args, kwargs).items():
+            if argument == "process_group":
+                group = dist.ProcessGroup.unbox(value)  # type: ignore[attr-defined]
+            elif argument.startswith("input") or name == "send":
+                reads += _tensors(value)
+            elif argument.startswith("output") or argument == "tensors":
+                writes += _tensors(value)
+        assert group is not None
+        stream, on_host = self._start_collective(group.group_name, reads, writes, name)
+        out = func(*args, **kwargs)
+        for found in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(found, torch.ScriptObject):
+                work = Work.unbox(found)  # the object that the caller gets as well
+                # The tensors stay until somebody waits, as with NCCL.
+                self._works[id(work)] = work, dict(stream.clock), on_host, (reads, writes)
+        return out
+
+    def _run_functional(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.partition("::")[2]
+        given = _named(func, args, kwargs)
+        group = given.get("group_name")
+        if name == "wait_tensor":
+            memory = self.memory_of(args[0])
+            (self.host if memory.on_host else self.current).join(memory.collective)
+        if group is None:
+            return func(*args, **kwargs)
+        reads, writes = _read_and_written(func, given)
+        stream, on_host = self._start_collective(group, reads, writes, name)
+        out = func(*args, **kwargs)
+        self._use(stream, [], self._adopt(out, on_host, True), name)
+        for tensor in _tensors(out):
+            self.memory_of(tensor).collective = dict(stream.clock)
+        return out
+
+    def _start_collective(
+        self, group: str, reads: list[Tensor], writes: list[Tensor], name: str
+    ) -> tuple[CheckingStream, bool]:
+        self.num_collectives += 1
+        memory = [self.memory_of(t) for t in (*reads, *writes) if _has_memory(t)]
+        stream = self._stream(f"the collectives of group {group}")
+        stream.join(self.current.clock)
+        self._use(stream, reads, writes, name)
+        return stream, bool(memory) and all(m.on_host for m in memory)
+
+    def _wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(work: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.aside():  # gloo may copy what has come
+                done = wait(work, *args, **kwargs)
+            if not self.is_blind:
+                _, clock, on_host, _ = self._works.pop(id(work), (None, {}, False, None))
+                (self.host if on_host else self.current).join(clock)
+            return done
+
+        return checked
+
+    def _resize_of(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(storage: Any, num_bytes: int) -> Any:
+            if self._is_aside or num_bytes == storage.nbytes():
+                return resize(storage, num_bytes)
+            found = self._memory.get(storage._cdata)
+            if found is not None and storage.nbytes():
+                self._free(found[0])
+            if found is not None:
+                memory = found[0]
+                memory.written, memory.read = None, {}
+                memory.owner, memory.is_blank = self.current, True
+                memory.allocated = self._now("the allocation")
+            return resize(storage, num_bytes)
+
+        return checked
+
+    def _slice_of(self, get: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(storage: Any, where: Any) -> Any:
+            part = get(storage, where)
+            if isinstance(part, torch.UntypedStorage) and storage._cdata in self._memory:
+                memory = self._memory[storage._cdata][0]
+                memory.num_storages += 1
+                self._watch(part, memory)
+            return part
+
+        return checked
+
+    def _reader_of(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Let the host wait for the device before it reads a tensor's elements."""
+
+        def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_aside and type(tensor) is Tensor:
+                where = self._where("read", [tensor])
+                self._use(where, [tensor], [], "a read of all elements")
+                self.host.join(where.clock)
+            return read(tensor, *args, **kwargs)
+
+        return checked
+
+    def _aside_of(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Run small exchanges, which are the host's alone, unseen."""
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            with self.aside():
+                return call(*args, **kwargs)
+
+        return checked
+
+    # -- memory
+    def memory_of(self, tensor: Tensor) -> Memory:
+        """Return what is known about a tensor's memory; what comes from outside is the device's."""
+        storage = tensor.untyped_storage()
+        found = self._memory.get(storage._cdata)
+        if found is not None:
+            return found[0]
+        is_scalar = tensor.dim() == 0 and storage.nbytes() == tensor.element_size()
+        return self._register(tensor, on_host=is_scalar)
+
+    def _register(self, tensor: Tensor, on_host: bool, is_pinned: bool = False) -> Memory:
+        shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        memory = Memory(self.current, on_host, is_pinned, shape)
+        self._watch(tensor.untyped_storage(), memory)
+        return memory
+
+    def _watch(self, storage: Any, memory: Memory) -> None:
+        key = storage._cdata
+        self._memory[key] = memory, weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, reference: weakref.ref[Any]) -> None:
+        found = self._memory.get(key)
+        if found is None or found[1] is not reference:
+            return
+        del self._memory[key]
+        found[0].num_storages -= 1
+        if found[0].num_storages == 0:
+            self._free(found[0])
+
+    def _free(self, memory: Memory) -> None:
+        owner = memory.owner
+        left = [a for a in memory.uses if a.timeline not in {owner.name, *memory.kept_for}]
+        if left and not memory.on_host:  # torch keeps page-locked memory until copies are done
+            what = f"{_here('memory')} of {memory.shape} was freed"
+            owner.freed.append((what, left))
+
+    def _adopt(self, out: Any, on_host: bool, has_inputs: bool) -> list[Tensor]:
+        """Return the outputs of an operation that have memory of their own."""
+        made = [t for t in _tensors(out) if _has_memory(t)]
+        made = [t for t in made if t.untyped_storage()._cdata not in self._memory]
+        for tensor in made:
+            on_host = on_host or (not has_inputs and tensor.dim() == 0)
+            memory = self._register(tensor, on_host)
+            memory.allocated = None if on_host else self._now("the allocation")
+        return made
+
+    def _now(self, what: str) -> Access:
+        """Return what the current stream has come to."""
+        name = self.current.name
+        return Access(name, self.current.clock.get(name, 0), _here(what))
+
+    def _use(
+        self, stream: CheckingStream, reads: list[Tensor], writes: list[Tensor], name: str
+    ) -> None:
+        """Note that a timeline uses memory, and check what must be ordered before."""
+        stream.join(self.host.clock)
+        self._check_freed(stream)
+        if not reads and not writes:
+            return
+        stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
+        access = Access(stream.name, stream.clock[stream.name], _here(name))
+        for tensor in (*reads, *writes):
+            if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
+                self._fail(f"{access}, uses {tuple(tensor.shape)}, whose memory was freed")
+                raise StreamError(self.errors[-1])  # to go on would end the process
+        for tensor in filter(_has_memory, (*reads, *writes)):
+            memory = self.memory_of(tensor)
+            self._check(access, "uses", memory, memory.allocated, "precedes", stream.clock)
+        for tensor in filter(_has_memory, reads):
+            memory = self.memory_of(tensor)
+            if memory.is_blank:
+                self._fail(f"{access}, reads {memory.shape}, in which nothing was written")
+            self._check(access, "reads", memory, memory.written, "writes", stream.clock)
+            memory.read[stream.name] = access
+        for tensor in filter(_has_memory, writes):
+            memory = self.memory_of(tensor)
+            self._check(access, "writes", memory, memory.written, "writes", stream.clock)
+            for before in memory.read.values():
+                self._check(access, "writes", memory, before, "reads", stream.clock)
+            memory.written, memory.read, memory.is_blank = access, {}, False
+
+    def _check(
+        self,
+        access: Access,
+        verb: str,
+        memory: Memory,
+        before: Access | None,
+        its_verb: str,
+        clock: Clock,
+    ) -> None:
+        if before is not None and not before.is_before(clock):
+            self._fail(f"{access}, {verb} {memory.shape} while {before}, {its_verb} it")
+
+    def _check_freed(self, stream: CheckingStream) -> None:
+        freed, stream.freed = stream.freed, []
+        for what, left in freed:
+            for access in left:
+                if not access.is_before(stream.clock):
+                    self._fail(f"{what} while {access}, uses it")
+
+    def _fail(self, text: str) -> None:
+        if text not in self.errors:
+            self.errors.append(text)
+
+    def _stream(self, name: str) -> CheckingStream:
+        return self._streams.setdefault(name, CheckingStream(self, name))
+
+
+class _Operations(TorchDispatchMode):
+    """Shows the device every operation on plain tensors."""
+
+    def __init__(self, device: CheckingDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if FakeTensor in types:  # DTensor asks what shape an operation would give
+            return func(*args, **(kwargs or {}))
+        plain = torch._C._disabled_torch_dispatch_impl
+        if any(t.__torch_dispatch__ is not plain for t in types):
+            return NotImplemented  # DTensors come again as what they are made of
+        return self._device.run(func, args, kwargs or {})
+
+
+@cache
+def _arguments_of(func: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """Return of every argument of an operation its name, and whether it is read and written.
+
+    What an operation takes a view of is neither.
+    """
+    return tuple(
+        (a.name, a.alias_info is None, a.alias_info is not None and a.alias_info.is_write)
+        for a in func._schema.arguments
+    )
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name, _, _ in _arguments_of(func)]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _read_and_written(func: Any, given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for name, is_read, is_written in _arguments_of(func):
+        value = given.get(name)
+        if (is_read or is_written) and isinstance(value, Tensor | list | tuple):
+            (writes if is_written else reads).extend(_tensors(value))
+    return reads, writes
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def _here(name: str) -> str:
+    """Return what is called, and from which line outside of torch."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{name} ({frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"
+
+
+@cache
+def _is_foreign(path: str) -> bool:
+    return path == __file__ or "/site-packages/" in path or "/lib/python" in path

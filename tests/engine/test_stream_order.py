@@ -1,0 +1,391 @@
+"""What the engine runs, under the checking device: nothing is used before its stream is ordered.
+
+Each scenario is trained twice, plainly and under the device, with the same bits; what the device
+finds fails it. With one and two ranks collectives are made as on NCCL, with three as on gloo. Then
+waits and orders are taken out of the engine one by one, and each must be found.
+"""
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from checking_device import CheckingDevice, StreamError
+from models import Stack
+from ranks import run_ranks, run_sizes
+from shardwise import accumulate, gathered, shard
+from shardwise.comm import coalesced, collectives, point_to_point
+from shardwise.comm.collectives import Comm
+from shardwise.comm.pending import Pending
+from shardwise.engine.reductions import Reductions
+from shardwise.interop.fsdp2 import fully_shard
+from shardwise.interop.fsdp2.group import GroupUnit
+from shardwise.interop.fsdp2.reduce import GroupReduction
+from shardwise.unit import home, materialize
+from shardwise.unit.reduce import Reduction, _Part
+from shardwise.unit.storage import Storage
+from shardwise.unit.unit import Unit
+
+CPU = torch.device("cpu")
+Scenario = Callable[[int, int], list[Tensor]]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def train(
+    model: Any, rank: int, micro_batches: int = 2, steps: int = 2, clip: bool = True
+) -> list[Tensor]:
+    """Train with AdamW; return losses, norms, gradients and parameters, in full."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    found: list[Tensor] = []
+    for _ in range(steps):
+        for number in range(micro_batches):
+            is_last = number == micro_batches - 1
+            is_ours = not hasattr(model, "set_requires_gradient_sync")
+            with accumulate(model, last=is_last) if is_ours else nullcontext():
+                if not is_ours:
+                    model.set_requires_gradient_sync(is_last)
+                loss = model(torch.randn(3, 8, generator=generator)).square().mean()
+                loss.backward()
+            found.append(loss.detach())
+        if clip:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            found.append(full(norm))
+        found += [full(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found.append(model(torch.ones(2, 8)))
+    return found + [full(p) for p in model.parameters()]
+
+
+def full(value: Any) -> Tensor:
+    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+    return value.detach().clone()
+
+
+class Checkpointed(Stack):
+    """Blocks that run again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        x = x.clone().requires_grad_()  # a reentrant one asks for it
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Various(Stack):
+    """A frozen block, one that runs twice, and a parameter that is used outside its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.blocks[0](x @ torch.ones(5, 8)) @ self.head.weight.T
+
+
+class Stops(Stack):
+    """Without gradients it ends after its first block, with the next one gathered ahead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.is_grad_enabled() else self.blocks[0](x)
+
+
+class Routed(Stack):
+    """Each rank has a head of its own, so gradients are there on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[dist.get_rank()](super().forward(x))
+
+
+def add(name: str, scenario: Scenario) -> None:
+    SCENARIOS[name] = scenario
+
+
+def sharded(
+    rank: int, world_size: int, make: Callable[[], nn.Module] = Stack, **options: Any
+) -> Any:
+    return train(shard(make(), **options), rank)
+
+
+def at_home(rank: int, world_size: int, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
+        return train(shard(Stack(), **options), rank)
+
+
+def change_at_home(rank: int, world_size: int) -> list[Tensor]:
+    """Change the slices on the host as soon as a pass without gradients has read them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
+        model: Any = shard(Stack())
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            found.append(model(torch.ones(2, 8)))
+            for p in model.parameters():
+                p.mul_(0.5)
+    return found
+
+
+def drop(rank: int, world_size: int) -> list[Tensor]:
+    """Let a model go whose reductions are under way; its slices, and their means, are at home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
+        model: Any = shard(Stack(), bucket_bytes=1)
+    loss = model(torch.ones(2, 8)).sum()
+    loss.backward()
+    value = loss.detach()
+    del model, loss  # its graph would keep the model
+    gc.collect()
+    return [value]
+
+
+def hybrid(rank: int, world_size: int, replicas: int, **options: Any) -> Any:
+    replicas = min(replicas, world_size)
+    sizes = (replicas, world_size // replicas)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    return train(shard(Stack(), mesh=mesh, **options), rank)
+
+
+def by_block(
+    rank: int, world_size: int, make: Any = Stack, hybrid: bool = False, **options: Any
+) -> Any:
+    if hybrid:
+        names = ("replicate", "shard")
+        options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=names)
+    model = make()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return train(model, rank)
+
+
+def between_steps(rank: int, world_size: int) -> list[Tensor]:
+    """Read and change parameters between steps; cut a pass short; leave one without backward."""
+    model = shard(Stack())
+    found = train(model, rank, steps=1)
+    with gathered(model, writeback=True):
+        for p in model.parameters():
+            p.data.mul_(0.5)
+    model(torch.ones(2, 8))
+    hook = model.head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 8))
+    hook.remove()
+    return found + train(model, rank, micro_batches=1)
+
+
+for stage in range(4):
+    add(f"stage {stage}", partial(sharded, stage=stage))
+    add(f"stage {stage}, slices at home", partial(at_home, stage=stage))
+for stage in (1, 3):
+    add(f"stage {stage}, bf16", partial(sharded, stage=stage, precision="bf16", layout="flat"))
+    add(f"stage {stage}, slices at home, bf16", partial(at_home, stage=stage, precision="bf16"))
+for stage in (2, 3):
+    add(f"stage {stage}, a reduction per unit", partial(sharded, stage=stage, bucket_bytes=1))
+for stage in (0, 3):
+    add(f"stage {stage}, replicas", partial(hybrid, replicas=2, stage=stage))
+add("no prefetch", partial(sharded, prefetch_bytes=0))
+add("prefetch of all", partial(sharded, prefetch_bytes=1 << 30))
+add("slices at home, prefetch of all", partial(at_home, prefetch_bytes=1 << 30, bucket_bytes=1))
+add("reduced every step", partial(sharded, reduce_every="step"))
+add("checkpointing", partial(sharded, make=partial(Checkpointed, False)))
+add("checkpointing, reentrant", partial(sharded, make=partial(Checkpointed, True)))
+add("checkpointing, stage 2", partial(sharded, make=partial(Checkpointed, False), stage=2))
+add("various uses", partial(sharded, make=Various))
+add("various uses, stage 1", partial(sharded, make=Various, stage=1))
+add("between steps", between_steps)
+add("ends early", partial(sharded, make=Stops))
+add("ranks differ", partial(sharded, make=Routed, stage=2))
+add("slices at home are changed", change_at_home)
+add("dropped with reductions under way", drop)
+add("by block", by_block)
+add("by block, replicas", partial(by_block, hybrid=True))
+add("by block, kept after forward", partial(by_block, reshard_after_forward=False))
+add(
+    "by block, bf16",
+    partial(by_block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+)
+add("by block, offloaded", partial(by_block, offload_policy=CPUOffloadPolicy()))
+add(
+    "by block, offloaded, bf16",
+    partial(
+        by_block,
+        offload_policy=CPUOffloadPolicy(),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    ),
+)
+add("by block, checkpointing", partial(by_block, make=partial(Checkpointed, False)))
+
+
+@contextmanager
+def transport(module: Any) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_transport", lambda axis, device: module)
+        yield
+
+
+def check_scenario(rank: int, world_size: int, name: str, is_nccl: bool) -> str:
+    torch.manual_seed(0)
+    plain = SCENARIOS[name](rank, world_size)
+    torch.manual_seed(0)
+    with transport(coalesced if is_nccl else point_to_point), CheckingDevice() as device:
+        checked = SCENARIOS[name](rank, world_size)
+    assert len(plain) == len(checked)
+    for number, (a, b) in enumerate(zip(checked, plain, strict=True)):
+        assert torch.equal(a, b), (name, number)
+    assert device.num_operations > 100
+    assert world_size == 1 or device.num_collectives > 5
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_everything_is_ordered_before_it_is_used(name: str) -> None:
+    run_sizes(check_scenario, {1: (name, True), 2: (name, True)})
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3", "stage 3, slices at home"])
+def test_everything_is_ordered_before_it_is_used_on_gloo(name: str) -> None:
+    run_ranks(check_scenario, 3, name, False)
+
+
+# Mistakes, each put into the engine: what is patched, in which scenario, and what must be found.
+
+
+def blind(owner: Any, name: str) -> Callable[[CheckingDevice], tuple[Any, str, Any]]:
+    """Wait in a function as ever, so that gloo's results are right, but unseen by the device."""
+    call = getattr(owner, name)
+
+    def make(device: CheckingDevice) -> tuple[Any, str, Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with device.blind():
+                return call(*args, **kwargs)
+
+        return owner, name, called
+
+    return make
+
+
+def replaced(owner: Any, name: str, by: Any) -> Callable[[CheckingDevice], tuple[Any, str, Any]]:
+    return lambda device: (owner, name, by)
+
+
+def beside(time: Any, stream: Any) -> Any:
+    """Use a stream without ordering it after the current one."""
+    return stream.use()
+
+
+MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str, str]] = {
+    "parameters are read before they are gathered": (
+        blind(Unit, "finish_unshard"),
+        "stage 3",
+        r"the compute stream, reads .* while allgather_into_tensor_coalesced_",
+    ),
+    "parameters of fully_shard are read before they are gathered": (
+        blind(GroupUnit, "finish_unshard"),
+        "by block",
+        r"the compute stream, reads .* while _allgather_base_",
+    ),
+    "parameters are freed while they are gathered": (
+        blind(Unit, "reshard"),
+        "ends early",
+        r"memory \(storage.py:\d+\) of .* was freed while allgather_into_tensor_coalesced_",
+    ),
+    "means are read before they are reduced": (
+        blind(Reduction, "settle"),
+        "stage 3",
+        r"the compute stream, writes .* while reduce_scatter_tensor_coalesced_",
+    ),
+    "means of fully_shard are read before they are reduced": (
+        blind(GroupReduction, "settle"),
+        "by block, offloaded",
+        r"the evict stream, reads .* while _reduce_scatter_base_",
+    ),
+    "means are gathered before they are summed over replicas": (
+        blind(Comm, "all_reduce"),
+        "stage 0, replicas",
+        r"while reduce_scatter_tensor_coalesced_",
+    ),
+    "flags are read before they are there": (
+        blind(Reductions, "_used_elsewhere"),
+        "ranks differ",
+        r"a read of all elements .* reads .* while allreduce_",
+    ),
+    "the host steps before the means are at home": (
+        blind(_Part, "evicted"),
+        "stage 3, slices at home",
+        r"on the host, reads .* while copy_ \(home.py:\d+\), on the evict stream, writes it",
+    ),
+    "a buffer of means is used again while it is evicted": (
+        blind(_Part, "evicted"),
+        "stage 1, slices at home",
+        r"reduce_scatter_tensor_coalesced_ .* writes .* while copy_ .* the evict stream, reads it",
+    ),
+    "means are evicted before they are reduced": (
+        replaced(home, "follow_current", beside),
+        "stage 3, slices at home",
+        r"on the evict stream, reads .* while div_|_foreach_div_ .* the compute stream, writes it",
+    ),
+    "slices are fetched into memory that may be in use": (
+        replaced(home, "follow_current", beside),
+        "stage 3, slices at home",
+        r"copy_ \(home.py:\d+\), on the fetch stream, uses .* while the allocation",
+    ),
+    "slices are gathered before they are fetched": (
+        replaced(Unit, "_after_fetch", lambda unit: nullcontext()),
+        "stage 3, slices at home",
+        r"allgather_into_tensor_coalesced_ .* reads .* while copy_ .* the fetch stream, writes it",
+    ),
+    "slices change while they are fetched": (
+        blind(Storage, "finish_fetch"),
+        "slices at home are changed",
+        r"on the host, writes .* while copy_ .* on the fetch stream, reads it",
+    ),
+    "a model goes while its means are evicted": (
+        blind(Pending, "__del__"),
+        "dropped with reductions under way",
+        r"was freed while copy_ .* on the evict stream, uses it",
+    ),
+}
+
+
+def make_mistake(rank: int, world_size: int, name: str) -> list[str]:
+    make, scenario, _ = MISTAKES[name]
+    device = CheckingDevice()
+    with (
+        transport(coalesced),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(StreamError),
+        device,
+    ):
+        patch.setattr(*make(device))
+        SCENARIOS[scenario](rank, world_size)
+    return device.errors
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_engine_is_found(name: str) -> None:
+    for errors in run_ranks(make_mistake, 2, name):
+        assert any(re.search(MISTAKES[name][2], error) for error in errors), errors[:10]

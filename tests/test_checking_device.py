@@ -1,0 +1,256 @@
+"""The checking device: right programs pass, and each kind of mistake is found.
+
+Every program comes right and wrong; what the wrong one leaves out, or adds, is the mistake.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from checking_device import CheckingDevice, StreamError
+from ranks import run_ranks
+from shardwise.device import follow_current
+
+Program = Callable[[CheckingDevice, bool], None]
+PROGRAMS: dict[str, tuple[Program, str]] = {}  # with what the mistake is called
+
+
+def finds(text: str) -> Callable[[Program], Program]:
+    def add(program: Program) -> Program:
+        PROGRAMS[program.__name__] = program, text
+        return program
+
+    return add
+
+
+def reduce_all(tensor: Tensor) -> dist.Work:
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    return work
+
+
+def host_ones(device: CheckingDevice, numel: int = 4, pinned: bool = True) -> Tensor:
+    return device.host_memory(numel, torch.float32, pinned).fill_(1)
+
+
+@finds("reads (4,) float32 while allreduce_")
+def read_the_result_of_a_collective(device: CheckingDevice, wrong: bool) -> None:
+    values = torch.ones(4)
+    work = reduce_all(values)
+    if not wrong:
+        work.wait()
+    values.sum()
+    work.wait()
+
+
+@finds("writes (4,) float32 while _allgather_base_")
+def change_what_a_collective_sends(device: CheckingDevice, wrong: bool) -> None:
+    source, full = torch.ones(4), torch.empty(4)
+    work = dist.all_gather_into_tensor(full, source, async_op=True)
+    assert work is not None
+    if wrong:
+        source.add_(1)
+    work.wait()
+    source.add_(1)
+
+
+@finds("reads (4,) float32 while allreduce_")
+def look_at_flags(device: CheckingDevice, wrong: bool) -> None:
+    flags = torch.ones(4)
+    work = reduce_all(flags)
+    if not wrong:
+        work.wait()
+    assert flags.tolist()
+    work.wait()
+
+
+@finds("memory (test_checking_device.py:")
+def free_what_a_collective_sends(device: CheckingDevice, wrong: bool) -> None:
+    source, full = torch.ones(4), torch.empty(4)
+    work = dist.all_gather_into_tensor(full, source, async_op=True)
+    assert work is not None
+    if not wrong:
+        work.wait()
+    with device.blind():
+        work.wait()  # gloo must not lose it; the device takes no note
+    source.untyped_storage().resize_(0)
+    torch.ones(4)
+    work.wait()
+
+
+@finds("whose memory was freed")
+def use_a_parameter_that_was_freed(device: CheckingDevice, wrong: bool) -> None:
+    full = torch.ones(4)
+    view = full[1:]
+    full.untyped_storage().resize_(0)
+    full.untyped_storage().resize_(16)
+    full.fill_(2)
+    if wrong:
+        full.untyped_storage().resize_(0)
+    view.sum()
+
+
+@finds("in which nothing was written")
+def use_a_parameter_that_was_not_gathered(device: CheckingDevice, wrong: bool) -> None:
+    full = torch.ones(4)
+    full.untyped_storage().resize_(0)
+    full.untyped_storage().resize_(16)
+    if not wrong:
+        full.fill_(2)
+    full + 1
+
+
+@finds("reads (4,) float32 while copy_")
+def read_on_the_host_what_is_evicted(device: CheckingDevice, wrong: bool) -> None:
+    values, brought = torch.ones(4), device.host_memory(4, torch.float32)
+    with follow_current(device, device.evict_stream):
+        brought.copy_(values, non_blocking=True)
+        event = device.evict_stream.record()
+    if not wrong:
+        event.wait()
+    brought + 1
+    event.wait()
+
+
+@finds("writes (4,) float32 while copy_")
+def reuse_a_buffer_that_is_evicted(device: CheckingDevice, wrong: bool) -> None:
+    means, brought = torch.ones(4), device.host_memory(4, torch.float32)
+    with follow_current(device, device.evict_stream):
+        brought.copy_(means, non_blocking=True)
+        event = device.evict_stream.record()
+    if not wrong:
+        event.wait()
+    means.zero_()
+    event.wait()
+
+
+@finds("was freed while copy_")
+def drop_a_buffer_that_is_evicted(device: CheckingDevice, wrong: bool) -> None:
+    means, brought = torch.ones(4), device.host_memory(4, torch.float32)
+    with follow_current(device, device.evict_stream):
+        brought.copy_(means, non_blocking=True)
+        if not wrong:
+            device.evict_stream.keep(means)
+    del means
+    torch.ones(4)
+
+
+@finds("writes (4,) float32 while copy_")
+def step_on_slices_that_are_fetched(device: CheckingDevice, wrong: bool) -> None:
+    slices, full = host_ones(device), torch.empty(4)
+    with follow_current(device, device.fetch_stream):
+        full.copy_(slices, non_blocking=True)
+        event = device.fetch_stream.record()
+    if not wrong:
+        event.wait()
+    slices.add_(1)
+    event.wait()
+
+
+@finds("writes (4,) float32 while fill_")
+def fetch_into_memory_that_is_in_use(device: CheckingDevice, wrong: bool) -> None:
+    slices, full = host_ones(device), torch.ones(4)
+    full.fill_(3)
+    if not wrong:
+        device.fetch_stream.wait(device.current_stream().record())
+    with device.fetch_stream.use():
+        full.copy_(slices, non_blocking=True)
+    device.fetch_stream.record().wait()
+
+
+@finds("reads (4,) float32 while fill_")
+def use_what_another_stream_has_made(device: CheckingDevice, wrong: bool) -> None:
+    stream = device.new_stream()
+    values = torch.ones(4)
+    with follow_current(device, stream):
+        values.fill_(2)
+        event = stream.record()
+    if not wrong:
+        device.current_stream().wait(event)
+    values + 1
+    device.current_stream().wait(event)
+
+
+@finds("uses (4,) float32 while the allocation")
+def use_memory_before_its_stream_has_come_to_it(device: CheckingDevice, wrong: bool) -> None:
+    before = torch.ones(4)
+    before.add_(1)
+    fresh = torch.empty(4)  # perhaps where something else was, which is still in use
+    stream = device.new_stream()
+    with stream.use() if wrong else follow_current(device, stream):
+        fresh.fill_(1)
+    device.current_stream().wait(stream.record())
+
+
+@finds("memory of the host and of the device")
+def mix_host_and_device(device: CheckingDevice, wrong: bool) -> None:
+    slices, values = host_ones(device), torch.ones(4)
+    slices.add_(values if wrong else host_ones(device))
+    values.mul_(torch.tensor(2.0))  # a scalar of the host may go anywhere
+
+
+@finds("reads (4,) float32 while add_")
+def gather_what_was_changed_through_a_slice(device: CheckingDevice, wrong: bool) -> None:
+    stream, master = device.new_stream(), torch.zeros(4)
+    own = torch.empty(0).set_(master.untyped_storage()[4:12])  # type: ignore[arg-type]
+    own.add_(1)
+    with stream.use() if wrong else follow_current(device, stream):
+        master.clone()
+    device.current_stream().wait(stream.record())
+
+
+@finds("reads (2,) float32 while allreduce_")
+def hand_a_sum_on_to_another_group(device: CheckingDevice, wrong: bool) -> None:
+    other = dist.new_group([0])
+    values, more = torch.ones(2), torch.empty(2)
+    first = reduce_all(values)
+    if not wrong:
+        first.wait()
+    dist.all_gather_into_tensor(more, values, group=other)
+    first.wait()
+
+
+def run_program(rank: int, world_size: int, name: str, wrong: bool) -> list[str]:
+    device = CheckingDevice()
+    try:
+        with device:
+            PROGRAMS[name][0](device, wrong)
+    except StreamError as error:
+        assert device.errors and device.errors[0] in str(error)
+    return device.errors
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_mistake_is_found_and_the_right_program_passes(name: str) -> None:
+    assert run_ranks(run_program, 1, name, False) == [[]]
+    (errors,) = run_ranks(run_program, 1, name, True)
+    assert len(errors) == 1 and PROGRAMS[name][1] in errors[0], errors
+
+
+def copy_memory_that_is_not_page_locked(rank: int, world_size: int) -> None:
+    with CheckingDevice() as device:
+        slices, full = host_ones(device, pinned=False), torch.empty(4)
+        full.copy_(slices, non_blocking=True)
+        slices.add_(1)
+
+
+def test_copies_of_memory_that_is_not_page_locked_block() -> None:
+    run_ranks(copy_memory_that_is_not_page_locked, 1)
+
+
+def leave_everything_as_it_was(rank: int, world_size: int) -> None:
+    names = [(Tensor, "tolist"), (Tensor, "numpy"), (torch.UntypedStorage, "resize_")]
+    before = [getattr(owner, name) for owner, name in names]
+    with pytest.raises(ZeroDivisionError), CheckingDevice() as device:
+        device.errors.append("this does not hide what was raised")
+        raise ZeroDivisionError
+    assert [getattr(owner, name) for owner, name in names] == before
+    assert all(name not in vars(owner) for owner, name in names)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_the_device_leaves_torch_as_it_was_and_hides_no_error() -> None:
+    run_ranks(leave_everything_as_it_was, 1)
