@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 from shardwise.plan.model.config_keys import check_sizes, unknown_keys
-from shardwise.plan.model.plain_decoder import PlainDecoder
+from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
 
