@@ -14,8 +14,8 @@ from shardwise.plan.machine.catalogue import STANDARD_NODES
 from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
 from shardwise.plan.machine.catalogue_links import LINKS
 from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
-from shardwise.plan.report.times import time_rows
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import format_bytes, format_count
 

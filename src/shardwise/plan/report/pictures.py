@@ -7,16 +7,13 @@ setting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from shardwise import svg
+from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Moment
 from shardwise.plan.step.program import Op, Stream
 from shardwise.plan.timing.breakdown import Span, unit_name
 from shardwise.quantities import format_bytes
-
-if TYPE_CHECKING:
-    from shardwise.plan.planning import Plan
 
 _WIDTH, _LEFT, _RIGHT = 760, 96, 736
 _BAR, _GAP = 22, 12
@@ -57,7 +54,7 @@ _PHASE_COLOURS = {
 }
 
 
-def memory_svg(plan: Plan) -> str:
+def memory_svg(plan: Planned) -> str:
     """Draw the ledger at the peak of each phase as one bar, beside what the device has."""
     moments = plan.played.peaks
     most = max(plan.memory.high_bytes, *(m.ledger.total for m in moments))
@@ -80,7 +77,7 @@ def memory_svg(plan: Plan) -> str:
     return _document(title, _describe_memory(plan), parts + legend, bottom)
 
 
-def _memory_bar(plan: Plan, moment: Moment, top: float, scale: float) -> list[str]:
+def _memory_bar(plan: Planned, moment: Moment, top: float, scale: float) -> list[str]:
     parts = [svg.text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
     x = float(_LEFT)
     for name, num_bytes in moment.ledger.lines().items():
@@ -97,7 +94,7 @@ def _memory_bar(plan: Plan, moment: Moment, top: float, scale: float) -> list[st
     return [*parts, svg.text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
 
 
-def step_svg(plan: Plan) -> str:
+def step_svg(plan: Planned) -> str:
     """Draw the operations of the slowest rank in time, one line per stream."""
     run = plan.simulated.slowest
     ops = run.program.ops
@@ -138,7 +135,7 @@ def _joined(ops: Sequence[Op], spans: Sequence[Span], least_s: float) -> list[tu
 
 
 def _stream_bars(
-    plan: Plan, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
+    plan: Planned, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
 ) -> list[str]:
     begin_s, program = plan.simulated.slowest.begin_s, plan.simulated.program
     return [
@@ -159,7 +156,7 @@ def _bar(x: float, y: float, width: float, fill: str, said: str, height: float =
     return svg.element("rect", "", said, x=x, y=y, width=seen, height=height, fill=fill)
 
 
-def _describe_memory(plan: Plan) -> str:
+def _describe_memory(plan: Planned) -> str:
     peak = plan.played.peak
     lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])
     largest = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in lines[:4] if b)
