@@ -9,8 +9,8 @@ Reading order:
 - ``machine/``: what operations cost, by catalogue or measured;
 - ``timing/``: the program in time, on one rank or on thousands;
 - ``margins`` (what no ledger sees), ``planned`` (a plan as values), ``report/`` (for people and
-  programs), ``planning`` (one plan is made), ``searching`` (the best of many), ``foreign_keys``,
-  ``foreign_settings`` and ``request`` (what files and flags ask for).
+  programs), ``planning`` (one plan is made), ``searching`` (the best of many), ``request``
+  (what flags ask for).
 
 Names are imported on first use; tracing a module loads torch, nothing else does.
 """
