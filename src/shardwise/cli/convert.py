@@ -196,17 +196,13 @@ def show_report(report: Report, to_stderr: bool = False) -> None:
 
 
 def _print(console: Console, report: Report) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    from shardwise.cli.tables import printable
+    from shardwise.cli.tables import make_table, printable
 
     console.print(Text(printable(report.source), "bold"))
     for title, rows in report.sections():
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("key", "value", "what it is here"):
-            table.add_column(name, overflow="fold")
+        table = make_table("~key", "~value", "~what it is here", title=title)
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         console.print(table)
