@@ -20,7 +20,7 @@ from shardwise.checkpoint.files import Files, Lock, RealFiles
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
 from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
-from shardwise.checkpoint.saving import Saving
+from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.single import (
     NOTHING,
     checked_step,
@@ -29,7 +29,6 @@ from shardwise.checkpoint.single import (
     new_run,
     tell_other_files,
 )
-from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.together import explain, together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint

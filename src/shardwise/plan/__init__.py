@@ -2,7 +2,7 @@
 
 Reading order:
 
-- ``sizes`` (dtypes, precisions, optimizers), ``counts``, ``candidate`` (one way to run a model),
+- ``sizes`` (dtypes, precisions, optimizers), ``candidate`` (one way to run a model),
   ``accounting`` (the ZeRO formulas);
 - ``model/``: what one micro-batch of a model does, traced or by formula: a tape;
 - ``step/``: the engine's schedule over a tape: a ledger of bytes, and a program of operations;

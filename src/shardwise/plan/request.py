@@ -11,11 +11,8 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of, key
 from shardwise.plan.candidate import OffloadHome
-from shardwise.plan.counts import parse_count
 from shardwise.precisions import plain_precision
-
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZES |= {f"{k}I": 1 << (10 * i) for i, k in enumerate(("", "K", "M", "G", "T")) if k}
+from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
 _MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
@@ -44,18 +41,6 @@ def parse_positive(value: Any) -> Any:
     if isinstance(value, int) and not 0 < value <= 10**18:
         raise ValueError("expected 1 to 1e18")
     return value
-
-
-def parse_size(value: Any) -> Any:
-    """Return the bytes of a size such as ``40GiB``, ``80GB`` or ``1e9``; leave other types be."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]?I?)B?\s*", value.upper())
-    try:
-        assert match is not None
-        return int(float(match[1]) * _SIZES[match[2]])
-    except (AssertionError, ValueError, OverflowError):
-        raise ValueError("expected a size such as 40GiB or 80e9") from None
 
 
 class ModelRequest(BaseModel):
@@ -135,7 +120,7 @@ class ModelRequest(BaseModel):
     @classmethod
     def _parse_tokens(cls, value: Any) -> Any:
         match = re.fullmatch(r"\s*(\d+)\s*([KMGT]I)\s*", str(value).upper())
-        return parse_positive(int(match[1]) * _SIZES[match[2]] if match else value)
+        return parse_positive(int(match[1]) * SIZES[match[2]] if match else value)
 
     @field_validator("units", mode="before")
     @classmethod
