@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -242,13 +241,8 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with suppress(ShardwiseError) if error is not None else nullcontext():
+    def __exit__(self, *error: object) -> None:
+        with suppress(ShardwiseError) if any(error) else nullcontext():
             self.close()  # what ended the run is what counts
 
     def _check_open(self) -> None:
