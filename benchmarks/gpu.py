@@ -8,7 +8,7 @@ Targets: stages 0 to 3 at world size 1 within 2 % of plain autocast's tokens/s a
 peak memory at 8 ranks below FSDP2's at stage 3, below DDP's at stages 0 to 2; every loss right.
 
 How. Llama-1B shapes (tied head, 2,048 tokens) in bf16 with fp32 master weights, built on the GPU,
-AdamW(fused=True), clip_grad_norm_ 1.0. Needs torch and its own folder, nothing else. Three parts:
+AdamW(fused=True), clip_grad_norm_ 1.0. Needs torch and this package, nothing else. Three parts:
 
 correct  A tiny fp32 model at world size 1 (nccl): losses of every stage and layout against a plain
          loop, at most two fp32 numbers apart; with activation checkpointing too; bf16 runs, falls.
@@ -84,12 +84,13 @@ Step = Callable[[Any, Any], Any]
 def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str) -> Step:
     """Build the model and its engine; return a step (ids, targets) -> loss, not synchronised."""
     import torch
-    from _llama import LLAMA_1B, TINY, Llama
+
+    from shardwise.plan.model.decoder import PlainDecoder
 
     torch.manual_seed(0)
     device = _device()
     with torch.device(device):
-        model: Any = Llama(TINY if tiny else LLAMA_1B, checkpointed)
+        model: Any = PlainDecoder(_shape(tiny)[0], checkpointed)
     enter: Callable[[], Any] = contextlib.nullcontext
     if case in ("autocast", "ddp") and precision == "bf16":
         enter = lambda: torch.autocast(device.type, torch.bfloat16)  # noqa: E731
@@ -159,13 +160,22 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def _shape(tiny: bool) -> tuple[Any, int]:
+    """Return the decoder's shape and the tokens of a window."""
+    from shardwise.plan.model.presets import find_preset
+    from shardwise.plan.model.shapes import llama_shape
+
+    if tiny:
+        return llama_shape(4, 64, 4, 2, 160, 256, tied=True), 32
+    return find_preset("llama-3.2-1b").shape, 2048
+
+
 def _windows(micro_batch: int, tiny: bool, seed: int = 1) -> tuple[Any, Any]:
     import torch
-    from _llama import LLAMA_1B, TINY
 
-    shape = TINY if tiny else LLAMA_1B
+    shape, seq = _shape(tiny)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(shape.vocab, (micro_batch, shape.seq + 1), generator=generator)
+    tokens = torch.randint(shape.vocab, (micro_batch, seq + 1), generator=generator)
     tokens = tokens.to(_device())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -45,22 +45,14 @@ def rooms() -> list[str]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Yield what a file imports from the package, type checking left out, as dotted names."""
-    for node in _run_time_nodes(tree_of(path)):
+    """Yield what a file imports from the package, for type checking too, as dotted names."""
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name_of(path)}: a relative import"
             if (node.module or "").split(".")[0] == "shardwise":
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.split(".")[0] == "shardwise")
-
-
-def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
-            continue
-        yield child
-        yield from _run_time_nodes(child)
 
 
 def dotted(node: ast.AST) -> str:

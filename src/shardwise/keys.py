@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -54,15 +54,12 @@ def _explain(
     name = str(item["loc"][0]) if item["loc"] else ""
     where = f"flag {flag_of(name)}" if name in flags else f"{path or 'config'}"
     if item["type"] == "extra_forbidden":
-        near = nearest(name, list(model.model_fields))
-        hint = f"; did you mean {near!r}?" if near else f"; see `shardwise {command} --help`"
+        hint = near_miss(name, model.model_fields, f"; see `shardwise {command} --help`")
         return f"{where}: unknown key {name!r}{hint}"
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
     if not name:
         return f"{path}: {message}" if path is not None else message
-    choices = [str(choice) for choice in _choices(model, name)]
-    near = nearest(str(item["input"]), choices) if choices else None
-    hint = f"; did you mean {near!r}?" if near else ""
+    hint = near_miss(str(item["input"]), [str(choice) for choice in _choices(model, name)])
     return f"{where}: {name}: {message}, got {item['input']!r}{hint}"
 
 
@@ -72,7 +69,24 @@ def _choices(model: type[BaseModel], name: str) -> list[Any]:
     return [choice for part in parts for choice in get_args(part) if isinstance(choice, str)]
 
 
-def nearest(word: str, words: list[str]) -> str | None:
+def nearest(word: str, words: Iterable[str]) -> str | None:
     """Return the word that is spelt most like it, if one is near."""
-    matches = difflib.get_close_matches(word.replace("-", "_"), words, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word.replace("-", "_"), list(words), n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def near_miss(word: str, words: Iterable[str], otherwise: str = "") -> str:
+    """Return the end of an error about a word that is none of these: the nearest, if one is."""
+    near = nearest(word, words)
+    return f"; did you mean {near!r}?" if near else otherwise
+
+
+def check_names(given: Iterable[str], known: Collection[str], where: str, what: str) -> None:
+    """Raise ConfigError where a name is not known, with the nearest, or all that are.
+
+    ``what`` is what it names and of what, such as ``"option {!r} of StepLR"``.
+    """
+    for name in given:
+        if name not in known:
+            hint = near_miss(name, known, f"; it has {', '.join(known)}")
+            raise ConfigError(f"{where}: unknown {what.format(name)}{hint}")

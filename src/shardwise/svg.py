@@ -1,11 +1,27 @@
-"""What all pictures are drawn with: texts, lines, an axis and its round ticks."""
+"""What all pictures are drawn with: a document that follows light and dark, elements, an axis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
+from typing import Any
+
+_COLOURS = {  # what is drawn: which property has the colour; on light, on dark
+    "text": ("fill", "#4a5058", "#b3bac3"),
+    ".strong": ("fill", "#1c2024", "#f0f3f6"),
+    ".paper": ("fill", "#fff", "#16191d"),
+    ".grid": ("stroke", "#dfe3e8", "#3a4149"),
+    ".axis": ("stroke", "#c6ccd3", "#4a5158"),
+    ".ideal,.resumed": ("stroke", "#7a828c", "#8d96a0"),
+    ".line,.train": ("stroke", "#1f6fd1", "#6cabf5"),
+    ".line-fill,.train-fill": ("fill", "#1f6fd1", "#6cabf5"),
+    ".held": ("stroke", "#b3560b", "#f0a35a"),
+    ".held-fill": ("fill", "#b3560b", "#f0a35a"),
+    ".rate": ("stroke", "#27864b", "#6dc48c"),
+    ".bad,.limit": ("stroke", "#c0392b", "#ff8a7a"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,12 +51,104 @@ def round_ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def svg_text(x: float, y: float, text: str, more: str = "") -> str:
+def document(
+    size: tuple[float, float], title: str, description: str, parts: Iterable[str], ids: str = ""
+) -> str:
+    """Return a whole SVG document, which may stand inside an HTML page.
+
+    With ``ids`` title and description have ids, by which the picture is labelled.
+    """
+    label = f'aria-label="{escape(title, quote=True)}"'
+    if ids:
+        label = f'aria-labelledby="{ids}-title {ids}-desc"'
+    named = [f' id="{ids}-{name}"' if ids else "" for name in ("title", "desc")]
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}" '
+        f'role="img" class="shardwise-picture" {label}>',
+        f"<title{named[0]}>{escape(title)}</title>",
+        f"<desc{named[1]}>{escape(description)}</desc>",
+        f"<style>{_style()}</style>",
+        *parts,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _style() -> str:
+    light, dark = (
+        "\n".join(
+            f"{','.join(f'.shardwise-picture {one}' for one in of.split(','))}{{{row[0]}:{row[i]}}}"
+            for of, row in _COLOURS.items()
+        )
+        for i in (1, 2)
+    )
+    font = ".shardwise-picture{font-family:system-ui,sans-serif;font-size:12px}"
+    return f"\n{font}\n{light}\n@media (prefers-color-scheme:dark){{\n{dark}\n}}\n"
+
+
+def element(tag: str, name: str, said: str = "", **attributes: Any) -> str:
+    """Write an element of the class ``name``; ``said`` is shown under a pointer.
+
+    An attribute's "_" stands for "-".
+    """
+    given = {"class": name, **attributes} if name else attributes
+    written = " ".join(f'{k.replace("_", "-")}="{_number(v)}"' for k, v in given.items())
+    return f"<{tag} {written}>{f'<title>{escape(said)}</title>' if said else ''}</{tag}>"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def text(x: float, y: float, words: str, more: str = "") -> str:
     """Write a text at a place; ``more`` are attributes."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(words)}</text>'
 
 
-def svg_line(name: str, points: Sequence[tuple[float, float]], more: str) -> str:
+def heading(x: float, y: float, words: str) -> str:
+    """Write the title of a picture."""
+    return text(x, y, words, 'class="strong" font-size="15" font-weight="600"')
+
+
+def dot(name: str, x: float, y: float, said: str = "", radius: float = 2.6) -> str:
+    """Draw a point; ``said`` is shown under a pointer."""
+    return element("circle", name, said, cx=x, cy=y, r=radius)
+
+
+def line(name: str, points: Sequence[tuple[float, float]], **attributes: Any) -> str:
     """Draw a line through points, with the class ``name``."""
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline class="{name}" fill="none" {more} points="{places}"/>'
+    return element("polyline", name, fill="none", **attributes, points=places(points))
+
+
+def places(points: Iterable[tuple[float, float]]) -> str:
+    """Write points as an attribute has them."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def level(y: float, left: float, right: float, label: str) -> list[str]:
+    """Draw a line of the grid with its label at the left."""
+    stroke = element("line", "grid", x1=left, x2=right, y1=y, y2=y)
+    return [stroke, text(left - 8, y + 4, label, 'text-anchor="end"')]
+
+
+def tick(x: float, y: float) -> str:
+    """Draw a tick below an axis."""
+    return element("line", "grid", x1=x, x2=x, y1=y, y2=y + 5)
+
+
+def legend(items: Sequence[tuple[str, str, str]], right: float, y: float) -> list[str]:
+    """Draw (class, text, dashes) one beside the other, up to ``right``; "above" is a mark."""
+    parts = []
+    x = right - sum(38 + 6.6 * len(words) for _, words, _ in items)
+    for name, words, dashes in items:
+        look = {"stroke_width": 2, **({"stroke_dasharray": dashes} if dashes else {})}
+        stroke = element("line", name, "", **look, x1=x + 12, x2=x + 32, y1=y - 4, y2=y - 4)
+        parts += [above("train-fill", x + 18, y) if name == "above" else stroke]
+        parts += [text(x + 37, y, words)]
+        x += 38 + 6.6 * len(words)
+    return parts
+
+
+def above(name: str, x: float, y: float, said: str = "") -> str:
+    """Draw a small triangle: there is something above."""
+    return element("path", name, said, d=f"M{x:.1f},{y:.1f} h8 l-4,-8 z")

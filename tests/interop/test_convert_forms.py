@@ -9,7 +9,7 @@ import yaml
 
 from shardwise.cli.convert import run_command
 from shardwise.errors import ConfigError
-from shardwise.interop.accelerate_yaml import read_accelerate_keys
+from shardwise.interop.foreign_settings import read_accelerate_keys
 
 ZERO_2 = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 10}}
 

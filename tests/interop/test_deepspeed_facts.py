@@ -16,9 +16,8 @@ from deepspeed_facts import (
 )
 from ranks import run_ranks
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.batch import resolve
-from shardwise.interop.deepspeed.settings import from_deepspeed
-from shardwise.plan.foreign_keys import REMOVED
+from shardwise.interop.deepspeed.settings import from_deepspeed, resolve
+from shardwise.interop.foreign_keys import REMOVED
 
 pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED]
 PREFIXES = {

@@ -9,10 +9,18 @@ import pytest
 
 from ranks import HANG_S
 from shardwise.interop.deepspeed.optimizers import REFUSED
-from shardwise.interop.deepspeed.others import ACTIVATION_CHECKPOINTING, DATA_TYPES, TORCH_AUTOCAST
-from shardwise.interop.deepspeed.precisions import BF16, FP16
-from shardwise.interop.deepspeed.zero import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
-from shardwise.plan.foreign_keys import DEEPSPEED, ZERO, Key
+from shardwise.interop.foreign_keys import (
+    ACTIVATION_CHECKPOINTING,
+    BF16,
+    DATA_TYPES,
+    DEEPSPEED,
+    FP16,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    TORCH_AUTOCAST,
+    ZERO,
+    Key,
+)
 from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS
 

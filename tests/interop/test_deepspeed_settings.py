@@ -12,11 +12,16 @@ import torch
 from shardwise import Precision, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.optimizers import _RATES, REFUSED
-from shardwise.interop.deepspeed.precisions import BF16, FP16
 from shardwise.interop.deepspeed.schedules import _TORCHS
 from shardwise.interop.deepspeed.settings import from_deepspeed
-from shardwise.interop.deepspeed.zero import OFFLOAD_OPTIMIZER, OFFLOAD_PARAM
-from shardwise.plan.foreign_keys import DEEPSPEED, ZERO
+from shardwise.interop.foreign_keys import (
+    BF16,
+    DEEPSPEED,
+    FP16,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    ZERO,
+)
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
 WHOLE: dict[str, Any] = {

@@ -31,10 +31,10 @@ from shardwise.plan.accounting import (
     account,
     account_setup,
     largest_model,
-    parse_count,
 )
 from shardwise.plan.candidate import Offload, OffloadHome
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS
+from shardwise.quantities import parse_count
 
 GB = 10**9
 

@@ -17,9 +17,9 @@ from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Tape
+from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.report.facts import plan_facts
-from shardwise.plan.report.times import time_rows
 from shardwise.plan.request import SimulateRequest
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario

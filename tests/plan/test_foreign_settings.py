@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
 from shardwise.plan.candidate import Offload
-from shardwise.plan.foreign_settings import read_accelerate, read_deepspeed
 
 ZERO3_OFFLOAD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -66,6 +66,8 @@ def test_every_key_is_planned_or_listed_with_a_reason(tmp_path: Path) -> None:
         "zero_optimization.overlap_comm",
         "zero_optimization.contiguous_gradients",
         "zero_optimization.reduce_bucket_size",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_param.nvme_path",
     }
     assert all(found.ignored.values())
 
@@ -92,10 +94,13 @@ def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
         ({"bf16": True}, "bf16"),
         (
             {"zero_optimization": {"offload_param": {"device": "gpu"}}},
-            "expected none, cpu or nvme",
+            "expected one of none, cpu, nvme, got 'gpu'",
         ),
         ({"train_micro_batch_size_per_gpu": 1e30}, "expected a whole number above 0"),
-        ({"zero_optimization": {"stage3_prefetch_bucket_size": -5}}, "expected 0 or more"),
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_size": -5}},
+            "expected a whole number, 0 or more, got -5",
+        ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 7}}},
             "ratio: expected 0 to 1",
@@ -253,7 +258,7 @@ def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
             "deepspeed_config: {gradient_accumulation_steps: 4}\ngradient_accumulation_steps: 8\n",
             "got 4 here and 8 in another place",
         ),
-        ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHRD\n", "did you mean FULL_SHARD"),
+        ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHRD\n", "did you mean 'FULL_SHARD'"),
         ("a: [\n", "expected YAML"),
     ],
 )

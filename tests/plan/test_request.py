@@ -17,7 +17,8 @@ from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.planning import plan
-from shardwise.plan.request import PlanRequest, SimulateRequest, parse_size
+from shardwise.plan.request import PlanRequest, SimulateRequest
+from shardwise.quantities import parse_size
 from shardwise.train.decoder import Decoder
 
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nvocab: 64\n"

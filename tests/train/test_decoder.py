@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roundings import assert_rounded_alike, of_gradient
+from shardwise.plan.model.decoder import Attention, apply_rotary, rotary_tables
+from shardwise.plan.model.shapes import llama_shape
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Attention, Decoder, apply_rotary, generate, rotary_tables
+from shardwise.train.decoder import Decoder, generate
 
 SMALL = TrainConfig(dim=32, layers=2, heads=4, kv_heads=2, seq=16)
 
@@ -33,7 +35,7 @@ def naive_attention(layer: Attention, x: Tensor, cos: Tensor, sin: Tensor) -> Te
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_attention_equals_a_loop_over_heads(kv_heads: int) -> None:
     torch.manual_seed(0)
-    layer = Attention(32, heads=4, kv_heads=kv_heads, out_std=0.02)
+    layer = Attention(llama_shape(1, 32, 4, kv_heads, 96, 11), out_std=0.02)
     for weight in layer.parameters():
         nn.init.normal_(weight, std=0.3)
     x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(9, 8, torch.device("cpu"))
@@ -194,7 +196,7 @@ def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up()
 
 def test_the_mean_over_many_passes_with_dropout_is_the_pass_without() -> None:
     torch.manual_seed(0)
-    layer = Attention(32, heads=4, kv_heads=2, out_std=0.3, dropout=0.5)
+    layer = Attention(llama_shape(1, 32, 4, 2, 96, 11), out_std=0.3, dropout=0.5)
     x, (cos, sin) = torch.randn(1, 6, 32), rotary_tables(6, 8, torch.device("cpu"))
     with torch.no_grad():
         passes = torch.cat([layer(x, cos, sin) for _ in range(2000)])

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,7 +19,7 @@ from shardwise.checkpoint.files import Files, Lock, RealFiles
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
 from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
-from shardwise.checkpoint.saving import Saving
+from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.single import (
     NOTHING,
     checked_step,
@@ -29,7 +28,6 @@ from shardwise.checkpoint.single import (
     new_run,
     tell_other_files,
 )
-from shardwise.checkpoint.staging import Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.together import explain, together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
@@ -246,13 +244,8 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with suppress(ShardwiseError) if error is not None else nullcontext():
+    def __exit__(self, *error: object) -> None:
+        with suppress(ShardwiseError) if any(error) else nullcontext():
             self.close()  # what ended the run is what counts
 
     def _check_open(self) -> None:

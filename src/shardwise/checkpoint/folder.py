@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint.commit import check_presence
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
 from shardwise.checkpoint.leftovers import LOCK_ATTEMPTS, LOCK_RETRY_S, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.presence import check_presence
 from shardwise.checkpoint.rank_index import parse_index, two_saves
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name

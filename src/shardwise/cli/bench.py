@@ -129,10 +129,7 @@ def _measure(asked: _Asked, place: RankPlace) -> None:
 
 
 def _show(found: Calibration) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from shardwise.cli.tables import open_console
+    from shardwise.cli.tables import make_table, open_console
     from shardwise.quantities import format_bytes
 
     def size(value: float, unit: str) -> str:
@@ -144,9 +141,7 @@ def _show(found: Calibration) -> None:
         f"{host.device}; torch {host.torch}; {found.num_ranks} ranks x {found.threads_per_rank} "
         f"threads at once, {found.backend}"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("measured", "smallest", "takes", "largest", "takes", "best rate"):
-        table.add_column(name, justify="left" if name == "measured" else "right", no_wrap=True)
+    table = make_table("!measured", ">!smallest", ">!takes", ">!largest", ">!takes", ">!best rate")
     for name, curve in found.curves.items():
         rate = curve.peak_rate
         shown = f"{format_bytes(rate)}/s" if curve.unit == "bytes" else f"{rate / 1e9:.4g} GFLOP/s"

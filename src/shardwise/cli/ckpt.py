@@ -6,7 +6,6 @@ Exit codes: 0 all is well; 1 damage was found, or it failed; 2 it was asked for 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,8 +27,6 @@ __all__ = ["app"]
 
 _WRONG, _FAILED = 2, 1
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-_UNITS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 app = typer.Typer(
     help="Inspect, verify, export and import checkpoints.",
@@ -332,10 +329,13 @@ def _export_state(checkpoint: Checkpoint, target: Path) -> None:
 
 def _parse_size(text: str) -> int:
     """Read a size such as 5GB, 512MiB or 1000000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip(), re.IGNORECASE)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"--max-shard-size {text!r}: expected a size such as 5GB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    from shardwise.quantities import parse_size
+
+    try:
+        return int(parse_size(text))
+    except ValueError:
+        why = "expected a size such as 5GB or 512MiB"
+        raise ConfigError(f"--max-shard-size {text!r}: {why}") from None
 
 
 # -- talking

@@ -102,7 +102,7 @@ def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Repor
         content, written = to_deepspeed(config, str(file))
         text = json.dumps(content, indent=2) + "\n"
     else:
-        from shardwise.interop.accelerate_yaml import to_accelerate
+        from shardwise.interop.deepspeed.writing import to_accelerate
 
         open_keys = {"precision"} - keys.keys() if form is Form.DEEPSPEED else set()
         report = _with_open_precision(report) if open_keys else report
@@ -133,7 +133,7 @@ def _both(read: Report, written: Report) -> Report:
 
 def _form_of(file: Path) -> Form:
     """Tell the form of a file by its keys: most of them are of that form."""
-    from shardwise.plan.foreign_keys import ACCELERATE, DEEPSPEED, load_keys
+    from shardwise.interop.foreign_keys import ACCELERATE, DEEPSPEED, load_keys
     from shardwise.train.config import TrainConfig
 
     content = load_keys(file)
@@ -155,7 +155,7 @@ def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Re
         keys, report = read_train_keys(file, {}, {}, ranks)
         return (keys if ranks is None else {**keys, "ranks": ranks}), report
     if form is Form.ACCELERATE:
-        from shardwise.interop.accelerate_yaml import read_accelerate_keys
+        from shardwise.interop.foreign_settings import read_accelerate_keys
 
         return read_accelerate_keys(file, ranks)
     from shardwise.interop.deepspeed.report import Report
@@ -196,17 +196,13 @@ def show_report(report: Report, to_stderr: bool = False) -> None:
 
 
 def _print(console: Console, report: Report) -> None:
-    from rich import box
-    from rich.table import Table
     from rich.text import Text
 
-    from shardwise.cli.tables import printable
+    from shardwise.cli.tables import make_table, printable
 
     console.print(Text(printable(report.source), "bold"))
     for title, rows in report.sections():
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("key", "value", "what it is here"):
-            table.add_column(name, overflow="fold")
+        table = make_table("~key", "~value", "~what it is here", title=title)
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         console.print(table)

@@ -111,9 +111,9 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
     made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
     _write_train_file(request.write, made, setup.config)
     if request.html is not None:
-        from shardwise.plan.report.page import plan_html
+        from shardwise.plan.report.page import plans_html
 
-        _write_page(request.html, plan_html(made), made.model)
+        _write_page(request.html, plans_html([made]), made.model)
     if request.json_:
         from shardwise.plan.report.facts import plan_facts
 
@@ -162,9 +162,9 @@ def _set_up(name: str | None, request: PlanRequest) -> Setup:
 
 def _show_search(result: SearchResult, request: PlanRequest) -> None:
     if request.html is not None:
-        from shardwise.plan.report.page import search_html
+        from shardwise.plan.report.page import plans_html
 
-        _write_page(request.html, search_html(result), "search")
+        _write_page(request.html, plans_html(result.pareto, result.reasons), "search")
     if request.json_:
         from shardwise.plan.report.facts import search_facts
 

@@ -83,8 +83,7 @@ def show_accounting(console: Console, chosen: Accounting) -> None:
 
 
 def _table(chosen: Accounting) -> Table:
-    from rich import box
-    from rich.table import Table
+    from shardwise.cli.tables import make_table
 
     stages = all_stages(chosen)
     columns = {
@@ -99,10 +98,7 @@ def _table(chosen: Accounting) -> Table:
         "sent": [a.traffic.shard_sent_bytes + a.traffic.replica_sent_bytes for a in stages],
     }
     shown = {name: sizes for name, sizes in columns.items() if any(sizes)}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("stage", no_wrap=True)
-    for name in shown:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = make_table("!stage", *(f">!{name}" for name in shown), padding=(0, 1, 0, 0))
     for number, accounting in enumerate(stages):
         is_chosen = accounting.setup.stage == chosen.setup.stage
         cells = [format_bytes(sizes[number]) for sizes in shown.values()]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.plan_write import planned_optimizer, train_config_of
 from shardwise.errors import ConfigError
+from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate, Offload
-from shardwise.plan.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
 from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.tables import make_table
 from shardwise.plan.machine.catalogue import STANDARD_NODES
 from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
 from shardwise.plan.machine.catalogue_links import LINKS
 from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
-from shardwise.plan.report.times import time_rows
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import format_bytes, format_count
 
@@ -64,11 +64,10 @@ def simulation_view(plan: Plan) -> RenderableType:
     return Group(_headline(plan), Text(), _speed(plan), Text(), _ranks_view(plan))
 
 
-def scaling_view(rows: Sequence[ScalingRow]) -> Table:
+def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
     """Show a scaling curve as a table."""
-    table = Table(title="scaling", title_justify="left", box=None, pad_edge=False)
-    for name in ("ranks", "step", "tokens/s", "efficiency", "not hidden", "memory a rank"):
-        table.add_column(name, justify="right")
+    columns = ">ranks", ">step", ">tokens/s", ">efficiency", ">not hidden", ">memory a rank"
+    table = make_table(*columns, title="scaling", boxed=False)
     for row in rows:
         table.add_row(
             f"{row.num_ranks:,}",
@@ -87,9 +86,8 @@ def _ranks_view(plan: Plan) -> RenderableType:
     spread, steps = simulated.rank_s, simulated.step_spread
     ranks = simulated.scenario.num_ranks
     title = f"ranks, the slowest first{_of_micro_batches(plan)}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("rank", "step", "computing", "waiting for others", "communication not hidden"):
-        table.add_column(name, justify="right")
+    columns = ">rank", ">step", ">computing", ">waiting for others", ">communication not hidden"
+    table = make_table(*columns, title=title, boxed=False)
     for run in simulated.ranks:
         times = (run.step_s, run.compute_s, run.skew_s, run.exposed_s)
         table.add_row(f"{run.rank:,}", *(f"{seconds:.3g} s" for seconds in times))
@@ -111,17 +109,10 @@ def _ranks_view(plan: Plan) -> RenderableType:
     return Group(table, Text("\n".join(lines)))
 
 
-def goodput_view(goodput: Goodput) -> Table:
+def goodput_view(goodput: Goodput) -> RenderableType:
     """Show what failures and checkpoints leave."""
-    table = Table(
-        title="goodput: the share of time that is progress",
-        title_justify="left",
-        box=None,
-        show_header=False,
-        pad_edge=False,
-    )
-    table.add_column()
-    table.add_column(justify="right")
+    title = "goodput: the share of time that is progress"
+    table = make_table("", ">", title=title, boxed=False)
     table.add_row("progress that is kept", f"{goodput.fraction:.2%}")
     table.add_row("standing still for checkpoints", f"{goodput.checkpoint_fraction:.2%}")
     table.add_row("lost to failures", f"{goodput.failure_fraction:.2%}")
@@ -172,16 +163,8 @@ def _duration(seconds: float) -> str:
 def _memory_table(plan: Plan) -> RenderableType:
     """Lines of the ledger at the peak, and what each phase reaches."""
     peak = plan.played.peak
-    table = Table(
-        title=f"memory at the peak, in {peak.phase} of {plan.unit_name(peak.unit)}",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        show_header=False,
-    )
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(style="dim")
+    title = f"memory at the peak, in {peak.phase} of {plan.unit_name(peak.unit)}"
+    table = make_table("", ">", "-", title=title, boxed=False)
     total = max(peak.ledger.total, 1)
     for name, num_bytes in peak.ledger.lines().items():
         if num_bytes:
@@ -203,15 +186,8 @@ def _memory_table(plan: Plan) -> RenderableType:
 
 
 def _time_table(plan: Plan) -> RenderableType:
-    table = Table(
-        title=f"time of the slowest rank{_of_micro_batches(plan)}",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        show_header=False,
-    )
-    table.add_column()
-    table.add_column(justify="right")
+    title = f"time of the slowest rank{_of_micro_batches(plan)}"
+    table = make_table("", ">", title=title, boxed=False)
     for row in time_rows(plan):
         table.add_row(f"{'  ' * row.is_part}{row.name}", f"{row.seconds:.3g} s")
     hidden = f"communication: {plan.simulated.overlap:.0%} hidden"
@@ -227,15 +203,9 @@ def _of_micro_batches(plan: Plan) -> str:
 
 
 def _pareto_table(plans: Sequence[Plan]) -> RenderableType:
-    table = Table(
-        title="nothing is both faster and smaller than these",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
-    table.add_column("plan")
-    for name in ("tokens/s", "memory, up to", "verdict"):
-        table.add_column(name, justify="right")
+    columns = "plan", ">tokens/s", ">memory, up to", ">verdict"
+    title = "nothing is both faster and smaller than these"
+    table = make_table(*columns, title=title, boxed=False)
     for plan in plans[:_MOST_PLANS]:
         table.add_row(
             plan.label,
@@ -253,9 +223,7 @@ def _more(count: int) -> Text:
 def _rejected_table(result: SearchResult) -> RenderableType:
     """Show each reason once, with the first candidate that it was given for."""
     reasons = list(result.reasons.items())
-    table = Table(title="why others lost", title_justify="left", box=None, pad_edge=False)
-    table.add_column("candidate", overflow="fold")
-    table.add_column("reason", overflow="fold")
+    table = make_table("~candidate", "~reason", title="why others lost", boxed=False)
     for reason, those in reasons[:_MOST_REASONS]:
         also = f" (and {len(those) - 1:,} more)" if len(those) > 1 else ""
         table.add_row(those[0].label + also, reason)
@@ -283,11 +251,7 @@ def names_view() -> RenderableType:
 
 
 def _names(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, show_header=False
-    )
-    table.add_column(no_wrap=True)
-    table.add_column(style="dim")
+    table = make_table("!", "-", title=title, boxed=False, title_style="bold", pad_edge=True)
     for row in rows:
         table.add_row(*row)
     return Group(table, Text())

@@ -36,12 +36,34 @@ def printable(value: Any) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def make_table(*columns: str, title: str | None = None, boxed: bool = True, **more: Any) -> Table:
+    """Make a table of columns by name; signs before a name say how one looks.
+
+    ">": at the right; "!": never wrapped; "~": folded where it is too long; "-": dim.
+    """
+    more = {"box": box.SIMPLE_HEAD if boxed else None, "pad_edge": False, **more}
+    table = Table(
+        title=title,
+        title_justify="left",
+        show_header=any(c.lstrip(">!~-") for c in columns),
+        **more,
+    )
+    for column in columns:
+        name = column.lstrip(">!~-")
+        signs = column.removesuffix(name)
+        table.add_column(
+            name,
+            justify="right" if ">" in signs else "left",
+            no_wrap="!" in signs,
+            overflow="fold" if "~" in signs else "ellipsis",
+            style="dim" if "-" in signs else None,
+        )
+    return table
+
+
 def show_run(console: Console, facts: Mapping[str, Any]) -> None:
     """Print all checkpoints of a run."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "saved", "ranks", "stage", "bytes"):
-        table.add_column(name, justify="left" if name == "saved" else "right", no_wrap=True)
-    table.add_column("quick check", overflow="fold")
+    table = make_table(">!step", "!saved", ">!ranks", ">!stage", ">!bytes", "~quick check")
     for row in facts["checkpoints"]:
         damage = row["damage"]
         state = Text(printable(damage).replace(f"{row['path']}/", ""), "red")
@@ -122,10 +144,7 @@ def _ranks(facts: Mapping[str, Any]) -> str:
 
 
 def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("kind")
-    for name in ("tensors", "elements", "bytes"):
-        table.add_column(name, justify="right")
+    table = make_table("kind", ">tensors", ">elements", ">bytes")
     total = 0
     for kind, name in KINDS.items():
         num, size = facts[f"num_{kind}_tensors"], facts[f"{kind}_bytes"]
@@ -141,13 +160,7 @@ def _show_sizes(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def _show_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("kind", no_wrap=True)
-    table.add_column("shape", justify="right")
-    table.add_column("dtype", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("cut", no_wrap=True)
+    table = make_table("~tensor", "!kind", ">shape", "!dtype", ">!bytes", "!cut")
     for row in tensors:
         name = f"{row['name']}  {row['state']}" if row["state"] else row["name"]
         cut = {"whole": "whole", "own": f"own, {row['num_parts']} ranks"}.get(row["layout"])

@@ -20,16 +20,17 @@ from shardwise.checkpoint.files import RealFiles, read_text
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.convert.deepspeed_parts import (
     NAMES,
+    UNIVERSAL,
     Part,
     Trained,
     integer_of,
     read_partitions,
     read_parts,
+    read_universal,
     shapes_of,
     stage_of,
     text_of,
 )
-from shardwise.convert.deepspeed_universal import UNIVERSAL, read_universal
 from shardwise.convert.foreign import explained, is_plain_name
 from shardwise.convert.torch_file import TorchFile
 from shardwise.convert.torch_names import StoredTensor

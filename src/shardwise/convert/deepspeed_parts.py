@@ -14,21 +14,29 @@ The fp32 weights and the optimizer's states of one group of parameters lie in fl
 
 In both, the n-th flat has the n-th of ``param_shapes`` and the n-th state of the optimizer, as if
 flats were the parameters.
+
+Note [Universal checkpoints]
+DeepSpeed's own converter makes them of ZeRO's files: a folder for each parameter, with whole
+weights and states. The model's files stay as they were; ``zero/optimizer_state.pt`` has the groups
+and, of stage 3, the step counts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.container import dtype_name
+from shardwise.checkpoint.files import RealFiles
 from shardwise.checkpoint.source import Kind, TensorInfo
+from shardwise.convert.foreign import is_plain_name
 from shardwise.convert.torch_file import TorchFile
 from shardwise.convert.torch_names import StoredTensor
 from shardwise.convert.unpickle import Builder, Made
-from shardwise.errors import DamagedCheckpoint
+from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 # Classes that DeepSpeed pickles; they are described, never made.
 NAMES: Mapping[str, Builder | None] = dict.fromkeys(
@@ -39,6 +47,8 @@ NAMES: Mapping[str, Builder | None] = dict.fromkeys(
         "deepspeed.utils.tensor_fragment.fragment_address",
     )
 )
+UNIVERSAL = "zero"  # the folder of a universal checkpoint, and in each parameter's the weights
+_WEIGHTS = "fp32.pt"
 MASTER = ""  # the key of a flat's weights, among those of its states
 
 
@@ -300,3 +310,47 @@ def stage_of(saved: Mapping[str, Any], where: str) -> int:
     if stage not in (1, 2, 3):
         raise DamagedCheckpoint(f"{where}: ZeRO stage {stage}, expected 1, 2 or 3")
     return stage
+
+
+def read_universal(folder: Path, shapes: Sequence[Shapes]) -> Trained:
+    """Read the tables of all parameters' files: see Note [Universal checkpoints].
+
+    **Raises** DamagedCheckpoint when a parameter is missing or has another size.
+    """
+    home = folder / UNIVERSAL
+    common = TorchFile(home / "optimizer_state.pt", NAMES)
+    trained = Trained(stage_of(common.value, common.where))
+    trained.add_groups(common, common.value["param_groups"], shapes)
+    inner = common.value.get("optimizer_state_dict") or {}
+    for number, of_flat in enumerate(shapes):
+        state = inner["state"].get(number, {}) if "state" in inner else {}
+        for name, shape in of_flat.items():
+            if not is_plain_name(name):
+                raise CheckpointError(
+                    f"{home}: parameter {name!r:.80} is no plain name of a folder"
+                )
+            if "step" in state:
+                trained.add_scalar(name, "step", common.plain(state["step"], "step"), common)
+            _add_param(trained, home / name, name, shape)
+    return trained
+
+
+def _add_param(trained: Trained, folder: Path, name: str, shape: tuple[int, ...]) -> None:
+    files = [entry.name for entry in RealFiles().list(folder)] if folder.is_dir() else []
+    if _WEIGHTS not in files:
+        raise DamagedCheckpoint(f"{folder / _WEIGHTS} is missing; load another checkpoint")
+    for file_name in (_WEIGHTS, *(f for f in files if f.endswith(".pt") and f != _WEIGHTS)):
+        file = TorchFile(folder / file_name, NAMES)
+        stored: Any = file.value["param"] if isinstance(file.value, Mapping) else file.value
+        key = "" if file_name == _WEIGHTS else file_name.removesuffix(".pt")
+        if not isinstance(stored, StoredTensor) or (key and not stored.shape and shape):
+            trained.add_scalar(name, key, file.plain(stored, key), file)
+        elif stored.numel != prod(shape):
+            raise DamagedCheckpoint(
+                f"{file.where}: {stored.numel} elements; '{name}' of shape {shape} has "
+                f"{prod(shape)}"
+            )
+        else:
+            kind: Kind = "optimizer" if key else "param"
+            info = TensorInfo(kind, name, stored.dtype, shape, key)
+            trained.parts[info] = [Part(0, stored.numel, file, stored, 0)]

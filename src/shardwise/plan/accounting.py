@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Offload
-from shardwise.plan.counts import check_whole, parse_count
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, Dtypes, Optimizer, row_of
 from shardwise.precisions import plain_precision
+from shardwise.quantities import check_whole, parse_count
 from shardwise.stages import STAGES, ReduceEvery, Stage
 
 MAX_PARAMS = 10**18

@@ -23,24 +23,23 @@ shards.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
-from shardwise.plan.margins import MemoryInterval, memory_interval
+from shardwise.plan.margins import memory_interval
 from shardwise.plan.model.tape import Tape, Work
-from shardwise.plan.sizes import DtypeName
+from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Compute, Program
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import Simulated
 from shardwise.plan.timing.windows import Window, play_window
 
-Verdict = Literal["fits", "tight", "will not fit"]
 _AXIS_OF = {"tensor_parallel": "tensor", "context_parallel": "context"}
 _TRAFFIC_OF = {"tensor_parallel": "tensor.all_reduce", "context_parallel": "context.send"}
 
@@ -80,87 +79,14 @@ class StagedModel(Model, Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a candidate costs on a cluster; ``memory`` is an interval of one rank's device bytes.
-
-    ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
-    ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
-    which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
-    axis, that is tensor and context parallel collectives; ``simulated`` counts it as computing.
-    """
-
-    model: str
-    cluster: Cluster
-    candidate: Candidate
-    num_params: int
-    seq: int
-    unit_names: tuple[str, ...]
-    played: Played
-    memory: MemoryInterval
-    capacity_bytes: int
-    simulated: Simulated
-    step_s: float
-    flops_per_step: int
-    matmul_dtype: DtypeName
-    assumptions: tuple[str, ...]
-    notes: tuple[str, ...]
-    fill_s: float = 0.0
-    sends_s: float = 0.0
-    model_parallel_s: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def verdict(self) -> Verdict:
-        """Compare the interval with the device: all of it below, all above, or in between."""
-        if self.memory.high_bytes <= self.capacity_bytes:
-            return "fits"
-        return "will not fit" if self.memory.low_bytes > self.capacity_bytes else "tight"
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of all ranks in one optimizer step."""
-        candidate = self.candidate
-        windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
-        return windows * self.seq
-
-    @property
-    def num_simulated(self) -> int:
-        """Micro-batches in what was simulated; see Note [Long windows]."""
-        return self.simulated.num_micro_batches
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of the whole step in which the slowest rank does nothing but communicate."""
-        run = self.simulated.slowest
-        exposed = run.exposed_s + sum(self.model_parallel_s.values())
-        rest = self.step_s - self.fill_s - self.sends_s
-        return self.sends_s + (rest * exposed / run.step_s if run.step_s > 0 else 0.0)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all ranks per second."""
-        return self.tokens_per_step / self.step_s
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation against the device's peak in the products' dtype, if known."""
-        peak = self.cluster.node.accelerator.peak_flops(self.matmul_dtype)
-        ranks = self.candidate.world_size
-        return self.flops_per_step / (self.step_s * ranks * peak) if peak else None
-
-    @property
-    def label(self) -> str:
-        """Write what tells this candidate from others in one line."""
-        return self.candidate.label
+class Plan(Planned):
+    """What a candidate costs on a cluster, for a notebook too."""
 
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
-        from shardwise.plan.report.page import plan_html
+        from shardwise.plan.report.page import plans_html
 
-        return plan_html(self)
-
-    def unit_name(self, unit: int) -> str:
-        """Return the name of a unit; the root's is ``(root)``."""
-        return self.unit_names[unit] or "(root)"
+        return plans_html([self])
 
 
 def plan(

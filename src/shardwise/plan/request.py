@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of, key
 from shardwise.plan.candidate import OffloadHome
-from shardwise.plan.counts import parse_count
 from shardwise.precisions import plain_precision
-
-_SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_SIZES |= {f"{k}I": 1 << (10 * i) for i, k in enumerate(("", "K", "M", "G", "T")) if k}
+from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
 _MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
@@ -46,16 +43,11 @@ def parse_positive(value: Any) -> Any:
     return value
 
 
-def parse_size(value: Any) -> Any:
-    """Return the bytes of a size such as ``40GiB``, ``80GB`` or ``1e9``; leave other types be."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]?I?)B?\s*", value.upper())
-    try:
-        assert match is not None
-        return int(float(match[1]) * _SIZES[match[2]])
-    except (AssertionError, ValueError, OverflowError):
-        raise ValueError("expected a size such as 40GiB or 80e9") from None
+def _split(value: Any) -> Any:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
+_Words = Annotated[tuple[str, ...] | None, BeforeValidator(_split)]
 
 
 class ModelRequest(BaseModel):
@@ -77,12 +69,12 @@ class ModelRequest(BaseModel):
     )
 
     stage: Literal[0, 1, 2, 3] | None = key(None, "Sharding", "ZeRO stage; unset: 3")
-    precision: str | None = key(None, "Sharding", "fp32, bf16 or fp16; unset: bf16")
+    precision: Annotated[str | None, BeforeValidator(plain_precision)] = key(
+        None, "Sharding", "fp32, bf16 or fp16; unset: bf16"
+    )
     layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
     replicas: int = key(1, "Sharding", "groups of ranks with a full set of shards each", gt=0)
-    units: tuple[str, ...] | None = key(
-        None, "Sharding", "classes gathered as one; unset: found in the model"
-    )
+    units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
@@ -126,21 +118,11 @@ class ModelRequest(BaseModel):
     def _has_file(self) -> bool:
         return self.deepspeed is not None or self.accelerate is not None
 
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _name_precision(cls, value: Any) -> Any:
-        return plain_precision(value)
-
     @field_validator("tokens_per_step", mode="before")
     @classmethod
     def _parse_tokens(cls, value: Any) -> Any:
         match = re.fullmatch(r"\s*(\d+)\s*([KMGT]I)\s*", str(value).upper())
-        return parse_positive(int(match[1]) * _SIZES[match[2]] if match else value)
-
-    @field_validator("units", mode="before")
-    @classmethod
-    def _split_units(cls, value: Any) -> Any:
-        return tuple(value.split(",")) if isinstance(value, str) else value
+        return parse_positive(int(match[1]) * SIZES[match[2]] if match else value)
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
@@ -157,7 +139,7 @@ class ModelRequest(BaseModel):
 class PlanRequest(ModelRequest):
     """A step's keys, those of a search, and what is written."""
 
-    params: int | str | None = key(
+    params: Annotated[int | str | None, BeforeValidator(parse_positive)] = key(
         None, "Model", "number of parameters (7e9, 7B): accounting alone, without a model"
     )
 
@@ -187,11 +169,6 @@ class PlanRequest(ModelRequest):
                 raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
         return tuple(tuple(map(int, parts)) for parts in found)
 
-    @field_validator("params", mode="before")
-    @classmethod
-    def _parse_params(cls, value: Any) -> Any:
-        return parse_positive(value)
-
     @field_validator("max_memory", mode="before")
     @classmethod
     def _parse_memory(cls, value: Any) -> Any:
@@ -218,10 +195,10 @@ class SimulateRequest(ModelRequest):
 
     steps: int = key(1, "Scenario", "steps to simulate; more than 1 with jitter", gt=0, le=100_000)
     seed: int = key(0, "Scenario", "seed of everything random", ge=0)
-    straggler: tuple[str, ...] | None = key(
+    straggler: _Words = key(
         None, "Scenario", "slow ranks: rank:slowdown or share%:slowdown, e.g. 17:1.5,1%:1.2"
     )
-    slow_link: tuple[str, ...] | None = key(
+    slow_link: _Words = key(
         None, "Scenario", "slow links: rank:factor, or shard/replicate:group:factor"
     )
     jitter: float = key(0.0, "Scenario", "spread of each operation's time (sigma)", ge=0, lt=3)
@@ -235,11 +212,6 @@ class SimulateRequest(ModelRequest):
         None, "Scenario", "seconds a save stops training; unset: a copy to the host", ge=0
     )
     checkpoint_load_s: float = key(60.0, "Scenario", "seconds a load takes", ge=0)
-    sweep: tuple[str, ...] | None = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
+    sweep: _Words = key(None, "Scenario", "numbers of ranks to compare: 8,64,512")
     svg: Path | None = key(None, "Output", "write the scaling curve to this SVG file")
     trace: Path | None = key(None, "Output", "write the step as a Chrome trace (Perfetto opens it)")
-
-    @field_validator("straggler", "slow_link", "sweep", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return tuple(value.split(",")) if isinstance(value, str) else value

@@ -91,9 +91,9 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         """Show the search in a notebook."""
-        from shardwise.plan.report.page import search_html
+        from shardwise.plan.report.page import plans_html
 
-        return search_html(self)
+        return plans_html(self.pareto, self.reasons)
 
     @property
     def reasons(self) -> Mapping[str, Sequence[Candidate]]:

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of, key
@@ -45,6 +52,36 @@ ScheduleName = Literal[
 ]
 
 
+def read_options(value: Any) -> dict[str, Any] | None:
+    """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
+
+    **Raises** ValueError where it is none of both.
+    """
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError("expected `{name: value, ...}`") from None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("expected `{name: value, ...}`")
+    return {str(name): _with_numbers(item) for name, item in value.items()} or None
+
+
+def _with_numbers(value: Any) -> Any:
+    """Read text that is a number, as in a list of them, as the number."""
+    if isinstance(value, list | tuple):
+        return [_with_numbers(item) for item in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+_Options = Annotated[dict[str, Any] | None, BeforeValidator(read_options)]
+
+
 class TrainConfig(BaseModel):
     """Hold every key of a training run; a key left at None is decided by `resolve_*`."""
 
@@ -64,7 +101,9 @@ class TrainConfig(BaseModel):
 
     stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
     layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
-    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "Sharding", "compute dtype")
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(plain_precision)] = key(
+        "fp32", "Sharding", "compute dtype"
+    )
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
@@ -96,7 +135,7 @@ class TrainConfig(BaseModel):
 
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
     optimizer: OptimizerName = key("adamw", "Optimizer", "what updates the parameters")
-    optimizer_options: dict[str, Any] | None = key(
+    optimizer_options: _Options = key(
         None, "Optimizer", "more arguments of its class in torch.optim, such as eps"
     )
     lr: float = key(3e-4, "Optimizer", "peak learning rate", gt=0)
@@ -106,7 +145,7 @@ class TrainConfig(BaseModel):
         "Optimizer",
         "learning rate after the warm-up; or a curve of DeepSpeed, warm-up included",
     )
-    schedule_options: dict[str, Any] | None = key(
+    schedule_options: _Options = key(
         None,
         "Optimizer",
         "options of a curve of DeepSpeed; total_num_steps: as steps; "
@@ -169,11 +208,6 @@ class TrainConfig(BaseModel):
     )
     threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
 
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _name_precision(cls, value: Any) -> Any:
-        return plain_precision(value)
-
     @field_validator("units", mode="before")
     @classmethod
     def _split_units(cls, value: Any) -> Any:
@@ -183,11 +217,6 @@ class TrainConfig(BaseModel):
         ):
             raise ValueError("expected names of classes, separated by commas")
         return names if names is None else tuple(name.strip() for name in names)
-
-    @field_validator("optimizer_options", "schedule_options", mode="before")
-    @classmethod
-    def _read_options(cls, value: Any) -> Any:
-        return read_options(value)
 
     @field_validator("resume", mode="before")
     @classmethod
@@ -341,33 +370,6 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
 def dump_config(config: TrainConfig) -> str:
     """Write a config as YAML that `load_config` reads back to the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def read_options(value: Any) -> dict[str, Any] | None:
-    """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
-
-    **Raises** ValueError where it is none of both.
-    """
-    if isinstance(value, str):
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError("expected `{name: value, ...}`") from None
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError("expected `{name: value, ...}`")
-    return {str(name): _with_numbers(item) for name, item in value.items()} or None
-
-
-def _with_numbers(value: Any) -> Any:
-    """Read text that is a number, as in a list of them, as the number."""
-    if isinstance(value, list | tuple):
-        return [_with_numbers(item) for item in value]
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def read_keys(path: Path) -> dict[str, Any]:

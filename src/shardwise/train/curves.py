@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.keys import nearest
+from shardwise.keys import check_names, near_miss
 
 __all__ = ["CURVES", "Curve", "make_curve"]
 
@@ -231,15 +231,10 @@ def make_curve(name: str, options: Mapping[str, Any], where: str) -> Curve:
     **Raises** ConfigError that starts with ``where`` and names the option, with the nearest name.
     """
     if name not in CURVES:
-        near = nearest(name, list(CURVES))
-        hint = f"; did you mean {near!r}?" if near else ""
+        hint = near_miss(name, CURVES)
         raise ConfigError(f"{where}: expected one of {', '.join(CURVES)}, got {name!r}{hint}")
     known = CURVES[name]
-    for option in options:
-        if option not in known:
-            near = nearest(option, list(known))
-            hint = f"did you mean {near!r}?" if near else f"{name} has {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown option {option!r} of {name}; {hint}")
+    check_names(options, known, where, f"option {{!r}} of {name}")
     given = {key: _checked(key, value, where) for key, value in options.items()}
     return Curve(name, {**known, **given})
 

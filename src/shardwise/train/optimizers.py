@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import ConfigError
-from shardwise.keys import nearest
+from shardwise.keys import check_names
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +42,7 @@ OPTIMIZERS: dict[str, tuple[str, tuple[str, ...]]] = {
 def check_options(name: str, options: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError where an argument is not one of the optimizer's, with the nearest name."""
     title, arguments = OPTIMIZERS[name]
-    for option in options:
-        if option not in arguments:
-            near = nearest(option, list(arguments))
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(arguments)}"
-            raise ConfigError(f"{where}: unknown argument {option!r} of {title}; {hint}")
+    check_names(options, arguments, where, f"argument {{!r}} of {title}")
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:

@@ -16,11 +16,11 @@ import json
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from math import floor, isfinite, log10
 from pathlib import Path
+from typing import Any
 
-from shardwise.svg import Axis, round_ticks, svg_line, svg_text
+from shardwise import svg
 
 __all__ = ["Curves", "loss_svg", "read_curves", "write_picture"]
 
@@ -29,33 +29,10 @@ _TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
 _COLUMN = 2  # pixels
 _FEW, _ENOUGH = 60, 20  # points that are dotted; points of which some can be called far away
 _FAR = 10
-_STYLE = """
-.shardwise-loss{font-family:system-ui,sans-serif;font-size:12px}
-.shardwise-loss .paper{fill:#fff}
-.shardwise-loss text{fill:#4a5058}
-.shardwise-loss .strong{fill:#1c2024}
-.shardwise-loss .grid{stroke:#dfe3e8}
-.shardwise-loss .resumed{stroke:#7a828c}
-.shardwise-loss .train{stroke:#1f6fd1}
-.shardwise-loss .train-fill{fill:#1f6fd1}
-.shardwise-loss .held{stroke:#b3560b}
-.shardwise-loss .held-fill{fill:#b3560b}
-.shardwise-loss .rate{stroke:#27864b}
-.shardwise-loss .bad{stroke:#c0392b}
-@media (prefers-color-scheme:dark){
-.shardwise-loss .paper{fill:#16191d}
-.shardwise-loss text{fill:#b3bac3}
-.shardwise-loss .strong{fill:#f0f3f6}
-.shardwise-loss .grid{stroke:#3a4149}
-.shardwise-loss .resumed{stroke:#8d96a0}
-.shardwise-loss .train{stroke:#6cabf5}
-.shardwise-loss .train-fill{fill:#6cabf5}
-.shardwise-loss .held{stroke:#f0a35a}
-.shardwise-loss .held-fill{fill:#f0a35a}
-.shardwise-loss .rate{stroke:#6dc48c}
-.shardwise-loss .bad{stroke:#ff8a7a}
-}
-"""
+_CURVE: dict[str, Any] = {"stroke_width": 1.6, "stroke_linejoin": "round"}
+_DASHED: dict[str, Any] = {"stroke_dasharray": "3 3"}
+_THICKER: dict[str, Any] = {"stroke_width": 1.5}
+_NO_NUMBER = "the loss is not a number at step"
 
 Point = tuple[int, float]  # (step, value)
 
@@ -116,30 +93,24 @@ def read_curves(lines: Iterable[str]) -> Curves:
 
 def loss_svg(curves: Curves, title: str) -> str:
     """Draw the curves of a run: a whole SVG document, which may stand inside an HTML page."""
-    across = Axis(*curves.steps, _LEFT, _RIGHT)
+    across = svg.Axis(*curves.steps, _LEFT, _RIGHT)
     high = _highest_shown(curves)
     values = [v for _, v in (*curves.train, *curves.held_out) if v <= high]
     ticks = _padded_ticks(values or [0.5], 7)
-    up = Axis(ticks[0], ticks[-1], _BOTTOM, _TOP)
+    up = svg.Axis(ticks[0], ticks[-1], _BOTTOM, _TOP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'class="shardwise-loss" aria-label="{escape(title, quote=True)}">',
-        f"<title>{escape(title)}</title>",
-        f"<desc>{escape(_description(curves))}</desc>",
-        f"<style>{_STYLE}</style>",
-        f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}" rx="6"/>',
-        svg_text(_LEFT, 28, title, 'class="strong" font-size="15" font-weight="600"'),
-        svg_text(_LEFT, _TOP - 14, "loss, nats per token"),
-        *_legend(curves, up.high),
+        svg.element("rect", "paper", width=_WIDTH, height=_HEIGHT, rx=6),
+        svg.heading(_LEFT, 28, title),
+        svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
+        *svg.legend(_legend(curves, up.high), _RIGHT, _TOP - 14),
         *(_grid(up, ticks, _labels(ticks)) if values else []),
         *_steps_axis(across),
         *_marks(curves, across),
         *_series("train", curves.train, curves.bad, across, up),
         *_series("held", curves.held_out, (), across, up),
         *_rate(curves.rate, across),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return svg.document((_WIDTH, _HEIGHT), title, _description(curves), parts)
 
 
 def _highest_shown(curves: Curves) -> float:
@@ -157,7 +128,7 @@ def _padded_ticks(values: Sequence[float], most: int) -> list[float]:
     if high - low < 1e-6 * abs(high) or high == low:
         room = 0.05 * abs(high) or 1.0
         low, high = low - room, high + room
-    return round_ticks(low, high, most)
+    return svg.round_ticks(low, high, most)
 
 
 def _described(name: str, points: Sequence[Point]) -> list[str]:
@@ -182,35 +153,21 @@ def _description(curves: Curves) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _legend(curves: Curves, high: float) -> list[str]:
-    items = [("train", "training", curves.train), ("held", "held out", curves.held_out)]
-    items += [("bad", "not a number", [(step, 0.0) for step in curves.bad])]
-    items += [("resumed", "resumed", [(step, 0.0) for step in curves.resumed])]
-    above = [p for p in (*curves.train, *curves.held_out) if p[1] > high]
-    items += [("above", "above the axis", above)]
-    shown = [(name, text) for name, text, points in items if points]
-    x = float(_RIGHT) - sum(38 + 6.6 * len(text) for _, text in shown)
-    parts = []
-    for name, text in shown:
-        dash = ' stroke-dasharray="3 3"' if name == "resumed" else ""
-        parts.append(
-            f'<path class="train-fill" d="M{x + 18:.1f},{_TOP - 14} h8 l-4,-8 z"/>'
-            if name == "above"
-            else f'<line class="{name}" stroke-width="2"{dash} x1="{x + 12:.1f}" '
-            f'x2="{x + 32:.1f}" y1="{_TOP - 18}" y2="{_TOP - 18}"/>'
-        )
-        parts.append(svg_text(x + 37, _TOP - 14, text))
-        x += 38 + 6.6 * len(text)
-    return parts
+def _legend(curves: Curves, high: float) -> list[tuple[str, str, str]]:
+    above = any(value > high for _, value in (*curves.train, *curves.held_out))
+    items = (
+        ("train", "training", "", curves.train),
+        ("held", "held out", "", curves.held_out),
+        ("bad", "not a number", "", curves.bad),
+        ("resumed", "resumed", "3 3", curves.resumed),
+        ("above", "above the axis", "", above),
+    )
+    return [(name, text, dashes) for name, text, dashes, there in items if there]
 
 
-def _grid(up: Axis, ticks: Sequence[float], labels: Sequence[str]) -> list[str]:
-    parts = []
-    for tick, label in zip(ticks, labels, strict=True):
-        y = up.at(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(svg_text(_LEFT - 8, y + 4, label, 'text-anchor="end"'))
-    return parts
+def _grid(up: svg.Axis, ticks: Sequence[float], labels: Sequence[str]) -> list[str]:
+    levels = zip(ticks, labels, strict=True)
+    return [part for t, label in levels for part in svg.level(up.at(t), _LEFT, _RIGHT, label)]
 
 
 def _labels(ticks: Sequence[float]) -> list[str]:
@@ -223,59 +180,52 @@ def _labels(ticks: Sequence[float]) -> list[str]:
     return [f"{tick:,.{max(0, digits)}f}" for tick in ticks]
 
 
-def _steps_axis(across: Axis) -> list[str]:
+def _steps_axis(across: svg.Axis) -> list[str]:
     first, last = int(across.low), int(across.high)
-    ticks = [t for t in round_ticks(first, last, 9) if first <= t <= last and t == int(t)]
-    parts = [svg_text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"')]
+    ticks = [t for t in svg.round_ticks(first, last, 9) if first <= t <= last and t == int(t)]
+    parts = [svg.text((_LEFT + _RIGHT) / 2, _RATE_BOTTOM + 40, "step", 'text-anchor="middle"')]
     for tick in dict.fromkeys([*ticks] if len(ticks) > 1 else [first, last]):
         x = across.at(tick)
-        for top, bottom in ((_BOTTOM, _BOTTOM + 5), (_RATE_BOTTOM, _RATE_BOTTOM + 5)):
-            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
-        parts.append(svg_text(x, _RATE_BOTTOM + 20, f"{tick:,.0f}", 'text-anchor="middle"'))
+        parts += [svg.tick(x, _BOTTOM), svg.tick(x, _RATE_BOTTOM)]
+        parts.append(svg.text(x, _RATE_BOTTOM + 20, f"{tick:,.0f}", 'text-anchor="middle"'))
     return parts
 
 
-def _marks(curves: Curves, across: Axis) -> list[str]:
+def _marks(curves: Curves, across: svg.Axis) -> list[str]:
     """Draw where the run was resumed, and where its loss was no number, each column once."""
     parts = []
-    for name, steps, said in (
-        ("resumed", curves.resumed, "resumed after step"),
-        ("bad", curves.bad, "the loss is not a number at step"),
+    for name, steps, top, look, said in (
+        ("resumed", curves.resumed, _TOP, _DASHED, "resumed after step"),
+        ("bad", curves.bad, _BOTTOM - 14, _THICKER, _NO_NUMBER),
     ):
-        dash = ' stroke-dasharray="3 3"' if name == "resumed" else ' stroke-width="1.5"'
         columns = {round(across.at(step) / _COLUMN): step for step in reversed(steps)}
         for step in columns.values():
-            x, top = across.at(step), _TOP if name == "resumed" else _BOTTOM - 14
-            parts.append(
-                f'<line class="{name}"{dash} x1="{x:.1f}" x2="{x:.1f}" y1="{top}" '
-                f'y2="{_BOTTOM}"><title>{said} {step:,}</title></line>'
-            )
+            x, words = across.at(step), f"{said} {step:,}"
+            parts.append(svg.element("line", name, words, **look, x1=x, x2=x, y1=top, y2=_BOTTOM))
     return parts
 
 
 def _series(
-    name: str, points: Sequence[Point], gaps: Sequence[int], across: Axis, up: Axis
+    name: str, points: Sequence[Point], gaps: Sequence[int], across: svg.Axis, up: svg.Axis
 ) -> list[str]:
     """Draw one loss: a line, dots where they are few, a band where they are many."""
     shown = [(step, value) for step, value in points if value <= up.high]
     parts: list[str] = []
-    width = 'stroke-width="1.6" stroke-linejoin="round"'
     if len(shown) > 2 * (_RIGHT - _LEFT) / _COLUMN:
         columns = _columns(shown, across)
         edges = [(x, up.at(high)) for x, _, _, high in columns]
         edges += [(x, up.at(low)) for x, low, _, _ in reversed(columns)]
-        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in edges)
-        parts.append(f'<polygon class="{name}-fill" fill-opacity="0.25" points="{places}"/>')
-        parts.append(svg_line(name, [(x, up.at(mean)) for x, _, mean, _ in columns], width))
+        band = f"{name}-fill"
+        parts.append(svg.element("polygon", band, fill_opacity=0.25, points=svg.places(edges)))
+        parts.append(svg.line(name, [(x, up.at(mean)) for x, _, mean, _ in columns], **_CURVE))
     else:
         parts += [
-            svg_line(name, [(across.at(s), up.at(v)) for s, v in piece], width)
+            svg.line(name, [(across.at(s), up.at(v)) for s, v in piece], **_CURVE)
             for piece in _pieces(shown, gaps)
         ]
     if len(shown) <= _FEW:
         parts += [
-            f'<circle class="{name}-fill" cx="{across.at(step):.1f}" cy="{up.at(value):.1f}" '
-            f'r="2.6"><title>step {step:,}: {value:.4g}</title></circle>'
+            svg.dot(f"{name}-fill", across.at(step), up.at(value), f"step {step:,}: {value:.4g}")
             for step, value in shown
         ]
     return parts + _beyond(name, points, across, up)
@@ -291,7 +241,7 @@ def _pieces(points: Sequence[Point], gaps: Sequence[int]) -> Iterable[list[Point
         begin = end
 
 
-def _columns(points: Sequence[Point], across: Axis) -> list[tuple[float, float, float, float]]:
+def _columns(points: Sequence[Point], across: svg.Axis) -> list[tuple[float, float, float, float]]:
     """Return (x, lowest, mean, highest) of each column of pixels that has points."""
     found: dict[int, list[Point]] = {}
     for point in points:
@@ -304,7 +254,7 @@ def _columns(points: Sequence[Point], across: Axis) -> list[tuple[float, float, 
     return columns
 
 
-def _beyond(name: str, points: Sequence[Point], across: Axis, up: Axis) -> list[str]:
+def _beyond(name: str, points: Sequence[Point], across: svg.Axis, up: svg.Axis) -> list[str]:
     """Mark the highest loss of each column that is above the axis, by a small triangle."""
     highest: dict[int, Point] = {}
     for point in points:
@@ -312,19 +262,16 @@ def _beyond(name: str, points: Sequence[Point], across: Axis, up: Axis) -> list[
         known = highest.get(column)
         if point[1] > up.high and (known is None or point[1] > known[1]):
             highest[column] = point
-    return [
-        f'<path class="{name}-fill" d="M{x - 4:.1f},{_TOP + 2} h8 l-4,-8 z"><title>step {step:,}: '
-        f"{value:.4g}, above what is shown</title></path>"
-        for step, value in highest.values()
-        for x in (across.at(step),)
-    ]
+    said = "step {:,}: {:.4g}, above what is shown"
+    marks = ((across.at(point[0]) - 4, said.format(*point)) for point in highest.values())
+    return [svg.above(f"{name}-fill", x, _TOP + 2, words) for x, words in marks]
 
 
-def _rate(points: Sequence[Point], across: Axis) -> list[str]:
+def _rate(points: Sequence[Point], across: svg.Axis) -> list[str]:
     if not points:
         return []
-    ticks = round_ticks(0.0, max(value for _, value in points), 4)
-    up = Axis(ticks[0], ticks[-1], _RATE_BOTTOM, _RATE_TOP)
+    ticks = svg.round_ticks(0.0, max(value for _, value in points), 4)
+    up = svg.Axis(ticks[0], ticks[-1], _RATE_BOTTOM, _RATE_TOP)
     stride = max(1, len(points) // (_RIGHT - _LEFT))
     kept = [*points[:-1:stride], points[-1]]
     line = [(across.at(step), up.at(value)) for step, value in kept]
@@ -332,7 +279,7 @@ def _rate(points: Sequence[Point], across: Axis) -> list[str]:
         line = [(line[0][0] - 3, line[0][1]), (line[0][0] + 3, line[0][1])]
     ends = list(dict.fromkeys([ticks[0], ticks[-1]]))
     return [
-        svg_text(_LEFT, _RATE_TOP - 10, "learning rate"),
+        svg.text(_LEFT, _RATE_TOP - 10, "learning rate"),
         *_grid(up, ends, [f"{tick:g}" for tick in ends]),
-        svg_line("rate", line, 'stroke-width="1.6" stroke-linejoin="round"'),
+        svg.line("rate", line, **_CURVE),
     ]

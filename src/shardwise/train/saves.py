@@ -20,16 +20,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.loading import Loaded
 from shardwise.checkpoint.saving import Saving
 from shardwise.engine.api import engine_of
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.checks import checkpoints_path
 from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import MetricsFile, show_load
@@ -224,19 +222,9 @@ class RunCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._keeper is None:
-            return
-        if error is None:
-            self._keeper.close()
-        else:
-            with suppress(ShardwiseError):  # what ended the run is what counts
-                self._keeper.close()
+    def __exit__(self, *error: object) -> None:
+        if self._keeper is not None:
+            self._keeper.__exit__(*error)
 
 
 def _settings(run: Run) -> dict[str, Any]:

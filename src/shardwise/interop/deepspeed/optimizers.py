@@ -8,15 +8,10 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import Reader
+from shardwise.interop.foreign_keys import OPTIMIZER
 from shardwise.keys import nearest
-from shardwise.plan.foreign_keys import Key
 from shardwise.train.optimizers import OPTIMIZERS, check_options
 
-_BLOCK: dict[str, Key] = {
-    "type": Key("any", "", ""),
-    "params": Key("any", "", ""),
-    "legacy_fusion": Key("flag", "", "torch fuses by itself"),
-}
 _MATRICES = "it needs whole matrices, and a rank holds slices"
 _NORMS = "it needs the norm of each whole parameter, and a rank holds slices"
 _ONE_BIT = "compressed communication is gone from DeepSpeed too"
@@ -65,21 +60,7 @@ def read_optimizer(reader: Reader, block: Any) -> OptimizerChoice | None:
 
     **Raises** ConfigError where torch has no such optimizer, or it cannot step on shards.
     """
-    block = reader.mapping("optimizer", block)
-    params = block.get("params") or {}
-    found: list[OptimizerChoice] = []
-
-    def take_type(key: str, value: Any) -> None:
-        arguments = reader.fill("optimizer.params.", reader.mapping("optimizer.params", params))
-        found.append(_choose(reader, reader.word(key, value), arguments))
-
-    def take_params(key: str, value: Any) -> None:
-        if "type" not in block:
-            raise reader.refusal("optimizer.type", f"expected a name, such as AdamW, for {key}")
-
-    handlers = {"type": take_type, "params": take_params}
-    reader.walk(block, "optimizer.", _BLOCK, handlers, {"type": "build the optimizer yourself"})
-    return found[0] if found else None
+    return reader.read_named("optimizer", block, OPTIMIZER, "AdamW", _choose)
 
 
 def _choose(reader: Reader, kind: str, params: dict[str, Any]) -> OptimizerChoice:

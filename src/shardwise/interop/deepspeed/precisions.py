@@ -13,33 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardwise.interop.deepspeed.reading import Handler, Reader
-from shardwise.plan.foreign_keys import Key
+from shardwise.interop.foreign_keys import BF16, FP16, Key
 
 _NEVER = 2**31 - 1
-_CASTS = "inputs of a unit are always cast"
 _LARGEST_POWER = 127
-
-FP16: dict[str, Key] = {
-    "enabled": Key("any", "", ""),
-    "auto_cast": Key("flag", "", _CASTS),
-    **dict.fromkeys(
-        (
-            *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"),
-            *("consecutive_hysteresis", "min_loss_scale", "fp16_master_weights_and_grads"),
-        ),
-        Key("any", "", ""),
-    ),
-}
-BF16: dict[str, Key] = {
-    "enabled": Key("any", "", ""),
-    "immediate_grad_update": Key("flag", "", "gradients are summed as they come"),
-    "check_grad_overflow": Key("flag", "", "no step is skipped; look at the norm of the gradients"),
-    "bf16_master_weights_and_grads": Key("any", "", ""),
-    "bf16_optimizer_states": Key("any", "", ""),
-}
 _AUTO = 'the precision: give auto={{"{}.enabled": True}}, or False, to from_deepspeed()'
 
 
@@ -141,88 +122,68 @@ def _at_first(values: Any, otherwise: bool) -> bool | str:
     return otherwise if says is None else "auto"
 
 
-class _Fp16:
-    """The block ``fp16`` being read: ``found`` gets scale and window, and whether it is static."""
-
-    def __init__(self, reader: Reader, found: dict[str, Any]) -> None:
-        self._reader = reader
-        self._found = found
-
-    def handlers(self) -> dict[str, Handler]:
-        """Return what takes each key; while fp16 is off, none has an effect."""
-        takers: dict[str, Handler] = {
-            "loss_scale": self._scale,
-            "initial_scale_power": self._power,
-            "loss_scale_window": self._window,
-            "hysteresis": self._hysteresis,
-            "consecutive_hysteresis": self._consecutive,
-            "min_loss_scale": self._least,
-            "fp16_master_weights_and_grads": self._master,
-        }
-        found = {name: self._when_on(take) for name, take in takers.items()}
-        return {"enabled": _enabled(self._reader, "fp16", self._found), **found}
-
-    def _when_on(self, take: Handler) -> Handler:
-        def taken(name: str, value: Any) -> None:
-            if self._found["fp16"] is False:
-                self._reader.ignored(name, value, "fp16 is off")
-            else:
-                take(name, value)
-
-        return taken
-
-    def _scale(self, name: str, value: Any) -> None:
-        number = self._reader.number(name, value, least=0)
-        if number == 0:
-            self._reader.mapped(name, value, "dynamic: torch's GradScaler")
-            return
-        self._found |= {"scale": float(number), "window": _NEVER, "static": True}
-        text = "GradScaler(init_scale=) that never grows; an overflow halves it"
-        self._reader.mapped(name, value, text)
-
-    def _power(self, name: str, value: Any) -> None:
-        exponent = self._reader.whole(name, value)
-        if exponent > _LARGEST_POWER:
-            raise self._reader.refusal(name, f"expected at most {_LARGEST_POWER}, got {value!r}")
-        self._set(name, value, "scale", 2.0**exponent, f"GradScaler(init_scale={2.0**exponent:g})")
-
-    def _window(self, name: str, value: Any) -> None:
-        steps = self._reader.whole(name, value, least=1)
-        self._set(name, value, "window", steps, f"GradScaler(growth_interval={steps})")
-
-    def _set(self, name: str, value: Any, what: str, number: float, text: str) -> None:
-        if "static" in self._found:
-            self._reader.ignored(name, value, "loss_scale is static")
-        else:
-            self._found[what] = number
-            self._reader.mapped(name, value, text)
-
-    def _hysteresis(self, name: str, value: Any) -> None:
-        if self._reader.whole(name, value, least=1) == 1:
-            self._reader.mapped(name, value, "every overflow halves the scale")
-        else:
-            reason = "torch's scaler halves at every overflow, as with 1"
-            self._reader.ignored(name, value, reason)
-
-    def _consecutive(self, name: str, value: Any) -> None:
-        self._reader.flag(name, value)
-        self._reader.ignored(name, value, "torch's scaler has no hysteresis")
-
-    def _least(self, name: str, value: Any) -> None:
-        self._reader.number(name, value, least=0)
-        self._reader.ignored(name, value, "torch's scaler has no lower bound")
-
-    def _master(self, name: str, value: Any) -> None:
-        if self._reader.flag(name, value):
-            raise self._reader.refusal(name, "masters are fp32 under fp16; leave it out")
-        self._reader.mapped(name, value, "masters are fp32")
-
-
 def _read_fp16(reader: Reader, values: Any, found: dict[str, Any], otherwise: bool) -> None:
+    """Read the block; ``found`` gets scale and window, and whether the scale is static."""
     found["fp16"] = _at_first(values, otherwise)
+
+    def scale(name: str, value: Any) -> None:
+        number = reader.number(name, value, least=0)
+        if number == 0:
+            reader.mapped(name, value, "dynamic: torch's GradScaler")
+            return
+        found.update(scale=float(number), window=_NEVER, static=True)
+        reader.mapped(
+            name, value, "GradScaler(init_scale=) that never grows; an overflow halves it"
+        )
+
+    def power(name: str, value: Any) -> None:
+        exponent = reader.whole(name, value)
+        if exponent > _LARGEST_POWER:
+            raise reader.refusal(name, f"expected at most {_LARGEST_POWER}, got {value!r}")
+        dynamic(name, value, "scale", 2.0**exponent, f"GradScaler(init_scale={2.0**exponent:g})")
+
+    def window(name: str, value: Any) -> None:
+        steps = reader.whole(name, value, least=1)
+        dynamic(name, value, "window", steps, f"GradScaler(growth_interval={steps})")
+
+    def dynamic(name: str, value: Any, what: str, number: float, text: str) -> None:
+        if "static" in found:
+            reader.ignored(name, value, "loss_scale is static")
+        else:
+            found[what] = number
+            reader.mapped(name, value, text)
+
+    def master(name: str, value: Any) -> None:
+        if reader.flag(name, value):
+            raise reader.refusal(name, "masters are fp32 under fp16; leave it out")
+        reader.mapped(name, value, "masters are fp32")
+
+    def when_on(take: Handler) -> Handler:
+        off = lambda name, value: reader.ignored(name, value, "fp16 is off")  # noqa: E731
+        return lambda name, value: (off if found["fp16"] is False else take)(name, value)
+
+    takers: dict[str, Handler] = {
+        "loss_scale": scale,
+        "initial_scale_power": power,
+        "loss_scale_window": window,
+        "hysteresis": partial(_hysteresis, reader),
+        "consecutive_hysteresis": reader.ignoring(reader.flag, "torch's scaler has no hysteresis"),
+        "min_loss_scale": reader.ignoring(
+            partial(reader.number, least=0), "torch's scaler has no lower bound"
+        ),
+        "fp16_master_weights_and_grads": master,
+    }
+    handlers = {name: when_on(take) for name, take in takers.items()}
+    handlers["enabled"] = _enabled(reader, "fp16", found)
     ordered = _in_order(reader.mapping("fp16", values), FP16)
-    autos = {"enabled": _AUTO.format("fp16")}
-    reader.walk(ordered, "fp16.", FP16, _Fp16(reader, found).handlers(), autos)
+    reader.walk(ordered, "fp16.", FP16, handlers, {"enabled": _AUTO.format("fp16")})
+
+
+def _hysteresis(reader: Reader, name: str, value: Any) -> None:
+    if reader.whole(name, value, least=1) == 1:
+        reader.mapped(name, value, "every overflow halves the scale")
+    else:
+        reader.ignored(name, value, "torch's scaler halves at every overflow, as with 1")
 
 
 def _in_order(values: Mapping[str, Any], table: Mapping[str, Key]) -> dict[str, Any]:

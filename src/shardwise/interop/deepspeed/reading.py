@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.report import Fate, Line, Report
-from shardwise.keys import nearest
-from shardwise.plan.foreign_keys import Key, unknown_key
+from shardwise.interop.foreign_keys import Key, unknown_key
+from shardwise.keys import near_miss
 
 _COMMENTS = ("_", "//", "#")  # at the top, where DeepSpeed takes any key
-Handler = Callable[[str, Any], None]  # (full name of the key, its value)
+_FILLED_IN = "given by the flags or their defaults"
+T = TypeVar("T")
+Handler = Callable[[str, Any], object]  # (full name of the key, its value)
 
 
 class Reader:
-    """One file being read: where errors point to, and what became of its keys so far."""
+    """One file being read: where errors point to, and what became of its keys so far.
 
-    def __init__(self, source: str, auto: Mapping[str, Any]) -> None:
+    With ``plans`` it is read for a plan, else for a run; a plan leaves "auto" to its flags.
+    """
+
+    def __init__(
+        self, source: str, auto: Mapping[str, Any] | None = None, plans: bool = False
+    ) -> None:
         self.source = source
-        self._filled = auto
+        self.plans = plans
+        self._filled = auto or {}
         self._used: set[str] = set()
         self._lines: list[Line] = []
 
@@ -54,7 +62,7 @@ class Reader:
         prefix: str,
         table: Mapping[str, Key],
         handlers: Mapping[str, Handler],
-        autos: Mapping[str, str],
+        autos: Mapping[str, str] | None = None,
     ) -> None:
         """Take every key of a block.
 
@@ -62,7 +70,7 @@ class Reader:
         what fills a key that the file leaves at "auto".
         """
         block = self.mapping(prefix.rstrip("."), block)
-        if prefix and not block:
+        if prefix and not block and not self.plans:
             self.ignored(prefix.rstrip("."), block, "an empty block")
         for key, value in block.items():
             name = prefix + key
@@ -73,17 +81,44 @@ class Reader:
                 raise unknown_key(self.source, prefix, key, table)
             if value == "auto":
                 value = self._fill(name, value)
-            if value is None:
+            reason = table[key].plan if self.plans else table[key].run
+            if self.plans and not reason and (value is None or value == "auto"):
+                self.add("auto", name, value, f"{value}: {_FILLED_IN}")
+            elif value is None and not self.plans:
                 self.ignored(name, value, "null: as if it were not there")
-            elif table[key].run:
-                if value != "auto":
+            elif reason:
+                if value != "auto" and not self.plans:
                     self.check_kind(name, value, table[key].kind)
-                self.ignored(name, value, table[key].run)
+                self.ignored(name, value, reason)
             elif value == "auto":
-                text = autos.get(key, "as if it were not there")
-                self.add("auto", name, value, text)
+                self.add("auto", name, value, (autos or {}).get(key, "as if it were not there"))
             else:
                 handlers[key](name, value)
+
+    def read_named(
+        self,
+        title: str,
+        block: Any,
+        table: Mapping[str, Key],
+        example: str,
+        make: Callable[[Reader, str, dict[str, Any]], T],
+    ) -> T | None:
+        """Read a block of ``type`` and ``params``: what ``make`` returns, None without a type."""
+        block = self.mapping(title, block)
+        found: list[T] = []
+
+        def take_type(key: str, value: Any) -> None:
+            params = self.mapping(f"{title}.params", block.get("params") or {})
+            found.append(make(self, self.word(key, value), self.fill(f"{title}.params.", params)))
+
+        def take_params(key: str, value: Any) -> None:
+            if "type" not in block:
+                why = f"expected a name, such as {example}, for {key}"
+                raise self.refusal(f"{title}.type", why)
+
+        autos = {"type": f"build the {title} yourself"}
+        self.walk(block, f"{title}.", table, {"type": take_type, "params": take_params}, autos)
+        return found[0] if found else None
 
     def _fill(self, name: str, value: Any) -> Any:
         if name not in self._filled:
@@ -107,6 +142,15 @@ class Reader:
         if kind in checks:
             checks[kind](key, value)
 
+    def ignoring(self, check: Handler, reason: str) -> Handler:
+        """Return what checks a key's value and ignores it."""
+
+        def take(name: str, value: Any) -> None:
+            check(name, value)
+            self.ignored(name, value, reason)
+
+        return take
+
     def mapping(self, key: str, value: Any) -> dict[str, Any]:
         """Return a block of keys."""
         if not isinstance(value, Mapping):
@@ -127,11 +171,15 @@ class Reader:
             raise self.refusal(key, f"expected a number{bound}, got {value!r}")
         return value
 
-    def whole(self, key: str, value: Any, least: int = 0) -> int:
+    def whole(self, key: str, value: Any, least: int = 0, most: int | None = None) -> int:
         """Return a whole number; 5e8 is one."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value != int(value) or value < least:
-            raise self.refusal(key, f"expected a whole number, {least} or more, got {value!r}")
+        is_whole = is_number and math.isfinite(value) and value == int(value)
+        if not is_whole or not least <= value <= (most or value):
+            bound = (
+                f", {least} or more" if most is None else f" above {least - 1}, at most {most:,}"
+            )
+            raise self.refusal(key, f"expected a whole number{bound}, got {value!r}")
         return int(value)
 
     def word(self, key: str, value: Any, choices: Sequence[str] = ()) -> str:
@@ -139,7 +187,6 @@ class Reader:
         if not isinstance(value, str):
             raise self.refusal(key, f"expected a word, got {value!r}")
         if choices and value not in choices:
-            near = nearest(value, list(choices))
-            hint = f"; did you mean {near!r}?" if near else ""
+            hint = near_miss(value, choices)
             raise self.refusal(key, f"expected one of {', '.join(choices)}, got {value!r}{hint}")
         return value

@@ -8,11 +8,10 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import Reader
-from shardwise.keys import nearest
-from shardwise.plan.foreign_keys import Key
+from shardwise.interop.foreign_keys import SCHEDULER
+from shardwise.keys import check_names, near_miss
 from shardwise.train.curves import CURVES, Curve, make_curve
 
-_BLOCK: dict[str, Key] = {"type": Key("any", "", ""), "params": Key("any", "", "")}
 _TORCHS: dict[str, tuple[str, ...]] = {  # and what each takes after the optimizer
     name: (*options.split(), "last_epoch")
     for name, options in {
@@ -44,31 +43,12 @@ class TorchSchedule:
 
 def read_schedule(reader: Reader, block: Any) -> Curve | TorchSchedule | None:
     """Return the schedule. **Raises** ConfigError naming the option, with the nearest known one."""
-    block = reader.mapping("scheduler", block)
-    params = block.get("params") or {}
-    found: list[Curve | TorchSchedule] = []
-
-    def take_type(key: str, value: Any) -> None:
-        options = reader.fill("scheduler.params.", reader.mapping("scheduler.params", params))
-        found.append(_choose(reader, reader.word(key, value), options))
-
-    def take_params(key: str, value: Any) -> None:
-        if "type" not in block:
-            raise reader.refusal("scheduler.type", f"expected a name, such as WarmupLR, for {key}")
-
-    handlers = {"type": take_type, "params": take_params}
-    reader.walk(block, "scheduler.", _BLOCK, handlers, {"type": "build the scheduler yourself"})
-    return found[0] if found else None
+    return reader.read_named("scheduler", block, SCHEDULER, "WarmupLR", _choose)
 
 
 def check_options_of(name: str, options: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError where an option is not one of the scheduler of torch, with the nearest."""
-    known = _TORCHS[name]
-    for option in options:
-        if option not in known:
-            near = nearest(option, list(known))
-            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown option {option!r} of {name}; {hint}")
+    check_names(options, _TORCHS[name], where, f"option {{!r}} of {name}")
 
 
 def _choose(reader: Reader, name: str, options: dict[str, Any]) -> Curve | TorchSchedule:
@@ -81,9 +61,7 @@ def _choose(reader: Reader, name: str, options: dict[str, Any]) -> Curve | Torch
             reader.mapped(f"scheduler.params.{key}", value, f"{name}({key}=)")
         return TorchSchedule(name, options)
     if name not in CURVES:
-        near = nearest(name, [*CURVES, *_TORCHS])
-        hint = f"; did you mean {near!r}?" if near else ""
-        known = ", ".join(CURVES)
+        hint, known = near_miss(name, [*CURVES, *_TORCHS]), ", ".join(CURVES)
         raise reader.refusal("scheduler.type", f"expected one of {known}, got {name!r}{hint}")
     auto = {key for key, value in options.items() if value == "auto"}
     try:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardwise.interop.deepspeed.batch import KEYS as BATCH_KEYS
 from shardwise.interop.deepspeed.report import Line, Report, shown
+from shardwise.interop.deepspeed.settings import BATCH_KEYS
 from shardwise.keys import flag_of
 from shardwise.train.config import TrainConfig
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.batch import KEYS as BATCH_KEYS
 from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.schedules import TorchSchedule
-from shardwise.interop.deepspeed.settings import DeepSpeedSettings, read_content
-from shardwise.plan.foreign_keys import load_json
+from shardwise.interop.deepspeed.settings import BATCH_KEYS, DeepSpeedSettings, read_content
+from shardwise.interop.foreign_keys import load_json
 from shardwise.precisions import plain_precision
 from shardwise.train.config import read_options
 from shardwise.train.curves import CURVES

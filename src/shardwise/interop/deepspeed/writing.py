@@ -1,19 +1,22 @@
-"""The way back: keys of `shardwise train` as a DeepSpeed config."""
+"""The way back: keys of `shardwise train` as a DeepSpeed config, or as accelerate's YAML."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Set
 from typing import Any
 
-from shardwise.interop.deepspeed.batch import KEYS as BATCH_KEYS
-from shardwise.interop.deepspeed.report import Line, Report
+from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed.report import Fate, Line, Report
+from shardwise.interop.deepspeed.settings import BATCH_KEYS
 from shardwise.train.config import TrainConfig
 from shardwise.train.optimizers import OPTIMIZERS
 
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_SCRIPT_FOR_ACCELERATE = "the script's: accelerate's file has no such key"
 _SCRIPT = "the script's: model, data and loop are not in such a file"
 _NO_KEY = "DeepSpeed has no such key"
-_LEFT_OUT = {
+_NOT_DEEPSPEEDS = {
     "layout": "DeepSpeed cuts flat ranges",
     "reduce_every": _NO_KEY,
     "activation_checkpointing": "call deepspeed.checkpointing in the model",
@@ -22,6 +25,33 @@ _LEFT_OUT = {
     "ranks": "the launcher says it",
     "bucket_bytes": "reduce_bucket_size counts elements of another buffer",
 }
+_NOT_ACCELERATES = {
+    "accumulation": "give gradient_accumulation_steps to Accelerator()",
+    "layout": "fully_shard cuts rows",
+    "reduce_every": "accelerate's no_sync decides it",
+    "replicas": "give parallelism_config to Accelerator()",
+    "prefetch_bytes": "FSDP2 gathers the next unit ahead",
+    "bucket_bytes": "FSDP2 reduces unit by unit",
+}
+
+
+class _Notes:
+    """What became of the keys that a run was given; those with defaults are passed over."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        self.lines: list[Line] = []
+
+    def __call__(self, key: str, text: str, fate: Fate = "mapped") -> None:
+        if key in self.config.model_fields_set:
+            self.lines.append(Line(key, getattr(self.config, key), fate, text))
+
+    def report(self, source: str, left_out: Mapping[str, str], otherwise: str) -> Report:
+        """Say of every key that was not told why it is left out."""
+        told = {line.key for line in self.lines}
+        for key in [key for key in TrainConfig.model_fields if key not in told]:
+            self(key, left_out.get(key, otherwise), "ignored")
+        return Report(source, tuple(self.lines))
 
 
 def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Report]:
@@ -30,13 +60,7 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     Only keys that the run was given are reported; those with defaults are written where DeepSpeed
     would do something else.
     """
-    lines: list[Line] = []
-    given = config.model_fields_set
-
-    def note(key: str, text: str, fate: Any = "mapped") -> None:
-        if key in given:
-            lines.append(Line(key, getattr(config, key), fate, text))
-
+    note = _Notes(config)
     out: dict[str, Any] = {}
     for theirs, ours in BATCH_KEYS.items():
         if getattr(config, ours) is not None:
@@ -56,13 +80,7 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     for key in ("optimizer", "optimizer_options", "lr", "beta1", "beta2", "weight_decay"):
         note(key, "optimizer" if key != "weight_decay" else "optimizer, of all parameters there")
     _write_schedule(config, out, note)
-    for key, reason in _LEFT_OUT.items():
-        note(key, reason, "ignored")
-    told = {line.key for line in lines}
-    for key in TrainConfig.model_fields:
-        if key not in told:
-            note(key, _SCRIPT, "ignored")
-    return out, Report(source, tuple(lines))
+    return out, note.report(source, _NOT_DEEPSPEEDS, _SCRIPT)
 
 
 def _zero(config: TrainConfig) -> dict[str, Any]:
@@ -101,7 +119,7 @@ def _optimizer(config: TrainConfig) -> dict[str, Any]:
     return {"type": title, "params": params}
 
 
-def _write_schedule(config: TrainConfig, out: dict[str, Any], note: Any) -> None:
+def _write_schedule(config: TrainConfig, out: dict[str, Any], note: _Notes) -> None:
     curve = config.curve
     if curve is not None:
         options = {k: config.lr if v is None else v for k, v in curve.given.items()}
@@ -117,3 +135,53 @@ def _write_schedule(config: TrainConfig, out: dict[str, Any], note: Any) -> None
             note(key, why, "ignored")
         if "schedule" not in config.model_fields_set:
             note("lr", "optimizer; the schedule, cosine by default, is left out")
+
+
+def to_accelerate(
+    config: TrainConfig, source: str, undecided: Set[str] = frozenset()
+) -> tuple[dict[str, Any], Report]:
+    """Return accelerate's YAML with an FSDP2 block, and what became of each key of ours.
+
+    ``undecided`` are keys whose default nobody meant; what they would decide is left out.
+
+    **Raises** ConfigError at stage 1, which FSDP does not have.
+    """
+    if config.stage == 1:
+        raise ConfigError(
+            f"{source}: stage: FSDP2 has no stage 1; set stage to 2 (the same numbers, less memory)"
+        )
+    note = _Notes(config)
+    out: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if config.stage else "MULTI_GPU",
+        "num_machines": 1,
+    }
+    if "precision" not in undecided:
+        out["mixed_precision"] = "no" if config.precision == "fp32" else config.precision
+    note("precision", "mixed_precision")
+    if config.ranks is not None:
+        out["num_processes"] = config.ranks
+        note("ranks", "num_processes")
+    if config.stage:
+        out["fsdp_config"] = _fsdp(config)
+        note("stage", "fsdp_config.fsdp_reshard_after_forward")
+        note("units", "fsdp_config.fsdp_transformer_layer_cls_to_wrap")
+        note("activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
+    else:
+        note("stage", "distributed_type: MULTI_GPU")
+        note("units", "nothing is sharded", "ignored")
+    return out, note.report(source, _NOT_ACCELERATES, _SCRIPT_FOR_ACCELERATE)
+
+
+def _fsdp(config: TrainConfig) -> dict[str, Any]:
+    block: dict[str, Any] = {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": config.stage == 3,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_offload_params": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_activation_checkpointing": config.activation_checkpointing,
+    }
+    if config.units:
+        block["fsdp_transformer_layer_cls_to_wrap"] = ",".join(config.units)
+    return block

@@ -17,7 +17,6 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,12 +36,11 @@ from shardwise.checkpoint.together import together
 from shardwise.convert.export import split_into_shards
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
+from shardwise.quantities import parse_size
 from shardwise.unit.tensor import ShardTensor
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 State = dict[str, torch.Tensor]
@@ -153,9 +151,11 @@ def _check(model: Any, options: Mapping[str, Any]) -> None:
 
 def _bytes_of(size: int | str) -> int:
     """Return the bytes of a number, or of text such as "5GB"."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
-    num_bytes = int(Decimal(found[1]) * _UNITS.get(found[2], 0)) if found else 0
-    if not num_bytes:
+    try:
+        num_bytes = int(parse_size(str(size)))
+    except ValueError:
+        num_bytes = 0
+    if num_bytes <= 0:
         raise ConfigError(f"max_shard_size={size!r}: expected bytes, or text such as '5GB'")
     return num_bytes
 

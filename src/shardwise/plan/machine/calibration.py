@@ -154,7 +154,7 @@ def read_calibration(path: Path) -> Calibration:
             f"{path}: expected a calibration, as `shardwise bench --calibrate` writes it"
         )
     reader = _Reader(str(path))
-    version = reader.number(values, "version", whole=True)
+    version = reader.number("version", values.get("version"), whole=True)
     if version > VERSION:
         raise ConfigError(
             f"{path}: version: expected at most {VERSION}, got {version}; it was written by a "
@@ -178,52 +178,30 @@ class _Reader:
         overlap = values.get("overlap")
         if not isinstance(overlap, int | float) or not -1 <= overlap <= 1:
             raise self.fail("overlap", "a share from -1 to 1", overlap)
-        return Calibration(
-            host=self._host(values.get("host")),
-            measured_at=self.text(values, "measured_at"),
-            backend=self.text(values, "backend"),
-            num_ranks=int(self.number(values, "num_ranks", whole=True)),
-            threads_per_rank=int(self.number(values, "threads_per_rank", whole=True)),
-            overlap=overlap,
-            message_s=self.number(values, "message_s", zero=True),
-            unit_forward_s=self.number(values, "unit_forward_s", zero=True),
-            unit_backward_s=self.number(values, "unit_backward_s", zero=True),
-            checkpoint_s=self.number(values, "checkpoint_s", zero=True),
-            process_bytes=int(self.number(values, "process_bytes", whole=True, zero=True)),
-            context_bytes=int(self.number(values, "context_bytes", whole=True, zero=True)),
-            curves=found,
-            where=self._where,
-        )
+        taken = self._fields(Calibration, values, {"host", "overlap", "curves", "where"})
+        host = values.get("host")
+        if not isinstance(host, dict):
+            raise self.fail("host", "an object", host)
+        measured = Host(**self._fields(Host, host, set(), "host."))
+        return Calibration(host=measured, overlap=overlap, curves=found, where=self._where, **taken)
 
-    def _host(self, values: Any) -> Host:
-        if not isinstance(values, dict):
-            raise self.fail("host", "an object", values)
+    def _fields(
+        self, kind: type, values: Mapping[str, Any], apart: set[str], inside: str = ""
+    ) -> dict[str, Any]:
+        """Take every field of a class but those ``apart``, each as its type says."""
         taken: dict[str, Any] = {}
-        for each in fields(Host):
-            if each.type == "str":
-                taken[each.name] = self.text(values, each.name, "host.")
+        for each in (e for e in fields(kind) if e.name not in apart):
+            key, value, whole = f"{inside}{each.name}", values.get(each.name), each.type == "int"
+            if each.type != "str":
+                zero = each.name not in ("num_ranks", "threads_per_rank")
+                taken[each.name] = self.number(key, value, whole=whole, zero=zero)
+            elif isinstance(value, str):
+                taken[each.name] = value
             else:
-                taken[each.name] = int(
-                    self.number(values, each.name, whole=True, zero=True, inside="host.")
-                )
-        return Host(**taken)
+                raise self.fail(key, "text", value)
+        return taken
 
-    def text(self, values: Mapping[str, Any], key: str, inside: str = "") -> str:
-        value = values.get(key)
-        if not isinstance(value, str):
-            raise self.fail(f"{inside}{key}", "text", value)
-        return value
-
-    def number(
-        self,
-        values: Mapping[str, Any],
-        key: str,
-        *,
-        whole: bool = False,
-        zero: bool = False,
-        inside: str = "",
-    ) -> float:
-        value = values.get(key)
+    def number(self, key: str, value: Any, *, whole: bool = False, zero: bool = False) -> Any:
         kind = "whole number" if whole else "number"
         limit = "0 or more" if zero else "above 0"
         if (
@@ -233,8 +211,8 @@ class _Reader:
             or (whole and value != int(value))
             or (value <= 0 and not (zero and value == 0))
         ):
-            raise self.fail(f"{inside}{key}", f"a {kind} {limit}", value)
-        return value
+            raise self.fail(key, f"a {kind} {limit}", value)
+        return int(value) if whole else value
 
     def _curves(self, values: Any) -> dict[str, Curve]:
         if not isinstance(values, dict):
@@ -259,4 +237,4 @@ class _Reader:
     def _numbers(self, key: str, values: Any) -> tuple[float, ...]:
         if not isinstance(values, list) or not values:
             raise self.fail(key, "a list of numbers above 0", values)
-        return tuple(self.number({key: value}, key) for value in values)
+        return tuple(self.number(key, value) for value in values)

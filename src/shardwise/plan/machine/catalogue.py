@@ -92,29 +92,27 @@ def find_link(name: str) -> Link:
 
     **Raises** ConfigError with the nearest names.
     """
-    key = _squeezed(name)
-    known = {_squeezed(each): each for each in LINKS} | dict(_LINK_ALIASES)
+    return LINKS[_find("link", name, LINKS, _LINK_ALIASES)]
+
+
+def _find(
+    what: str, name: str, table: Mapping[str, object], aliases: Mapping[str, str] | None = None
+) -> str:
+    """Return a name of a table, however it is spelt."""
+    key, known = _squeezed(name), {_squeezed(each): each for each in table} | dict(aliases or {})
     if key not in known:
-        raise unknown("link", name, known)
-    return LINKS[known[key]]
+        raise unknown(what, name, known)
+    return known[key]
 
 
 def find_host(name: str) -> Host:
     """Return a host by name. **Raises** ConfigError with the nearest names."""
-    key = _squeezed(name)
-    known = {_squeezed(each): each for each in HOSTS}
-    if key not in known:
-        raise unknown("host", name, known)
-    return HOSTS[known[key]]
+    return HOSTS[_find("host", name, HOSTS)]
 
 
 def find_node(name: str) -> Node:
     """Return a standard node, such as ``dgx-a100``. **Raises** ConfigError with the nearest."""
-    key = _squeezed(name)
-    known = {_squeezed(each): each for each in STANDARD_NODES}
-    if key not in known:
-        raise unknown("node", name, known)
-    found = known[key]
+    found = _find("node", name, STANDARD_NODES)
     settings, source = STANDARD_NODES[found]
     node = make_cluster(**settings).node
     return replace(node, name=found, source=source)

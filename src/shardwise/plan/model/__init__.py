@@ -3,5 +3,5 @@
 Reading order: ``tape``; by formula ``shapes``, ``activations``, ``execution``, ``shape_costs``,
 ``shape_tape``, ``presets``, ``shaped``; traced ``tracking`` (live bytes and costs), ``visits``
 (when the engine would be called), ``head``, ``tracing``, ``depth`` (few layers for many),
-``plain_decoder``, ``config_keys``, ``models`` (where modules come from), ``traced``.
+``decoder``, ``config_keys``, ``models`` (where modules come from), ``traced``.
 """

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
+from shardwise.keys import near_miss
 from shardwise.plan.model.config_keys import check_sizes, unknown_keys
-from shardwise.plan.model.plain_decoder import PlainDecoder
+from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
 
@@ -86,15 +87,8 @@ def preset_source(name: str) -> ModelSource:
 
 def shape_source(name: str, shape: DecoderShape, seq: int) -> ModelSource:
     """Return the source of a plain decoder of a shape."""
-    return ModelSource(
-        name=name,
-        seq=seq,
-        build=lambda checkpointed: _on_meta(lambda: PlainDecoder(shape, checkpointed)),
-        make_batch=_ids_and_targets,
-        loss=lambda model, batch: model(*batch),
-        max_seq=shape.positions or None,
-        shape=shape,
-    )
+    source = module_source(name, lambda checkpointed: PlainDecoder(shape, checkpointed), seq)
+    return replace(source, max_seq=shape.positions or None, shape=shape)
 
 
 def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> ModelSource:
@@ -144,7 +138,7 @@ def huggingface_source(path: Path) -> ModelSource:
             f"transformers is not installed: {name} is planned as a plain decoder of its shape; "
             "`pip install transformers` plans the class itself"
         )
-        return ModelSource(**{**vars(source), "notes": (note,)})
+        return replace(source, notes=(note,))
     kind = _config_class(config, path)
     unknown = unknown_keys(config, kind, path)
     notes = (f"{path}: no keys of {kind.__name__}: {', '.join(unknown)}",) if unknown else ()
@@ -152,7 +146,7 @@ def huggingface_source(path: Path) -> ModelSource:
         name=name,
         seq=seq,
         build=lambda checkpointed: _build_huggingface(kind, config, checkpointed, path),
-        make_batch=lambda micro_batch, length: _labelled(micro_batch, length),
+        make_batch=_labelled,
         loss=_huggingface_loss,
         max_seq=longest if isinstance(longest, int) else None,
         shape=_shape_or_none(config),
@@ -333,8 +327,7 @@ def _function(file: ModuleType, name: str, path: Path, required: bool = True) ->
         return None
     if not callable(found):
         names = [n for n, v in vars(file).items() if callable(v) and not n.startswith("_")]
-        near = get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names) or 'none'}"
+        hint = near_miss(name, names, f"; it has {', '.join(names) or 'none'}")
         raise ConfigError(f"model: {path} has no function {name!r}{hint}")
     return found
 

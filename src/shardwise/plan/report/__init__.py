@@ -1,5 +1,1 @@
-"""Plans for programs and people.
-
-Reading order: ``facts`` (plain data), ``times`` (where a step's time is), ``pictures`` (SVG),
-``page`` (HTML).
-"""
+"""Plans for programs and people: ``facts`` (plain data), ``pictures`` (SVG), ``page`` (HTML)."""

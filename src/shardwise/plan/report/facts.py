@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.planning import Plan
+from shardwise.plan.planned import Planned
 from shardwise.plan.searching import SearchResult
 from shardwise.plan.step.ledger import Moment
 from shardwise.plan.timing.goodput import Goodput
@@ -20,7 +20,7 @@ from shardwise.plan.timing.scaling import ScalingRow
 from shardwise.plan.timing.simulate import Simulated
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
+def plan_facts(plan: Planned) -> dict[str, Any]:
     """Return a plan as plain data."""
     played = plan.played
     return {
@@ -87,7 +87,7 @@ def search_facts(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def _brief(plan: Plan) -> dict[str, Any]:
+def _brief(plan: Planned) -> dict[str, Any]:
     return {
         "candidate": candidate_facts(plan.candidate),
         "label": plan.label,
@@ -177,7 +177,7 @@ def candidate_facts(candidate: Candidate) -> dict[str, Any]:
     return {**asdict(candidate), "num_ranks": candidate.world_size}
 
 
-def _moment(plan: Plan, moment: Moment) -> dict[str, Any]:
+def _moment(plan: Planned, moment: Moment) -> dict[str, Any]:
     return {
         "phase": moment.phase,
         "unit": plan.unit_name(moment.unit),

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.planned import Planned, time_rows
 from shardwise.plan.report.pictures import memory_svg, step_svg
-from shardwise.plan.report.times import time_rows
 from shardwise.quantities import format_bytes, format_count
-
-if TYPE_CHECKING:
-    from shardwise.plan.candidate import Candidate
-    from shardwise.plan.planning import Plan
-    from shardwise.plan.searching import SearchResult
 
 _MOST_PLANS = 5
 _MOST_REASONS = 200
 
 
-def plan_html(plan: Plan) -> str:
-    """Return a plan as a fragment of HTML with its pictures inside."""
-    return _body([plan], {})
+def plans_html(
+    plans: Sequence[Planned], reasons: Mapping[str, Sequence[Candidate]] | None = None
+) -> str:
+    """Return the first plans, and why others lost, as a fragment of HTML with pictures inside."""
+    from markupsafe import Markup
 
-
-def search_html(result: SearchResult) -> str:
-    """Return the fastest plans of a search and why the others lost, as a fragment of HTML."""
-    return _body(result.pareto[:_MOST_PLANS], result.reasons)
+    shown = [(those[0].label, len(those) - 1, reason) for reason, those in (reasons or {}).items()]
+    return _render(
+        "body.html.j2",
+        plans=plans[:_MOST_PLANS],
+        rejected=shown[:_MOST_REASONS],
+        num_more=max(0, len(shown) - _MOST_REASONS),
+        memory_svg=lambda plan: Markup(memory_svg(plan)),
+        step_svg=lambda plan: Markup(step_svg(plan)),
+        time_rows=time_rows,
+    )
 
 
 def whole_page(body: str, title: str) -> str:
@@ -34,21 +38,6 @@ def whole_page(body: str, title: str) -> str:
     from markupsafe import Markup
 
     return _render("page.html.j2", body=Markup(body), title=title)
-
-
-def _body(plans: Sequence[Plan], reasons: Mapping[str, Sequence[Candidate]]) -> str:
-    from markupsafe import Markup
-
-    shown = [(those[0].label, len(those) - 1, reason) for reason, those in reasons.items()]
-    return _render(
-        "body.html.j2",
-        plans=plans,
-        rejected=shown[:_MOST_REASONS],
-        num_more=max(0, len(shown) - _MOST_REASONS),
-        memory_svg=lambda plan: Markup(memory_svg(plan)),
-        step_svg=lambda plan: Markup(step_svg(plan)),
-        time_rows=time_rows,
-    )
 
 
 def _render(template: str, **values: Any) -> str:

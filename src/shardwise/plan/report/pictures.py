@@ -7,17 +7,13 @@ setting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-from typing import TYPE_CHECKING
 
+from shardwise import svg
+from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Moment
 from shardwise.plan.step.program import Op, Stream
 from shardwise.plan.timing.breakdown import Span, unit_name
 from shardwise.quantities import format_bytes
-from shardwise.svg import svg_text
-
-if TYPE_CHECKING:
-    from shardwise.plan.planning import Plan
 
 _WIDTH, _LEFT, _RIGHT = 760, 96, 736
 _BAR, _GAP = 22, 12
@@ -56,22 +52,9 @@ _PHASE_COLOURS = {
     "optimizer": "#27864b",
     "offload": "#a9b1ba",
 }
-_STYLE = """
-.shardwise-plan{font-family:system-ui,sans-serif;font-size:12px}
-.shardwise-plan text{fill:#4a5058}
-.shardwise-plan .strong{fill:#1c2024}
-.shardwise-plan .limit{stroke:#c0392b}
-.shardwise-plan .axis{stroke:#c6ccd3}
-@media (prefers-color-scheme:dark){
-.shardwise-plan text{fill:#b3bac3}
-.shardwise-plan .strong{fill:#f0f3f6}
-.shardwise-plan .limit{stroke:#ff8a7a}
-.shardwise-plan .axis{stroke:#4a5158}
-}
-"""
 
 
-def memory_svg(plan: Plan) -> str:
+def memory_svg(plan: Planned) -> str:
     """Draw the ledger at the peak of each phase as one bar, beside what the device has."""
     moments = plan.played.peaks
     most = max(plan.memory.high_bytes, *(m.ledger.total for m in moments))
@@ -85,39 +68,33 @@ def memory_svg(plan: Plan) -> str:
     if plan.capacity_bytes <= extent:
         parts += _limit(_LEFT + plan.capacity_bytes * scale, 40, top, "device")
     low, high = (_LEFT + b * scale for b in (plan.memory.low_bytes, plan.memory.high_bytes))
-    parts.append(
-        f'<rect x="{low:.1f}" y="{top:.1f}" width="{max(high - low, 2):.1f}" height="6" '
-        f'fill="#7a828c"><title>interval of the whole: {format_bytes(plan.memory.low_bytes)} to '
-        f"{format_bytes(plan.memory.high_bytes)}</title></rect>"
-    )
-    parts.append(svg_text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
+    said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
+    parts.append(_bar(low, top, high - low, "#7a828c", f"interval of the whole: {said}", 6))
+    parts.append(svg.text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
     shown = [name for name in _LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
     legend, bottom = _legend([(n.replace("_", " "), _LINE_COLOURS[n]) for n in shown], top + 26)
     title = f"Memory of one rank: {plan.label}"
     return _document(title, _describe_memory(plan), parts + legend, bottom)
 
 
-def _memory_bar(plan: Plan, moment: Moment, top: float, scale: float) -> list[str]:
-    parts = [svg_text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
+def _memory_bar(plan: Planned, moment: Moment, top: float, scale: float) -> list[str]:
+    parts = [svg.text(_LEFT - 8, top + 15, moment.phase, 'text-anchor="end"')]
     x = float(_LEFT)
     for name, num_bytes in moment.ledger.lines().items():
         if num_bytes:
             width = num_bytes * scale
-            parts.append(
-                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" '
-                f'fill="{_LINE_COLOURS[name]}"><title>{moment.phase} of '
-                f"{escape(plan.unit_name(moment.unit))}: {name.replace('_', ' ')} "
-                f"{format_bytes(num_bytes)}</title></rect>"
-            )
+            said = f"{moment.phase} of {plan.unit_name(moment.unit)}: {name.replace('_', ' ')}"
+            said = f"{said} {format_bytes(num_bytes)}"
+            parts.append(_bar(x, top, width, _LINE_COLOURS[name], said))
             x += width
     label = format_bytes(moment.ledger.total)
     inside = x + 70 > _RIGHT
     place = f'text-anchor="{"end" if inside else "start"}"'
     style = 'fill="#fff" style="fill:#fff"' if inside else 'class="strong"'
-    return [*parts, svg_text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
+    return [*parts, svg.text(x - 6 if inside else x + 6, top + 15, label, f"{place} {style}")]
 
 
-def step_svg(plan: Plan) -> str:
+def step_svg(plan: Planned) -> str:
     """Draw the operations of the slowest rank in time, one line per stream."""
     run = plan.simulated.slowest
     ops = run.program.ops
@@ -127,12 +104,12 @@ def step_svg(plan: Plan) -> str:
     top = 52
     for stream in streams:
         spans = [s for s in run.spans if ops[s.op].stream == stream and s.end_s > s.start_s]
-        parts.append(svg_text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
+        parts.append(svg.text(_LEFT - 8, top + 15, _STREAM_NAMES[stream], 'text-anchor="end"'))
         parts += _stream_bars(plan, ops, _joined(ops, spans, run.step_s / 1200), top, scale)
         top += _BAR + _GAP
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_RIGHT}" y1="{top}" y2="{top}"/>')
-    parts.append(svg_text(_LEFT, top + 16, "0 s"))
-    parts.append(svg_text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
+    parts.append(svg.element("line", "axis", x1=_LEFT, x2=_RIGHT, y1=top, y2=top))
+    parts.append(svg.text(_LEFT, top + 16, "0 s"))
+    parts.append(svg.text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
     phases = [p for p in _PHASE_COLOURS if any(op.phase == p for op in ops)]
     legend, bottom = _legend([(p, _PHASE_COLOURS[p]) for p in phases], top + 34)
     title = f"One step in time: {plan.label}"
@@ -158,20 +135,28 @@ def _joined(ops: Sequence[Op], spans: Sequence[Span], least_s: float) -> list[tu
 
 
 def _stream_bars(
-    plan: Plan, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
+    plan: Planned, ops: Sequence[Op], bars: Sequence[tuple[Span, float]], top: float, scale: float
 ) -> list[str]:
     begin_s, program = plan.simulated.slowest.begin_s, plan.simulated.program
     return [
-        f'<rect x="{_LEFT + (first.start_s - begin_s) * scale:.2f}" y="{top}" '
-        f'width="{max((end_s - first.start_s) * scale, 0.3):.2f}" height="{_BAR}" '
-        f'fill="{_PHASE_COLOURS[ops[first.op].phase]}"><title>{ops[first.op].phase} of '
-        f"{escape(unit_name(program, ops[first.op]) or '(root)')}: {end_s - first.start_s:.3g} s"
-        "</title></rect>"
+        _bar(
+            _LEFT + (first.start_s - begin_s) * scale,
+            top,
+            (end_s - first.start_s) * scale,
+            _PHASE_COLOURS[ops[first.op].phase],
+            f"{ops[first.op].phase} of {unit_name(program, ops[first.op]) or '(root)'}: "
+            f"{end_s - first.start_s:.3g} s",
+        )
         for first, end_s in bars
     ]
 
 
-def _describe_memory(plan: Plan) -> str:
+def _bar(x: float, y: float, width: float, fill: str, said: str, height: float = _BAR) -> str:
+    seen = max(width, 0.3)
+    return svg.element("rect", "", said, x=x, y=y, width=seen, height=height, fill=fill)
+
+
+def _describe_memory(plan: Planned) -> str:
     peak = plan.played.peak
     lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])
     largest = ", ".join(f"{n.replace('_', ' ')} {format_bytes(b)}" for n, b in lines[:4] if b)
@@ -183,9 +168,8 @@ def _describe_memory(plan: Plan) -> str:
 
 def _limit(x: float, top: float, bottom: float, label: str) -> list[str]:
     return [
-        f'<line class="limit" stroke-width="1.5" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" '
-        f'y2="{bottom}"/>',
-        svg_text(x, top - 3, label, 'text-anchor="middle"'),
+        svg.element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=top, y2=bottom),
+        svg.text(x, top - 3, label, 'text-anchor="middle"'),
     ]
 
 
@@ -196,22 +180,12 @@ def _legend(items: Sequence[tuple[str, str]], top: float) -> tuple[list[str], fl
         width = 28 + 6.8 * len(name)
         if x + width > _RIGHT:
             x, top = float(_LEFT), top + 20
-        parts.append(f'<rect x="{x:.1f}" y="{top - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(svg_text(x + 15, top, name))
+        parts.append(_bar(x, top - 9, 10, colour, "", 10))
+        parts.append(svg.text(x + 15, top, name))
         x += width
     return parts, top + 16
 
 
 def _document(title: str, description: str, parts: Sequence[str], height: float) -> str:
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-            f'role="img" class="shardwise-plan" aria-label="{escape(title, quote=True)}">',
-            f"<title>{escape(title)}</title>",
-            f"<desc>{escape(description)}</desc>",
-            f"<style>{_STYLE}</style>",
-            svg_text(16, 24, title, 'class="strong" font-size="14" font-weight="600"'),
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    drawn = [svg.heading(16, 24, title), *parts]
+    return svg.document((_WIDTH, height), title, description, drawn)

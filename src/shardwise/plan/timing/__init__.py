@@ -1,6 +1,6 @@
 """A program in time, on one rank among equals or on thousands that differ.
 
 Reading order: ``scenario`` (what goes wrong), ``breakdown`` (busy, hidden, exposed),
-``contention``, ``many_ranks``, ``simulate``, ``windows`` (a step of many micro-batches),
+``many_ranks``, ``simulate``, ``windows`` (a step of many micro-batches),
 ``goodput``, ``scaling``, ``timeline``.
 """

@@ -2,33 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from math import ceil, floor, isfinite, log2, log10
 
+from shardwise import svg
 from shardwise.errors import ConfigError
-from shardwise.svg import Axis, svg_line, svg_text
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 664, 72, 372
 _LABEL_GAP = 44  # labels of points closer than this would touch
 _MOST_TICKS = 7
-_STYLE = """
-.shardwise-scaling{font-family:system-ui,sans-serif;font-size:12px}
-.shardwise-scaling text{fill:#4a5058}
-.shardwise-scaling .strong{fill:#1c2024}
-.shardwise-scaling .grid{stroke:#dfe3e8}
-.shardwise-scaling .ideal{stroke:#7a828c}
-.shardwise-scaling .line{stroke:#1f6fd1}
-.shardwise-scaling .dot{fill:#1f6fd1}
-@media (prefers-color-scheme:dark){
-.shardwise-scaling text{fill:#b3bac3}
-.shardwise-scaling .strong{fill:#f0f3f6}
-.shardwise-scaling .grid{stroke:#3a4149}
-.shardwise-scaling .ideal{stroke:#8d96a0}
-.shardwise-scaling .line{stroke:#6cabf5}
-.shardwise-scaling .dot{fill:#6cabf5}
-}
-"""
+_LEGEND = (("line", "simulated, % of ideal", ""), ("ideal", "ideal", "5 4"))
 
 
 @dataclass(frozen=True)
@@ -95,28 +78,22 @@ def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:
     """
     first = rows[0]
     ideal = [first.tokens_per_s * row.num_ranks / first.num_ranks for row in rows]
-    across = Axis(log2(first.num_ranks), log2(rows[-1].num_ranks), _LEFT, _RIGHT)
+    across = svg.Axis(log2(first.num_ranks), log2(rows[-1].num_ranks), _LEFT, _RIGHT)
     values = [*ideal, *(row.tokens_per_s for row in rows)]
     ticks = _ticks(min(values) / 2, max(values))  # room for the label of the lowest point
-    up = Axis(log10(ticks[0]), log10(ticks[-1]), _BOTTOM, _TOP)
+    up = svg.Axis(log10(ticks[0]), log10(ticks[-1]), _BOTTOM, _TOP)
     curve = [(across.at(log2(r.num_ranks)), up.at(log10(r.tokens_per_s))) for r in rows]
     straight = [(x, up.at(log10(best))) for (x, _), best in zip(curve, ideal, strict=True)]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        f'class="shardwise-scaling" aria-labelledby="scaling-title scaling-desc">',
-        f'<title id="scaling-title">{escape(title)}</title>',
-        f'<desc id="scaling-desc">{escape(_description(rows))}</desc>',
-        f"<style>{_STYLE}</style>",
-        svg_text(_LEFT, 26, title, 'class="strong" font-size="15" font-weight="600"'),
-        *_legend(),
+        svg.heading(_LEFT, 26, title),
+        *svg.legend(_LEGEND, _RIGHT, _TOP - 18),
         *_value_axis(up, ticks),
         *_ranks_axis(across, rows),
-        svg_line("ideal", straight, 'stroke-dasharray="5 4"'),
-        svg_line("line", curve, 'stroke-width="2"'),
+        svg.line("ideal", straight, stroke_dasharray="5 4"),
+        svg.line("line", curve, stroke_width=2),
         *_dots(curve, rows),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    return svg.document((_WIDTH, _HEIGHT), title, _description(rows), parts, ids="scaling")
 
 
 def _description(rows: Sequence[ScalingRow]) -> str:
@@ -136,32 +113,27 @@ def _ticks(low: float, high: float) -> list[float]:
     return round_values[first : max(last, first + 1) + 1]
 
 
-def _value_axis(up: Axis, ticks: Sequence[float]) -> list[str]:
+def _value_axis(up: svg.Axis, ticks: Sequence[float]) -> list[str]:
     """Draw a line for each round value, or for each power of ten where there are many."""
-    parts = [svg_text(_LEFT - 60, _TOP - 18, "tokens/s")]
+    parts = [svg.text(_LEFT - 60, _TOP - 18, "tokens/s")]
     for tick in ticks:
         if len(ticks) > _MOST_TICKS and not f"{tick:e}".startswith("1"):
             continue
-        y = up.at(log10(tick))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(svg_text(_LEFT - 8, y + 4, _short(tick), 'text-anchor="end"'))
+        parts += svg.level(up.at(log10(tick)), _LEFT, _RIGHT, _short(tick))
     return parts
 
 
-def _ranks_axis(across: Axis, rows: Sequence[ScalingRow]) -> list[str]:
+def _ranks_axis(across: svg.Axis, rows: Sequence[ScalingRow]) -> list[str]:
     parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>',
-        svg_text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
+        svg.element("line", "grid", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM),
+        svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 46, "ranks", 'text-anchor="middle"'),
     ]
     shown = -_WIDTH * 1.0
     for row in rows:
         x = across.at(log2(row.num_ranks))
-        parts.append(
-            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 5}"/>'
-        )
+        parts.append(svg.tick(x, _BOTTOM))
         if x - shown >= _LABEL_GAP:
-            label = f"{row.num_ranks:,}"
-            parts.append(svg_text(x, _BOTTOM + 21, label, 'text-anchor="middle"'))
+            parts.append(svg.text(x, _BOTTOM + 21, f"{row.num_ranks:,}", 'text-anchor="middle"'))
             shown = x
     return parts
 
@@ -171,22 +143,11 @@ def _dots(curve: list[tuple[float, float]], rows: Sequence[ScalingRow]) -> list[
     parts = []
     shown = -_WIDTH * 1.0
     for (x, y), row in zip(curve, rows, strict=True):
-        parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        parts.append(svg.dot("line-fill", x, y, radius=4))
         if x - shown >= _LABEL_GAP:
-            parts.append(svg_text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
+            parts.append(svg.text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
             shown = x
     return parts
-
-
-def _legend() -> list[str]:
-    return [
-        f'<line class="line" stroke-width="2" x1="{_RIGHT - 256}" x2="{_RIGHT - 232}" '
-        f'y1="{_TOP - 22}" y2="{_TOP - 22}"/>',
-        svg_text(_RIGHT - 226, _TOP - 18, "simulated, % of ideal"),
-        f'<line class="ideal" stroke-dasharray="5 4" x1="{_RIGHT - 76}" x2="{_RIGHT - 52}" '
-        f'y1="{_TOP - 22}" y2="{_TOP - 22}"/>',
-        svg_text(_RIGHT - 46, _TOP - 18, "ideal"),
-    ]
 
 
 def _short(value: float) -> str:

@@ -8,10 +8,19 @@ Note [Steps after steps]
 A rank begins its next step when all its streams have ended: nothing but collectives makes ranks
 wait for each other, so a rank that noise made late may catch up. A step lasts from the moment at
 which the last rank ended the step before to the moment at which the last rank ends this one.
+
+Note [Overlap is not free]
+gloo's threads copy on the cores that compute, and NCCL's kernels take multiprocessors. One number,
+``overlap``, says how much of that is hidden: while an operation of the device or the host's cores
+and a collective both run, each goes at the rate 1 / (2 - overlap) of its own. Started together and
+equally long, two operations then take 2 - overlap times as long: 1 hides everything, 0 nothing,
+and below 0 they take longer together than one after the other, as they empty each other's caches.
+The longer times are computed once, for a rank among equals; where ranks differ, they are an
+approximation.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -22,9 +31,11 @@ import numpy as np
 from shardwise.errors import ConfigError
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream
 from shardwise.plan.timing.breakdown import RankRun, Span, UnitTimes, category
-from shardwise.plan.timing.contention import contended_seconds
 from shardwise.plan.timing.many_ranks import Decisions, Floats, Grid, grid_of, run_step
 from shardwise.plan.timing.scenario import Scenario
+
+_WORKERS = ("compute", "cpu")
+_NETWORKS = ("shard", "replicate")
 
 
 class CriticalOp(NamedTuple):
@@ -156,7 +167,7 @@ def simulate(
     for rank in ranks or ():
         if not 0 <= rank < scenario.num_ranks:
             raise ConfigError(f"ranks: got {rank}, expected 0 to {scenario.num_ranks - 1}")
-    base = contended_seconds(program.ops, _priced(program, seconds), overlap)
+    base = _contended_seconds(program.ops, _priced(program, seconds), overlap)
     grid = grid_of(scenario, fold)
     if grid.compute.size == 1 and not scenario.jitter_sigma:
         return _simulate_one(program, base, scenario, grid, ranks)
@@ -279,3 +290,40 @@ def _noise_of(scenario: Scenario, step: int) -> Callable[[tuple[int, ...]], Floa
 def _spread(seconds: Floats) -> Spread:
     minimum, median, p95, maximum = np.quantile(seconds, (0, 0.5, 0.95, 1))
     return Spread(float(seconds.mean()), float(minimum), float(median), float(p95), float(maximum))
+
+
+def _contended_seconds(
+    ops: Sequence[Op], seconds: Sequence[float], overlap: float
+) -> tuple[float, ...]:
+    """Return how long each operation takes when it shares cores with what runs beside it.
+
+    **Cost**: operations times streams.
+    """
+    if overlap == 1:
+        return tuple(seconds)
+    waiting: dict[Stream, deque[int]] = {}
+    for index, op in enumerate(ops):
+        waiting.setdefault(op.stream, deque()).append(index)
+    left = list(seconds)
+    begun, lasted = [math.nan] * len(ops), [0.0] * len(ops)
+    ended: set[int] = set()
+    running: dict[Stream, int] = {}
+    now = 0.0
+    while len(ended) < len(ops):
+        for stream, queue in waiting.items():
+            if stream not in running and queue and ended.issuperset(ops[queue[0]].after):
+                running[stream] = queue.popleft()
+                begun[running[stream]] = now
+        both = any(s in running for s in _WORKERS) and any(s in running for s in _NETWORKS)
+        rate = 1 / (2 - overlap) if both else 1.0
+        shared = _WORKERS + _NETWORKS
+        passed = min(left[i] / (rate if s in shared else 1) for s, i in running.items())
+        now += passed
+        for stream, index in list(running.items()):
+            speed = rate if stream in shared else 1.0
+            if left[index] / speed <= passed:
+                lasted[index] = now - begun[index]
+                ended.add(running.pop(stream))
+            else:
+                left[index] -= passed * speed
+    return tuple(lasted)

@@ -1,0 +1,231 @@
+"""The blocks of a DeepSpeed file: ``zero_optimization``, and keys that stand alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardwise.interop.deepspeed.reading import Handler, Reader
+from shardwise.interop.foreign_keys import (
+    ACTIVATION_CHECKPOINTING,
+    DATA_TYPES,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    TORCH_AUTOCAST,
+    ZERO,
+)
+from shardwise.plan.candidate import Offload
+
+DEFAULT_CLIPPING = 1.0  # of DeepSpeed since 0.19; it was 0 before
+
+_COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_LARGEST_PREFETCH = 1 << 40
+_DTYPES = ("fp32", "fp16", "bf16")
+_HOMES = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_OLD_NAMES = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_use_pin_memory": "offload_optimizer",
+    "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+}
+_AUTOS = {
+    "prefetch_bucket_size": "the largest unit is gathered ahead",
+    "stage3_prefetch_bucket_size": "the largest unit is gathered ahead",
+    "stage": "give stage= to shard(), or auto=",
+}
+
+
+def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, Any]:
+    """Return ``stage`` and ``prefetch_bytes``, where they are given, as ``shard()`` takes them.
+
+    For a plan ``offload`` too. **Raises** ConfigError where a run is to have state off the device.
+    """
+    whole = "zero_optimization"
+    if block is None or isinstance(block, bool):
+        stage = 1 if block else 0
+        reader.mapped(whole, block, f"shard(stage={stage})")
+        return {"stage": stage}
+    block = reader.mapping(whole, block)
+    _refuse_two_names(reader, block)
+    otherwise = "bf16" if reader.plans else "fp32"  # as the flags' default, and shard()'s, is
+    found: dict[str, Any] = {}
+
+    def take_stage(name: str, value: Any) -> None:
+        found["stage"] = stage_of(reader, name, value)
+        reader.mapped(name, value, f"shard(stage={found['stage']})")
+
+    def prefetch(name: str, value: Any) -> None:
+        elements = reader.whole(name, value)
+        if elements > _LARGEST_PREFETCH:
+            raise reader.refusal(name, f"expected at most {_LARGEST_PREFETCH:,}, got {value!r}")
+        found["prefetch_bytes"] = elements * _COMPUTE_BYTES[precision or otherwise]
+        reader.mapped(name, value, f"shard(prefetch_bytes={found['prefetch_bytes']})")
+
+    def zenflow(name: str, value: Any) -> None:
+        raise reader.refusal(name, "it approximates the step; not there; leave it out")
+
+    handlers: dict[str, Handler] = {
+        "stage": take_stage,
+        "prefetch_bucket_size": prefetch,
+        "stage3_prefetch_bucket_size": prefetch,
+        "offload_param": lambda name, value: _offload(reader, name, value, found),
+        "offload_optimizer": lambda name, value: _offload(reader, name, value, found),
+        "cpu_offload": lambda name, value: _old_offload(reader, name, value, found),
+        "cpu_offload_param": lambda name, value: _old_offload(reader, name, value, found),
+        "zenflow": zenflow,
+    }
+    reader.walk(block, f"{whole}.", ZERO, handlers, _AUTOS)
+    if "stage" not in block:
+        reader.add("default", f"{whole}.stage", 0, "shard(stage=0)")
+    if block.get("stage") != "auto":  # which leaves it to shard()
+        found.setdefault("stage", 0)
+    return found
+
+
+def _refuse_two_names(reader: Reader, block: Mapping[str, Any]) -> None:
+    """One setting under two names has no right value where they differ."""
+    for name in block:
+        plain = name.removeprefix("stage3_")
+        for other in {plain, _OLD_NAMES.get(name, name)} - {name}:
+            if other in block and (name in _OLD_NAMES or block[other] != block[name]):
+                raise reader.refusal(
+                    f"zero_optimization.{name}", f"{other} sets the same; leave one of them out"
+                )
+
+
+def stage_of(reader: Reader, name: str, value: Any) -> int:
+    """Return a stage of ZeRO. **Raises** ConfigError where there is no such one."""
+    number = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if isinstance(number, bool) or number not in (0, 1, 2, 3):
+        raise reader.refusal(name, f"expected 0, 1, 2 or 3, got {value!r}")
+    return int(number)
+
+
+def place_state(reader: Reader, name: str, where: Any, what: str, found: dict[str, Any]) -> None:
+    """Note where ``params`` or ``optimizer`` rest. **Raises** ConfigError: a run has one home."""
+    reader.word(name, where, tuple(_HOMES))
+    if reader.plans:
+        found["offload"] = replace(found.get("offload", Offload()), **{what: _HOMES[where]})
+    elif where == "cpu":
+        raise reader.refusal(
+            name,
+            "shard() keeps state on the device. To keep shards and the step on the host, call "
+            "shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy()), with the policy of "
+            'torch.distributed.fsdp; to go on with shard(), give "none"',
+        )
+    elif where == "nvme":
+        raise reader.refusal(name, 'state on NVMe is not there yet; give "none"')
+
+
+def _offload(reader: Reader, name: str, block: Any, found: dict[str, Any]) -> None:
+    is_params = name.endswith("offload_param")
+
+    def device(key: str, where: Any) -> None:
+        place_state(reader, key, where, "params" if is_params else "optimizer", found)
+        reader.mapped(key, where, "state stays on the device")
+
+    def ratio(key: str, value: Any) -> None:
+        if not 0 <= reader.number(key, value) <= 1:
+            raise reader.refusal(key, f"expected 0 to 1, got {value!r}")
+        found["offload"] = replace(found.get("offload", Offload()), optimizer_fraction=value)
+
+    handlers: dict[str, Handler] = {"device": device, "ratio": ratio}
+    table = OFFLOAD_PARAM if is_params else OFFLOAD_OPTIMIZER
+    reader.walk(block, f"{name}.", table, handlers, {"device": "it stays on the device"})
+
+
+def _old_offload(reader: Reader, name: str, value: Any, found: dict[str, Any]) -> None:
+    what = "params" if name.endswith("param") else "optimizer"
+    place_state(reader, name, "cpu" if reader.flag(name, value) else "none", what, found)
+    reader.mapped(name, value, "state stays on the device")
+
+
+def other_handlers(reader: Reader, found: dict[str, Any]) -> dict[str, Handler]:
+    """Return what takes these keys; what a loop needs of them goes into ``found``."""
+
+    def clipping(name: str, value: Any) -> None:
+        found["gradient_clipping"] = float(reader.number(name, value, least=0))
+        reader.mapped(name, value, "the largest norm, for clip_grad_norm_()")
+
+    def mean(name: str, value: Any) -> None:
+        if reader.word(name, value, ("mean", "sum")) == "sum":
+            raise reader.refusal(
+                name, "gradients are the mean over ranks; multiply the loss by their number"
+            )
+        reader.mapped(name, value, "gradients are the mean over ranks")
+
+    def checkpointing(name: str, value: Any) -> None:
+        found["activation_checkpointing"] = reader.mapping(name, value)
+        reader.walk(value, f"{name}.", ACTIVATION_CHECKPOINTING, {}, {})
+
+    return {
+        "gradient_clipping": clipping,
+        "gradient_allreduce_op": mean,
+        "communication_data_type": lambda name, value: _sums(reader, name, value),
+        "data_types": lambda name, value: _data_types(reader, name, value),
+        "torch_autocast": lambda name, value: _autocast(reader, name, value),
+        "activation_checkpointing": checkpointing,
+        "sequence_parallel_size": lambda name, value: _only_one(reader, name, value),
+        "tensor_parallel": lambda name, value: _tensor_parallel(reader, name, value),
+        "expert_parallel": lambda name, value: _must_be_off(
+            reader, name, value, "experts are sharded like all"
+        ),
+        "data_efficiency": lambda name, value: _must_be_off(
+            reader, name, value, "sampling is the loader's"
+        ),
+    }
+
+
+def _sums(reader: Reader, name: str, value: Any) -> None:
+    if reader.word(name, value, _DTYPES) == "fp32":
+        reader.mapped(name, value, "gradients travel and are summed in fp32")
+    else:
+        reader.ignored(name, value, "gradients travel and are summed in fp32, which is finer")
+
+
+def _data_types(reader: Reader, name: str, block: Any) -> None:
+    def kept(key: str, value: Any) -> None:
+        if value:
+            raise reader.refusal(key, 'all parameters compute in one dtype; give "auto" or []')
+        reader.ignored(key, value, "an empty list")
+
+    handlers: dict[str, Handler] = {
+        "grad_accum_dtype": lambda key, value: _sums(reader, key, value),
+        "keep_in_fp32_modules": kept,
+    }
+    autos = {"keep_in_fp32_modules": "buffers keep their dtype"}
+    reader.walk(block, f"{name}.", DATA_TYPES, handlers, autos)
+
+
+def _autocast(reader: Reader, name: str, block: Any) -> None:
+    def enabled(key: str, value: Any) -> None:
+        if reader.flag(key, value):
+            raise reader.refusal(
+                key, "enter torch.autocast around the forward pass and leave this out, or use bf16"
+            )
+        reader.mapped(key, value, "off")
+
+    reader.walk(block, f"{name}.", TORCH_AUTOCAST, {"enabled": enabled}, {})
+
+
+def _only_one(reader: Reader, name: str, value: Any) -> None:
+    if reader.whole(name, value) > 1:
+        raise reader.refusal(name, f"only data is parallel here; expected 1, got {value!r}")
+    reader.mapped(name, value, "only data is parallel")
+
+
+def _tensor_parallel(reader: Reader, name: str, block: Any) -> None:
+    values = reader.mapping(name, block)
+    inner = values.get("tp", values.get("tensor_parallel"))
+    sizes = [values.get("autotp_size", 0), values.get("tp_size", 0)]
+    sizes.append(inner.get("tp_size", 1) if isinstance(inner, Mapping) else 1)
+    if any(isinstance(size, int) and size > 1 for size in sizes):
+        raise reader.refusal(name, "only data is parallel here; leave it out")
+    reader.mapped(name, block, "only data is parallel")
+
+
+def _must_be_off(reader: Reader, name: str, block: Any, why: str) -> None:
+    if reader.mapping(name, block).get("enabled", False):
+        raise reader.refusal(name, f"it is not there: {why}; turn it off")
+    reader.ignored(name, block, "off")

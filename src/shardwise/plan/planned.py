@@ -1,0 +1,142 @@
+"""A plan as values: what a candidate costs on a cluster, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.margins import MemoryInterval
+from shardwise.plan.sizes import DtypeName
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.program import Stream
+from shardwise.plan.timing.simulate import Simulated
+
+Verdict = Literal["fits", "tight", "will not fit"]
+_COMMUNICATING: tuple[Stream, ...] = ("shard", "replicate")
+_OFFLOADING: tuple[Stream, ...] = ("to_device", "to_host", "cpu", "disk")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a candidate costs on a cluster; ``memory`` is an interval of one rank's device bytes.
+
+    ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
+    ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
+    which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
+    axis, that is tensor and context parallel collectives; ``simulated`` counts it as computing.
+    """
+
+    model: str
+    cluster: Cluster
+    candidate: Candidate
+    num_params: int
+    seq: int
+    unit_names: tuple[str, ...]
+    played: Played
+    memory: MemoryInterval
+    capacity_bytes: int
+    simulated: Simulated
+    step_s: float
+    flops_per_step: int
+    matmul_dtype: DtypeName
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+    fill_s: float = 0.0
+    sends_s: float = 0.0
+    model_parallel_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Compare the interval with the device: all of it below, all above, or in between."""
+        if self.memory.high_bytes <= self.capacity_bytes:
+            return "fits"
+        return "will not fit" if self.memory.low_bytes > self.capacity_bytes else "tight"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all ranks in one optimizer step."""
+        candidate = self.candidate
+        windows = candidate.micro_batch * candidate.accumulation * candidate.data_parallel
+        return windows * self.seq
+
+    @property
+    def num_simulated(self) -> int:
+        """Micro-batches in what was simulated; see Note [Long windows]."""
+        return self.simulated.num_micro_batches
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the whole step in which the slowest rank does nothing but communicate."""
+        run = self.simulated.slowest
+        exposed = run.exposed_s + sum(self.model_parallel_s.values())
+        rest = self.step_s - self.fill_s - self.sends_s
+        return self.sends_s + (rest * exposed / run.step_s if run.step_s > 0 else 0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation against the device's peak in the products' dtype, if known."""
+        peak = self.cluster.node.accelerator.peak_flops(self.matmul_dtype)
+        ranks = self.candidate.world_size
+        return self.flops_per_step / (self.step_s * ranks * peak) if peak else None
+
+    @property
+    def label(self) -> str:
+        """Write what tells this candidate from others in one line."""
+        return self.candidate.label
+
+    def unit_name(self, unit: int) -> str:
+        """Return the name of a unit; the root's is ``(root)``."""
+        return self.unit_names[unit] or "(root)"
+
+
+class TimeRow(NamedTuple):
+    """A line of the table; ``is_part``: it is a part of the line above, or beside it."""
+
+    name: str
+    seconds: float
+    is_part: bool = False
+
+
+def time_rows(plan: Planned) -> list[TimeRow]:
+    """Return the lines: computing, waiting and idle add up to what was simulated.
+
+    What a stream does by phase stands below; it is busy time, hidden or not.
+    """
+    run = plan.simulated.slowest
+    rows = [TimeRow("computing", run.compute_s), *_phases(plan, ("compute",))]
+    rows += [
+        TimeRow(f"of it, {axis} parallel collectives", seconds, True)
+        for axis, seconds in plan.model_parallel_s.items()
+    ]
+    rows.append(TimeRow("waiting for communication", run.exposed_s))
+    offloading = _phases(plan, _OFFLOADING)
+    if offloading:
+        rows.append(TimeRow("waiting for offload", run.exposed_offload_s))
+    rows += [TimeRow("idle", run.idle_s), TimeRow("all of it", run.step_s)]
+    rows.append(TimeRow("communicating, hidden or not", run.communication_s))
+    rows += _phases(plan, _COMMUNICATING)
+    if offloading:
+        seconds = sum(row.seconds for row in offloading)
+        rows += [TimeRow("offloading, hidden or not, summed", seconds), *offloading]
+    if plan.candidate.pipeline_parallel > 1:
+        rows.append(TimeRow("filling and emptying the pipeline, a step", plan.fill_s))
+        rows.append(TimeRow("sends between its stages, a step", plan.sends_s))
+    return rows
+
+
+def _phases(plan: Planned, streams: Iterable[Stream]) -> list[TimeRow]:
+    found: Counter[str] = Counter()
+    busy = plan.simulated.slowest.stream_phase_s
+    for stream in streams:
+        for phase, seconds in busy.get(stream, {}).items():
+            found[phase] += seconds  # type: ignore[assignment]
+    return [TimeRow(phase, seconds, True) for phase, seconds in found.items()]
