@@ -122,8 +122,8 @@ class FaultyFiles:
     def free_bytes(self, path: Path) -> int:
         return self.do("free_bytes", path, lambda: self.inner.free_bytes(path))
 
-    def lock(self, path: Path) -> Lock | None:
-        lock = self.do("lock", path, lambda: self.inner.lock(path))
+    def lock(self, path: Path, shared: bool = False) -> Lock | None:
+        lock = self.do("lock", path, lambda: self.inner.lock(path, shared))
         return lock and _FaultyLock(self, path, lock)
 
     def do(
@@ -286,7 +286,7 @@ class SimulatedDisk:
         self._num_nodes = 2
         self._durable: _Names = {self._root: {}}
         self._log: list[_Change] = []  # changes of names that are not in `_durable`, oldest first
-        self._locked: set[_Node] = set()
+        self._locks: defaultdict[_Node, list[bool]] = defaultdict(list)
 
     # ---- Files
 
@@ -373,15 +373,16 @@ class SimulatedDisk:
         self._find(path)
         return self.free()
 
-    def lock(self, path: Path) -> Lock | None:
+    def lock(self, path: Path, shared: bool = False) -> Lock | None:
         self.count("lock", path)
         folder, name = self._parent(path)
         node = folder.entries.get(name) or self._make(path, is_folder=False)
         if node.is_folder:
             raise DamagedCheckpoint(f"{path} should be a regular file but is a folder")
-        if node in self._locked:
+        held = self._locks[node]  # of those who hold it, whether they share it
+        if held and not (shared and all(held)):
             return None
-        self._locked.add(node)
+        held.append(shared)
         return _SimulatedLock(self, path, node)
 
     # ---- what tests ask
@@ -449,7 +450,7 @@ class SimulatedDisk:
         return self._capacity - sum(len(node.data) for node in nodes)
 
     def unlock(self, node: _Node) -> None:
-        self._locked.discard(node)
+        self._locks[node].pop()  # whoever they are, they are alike
 
     def _find(self, path: Path, folder: bool = False) -> _Node:
         node = self._root

@@ -136,8 +136,15 @@ class Twins(RuleBasedStateMachine):
             assert lock is not None
             lock.write(text)
             refused = files.lock(root / path) is None
+            refused_shared = files.lock(root / path, shared=True) is None
             lock.release()
-            return refused
+            sharing = [files.lock(root / path, shared=True) for _ in range(2)]
+            while_shared = []
+            for each in sharing:
+                assert each is not None
+                while_shared.append(files.lock(root / path) is None)
+                each.release()
+            return refused and refused_shared and all(while_shared)
 
         self.same(write)
 

@@ -24,6 +24,7 @@ from shardwise.checkpoint.folder import (
     LOCK,
     Rotated,
     check_quickly,
+    lock_holder,
     rotate,
     step_name,
     steps_in,
@@ -332,6 +333,58 @@ def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
     with pytest.raises(CheckpointError, match="another process saves checkpoints there"):
         take_lock(RealFiles(), tmp_path, "our run")
     lock.release()
+
+
+class Asked(RealFiles):
+    """Files of a run that starts while others ask who saves there, again and again."""
+
+    def __init__(self, num_asking: int) -> None:
+        self.asking = [RealFiles() for _ in range(num_asking)]
+        self.num_tries = 0
+
+    def lock(self, path: Path, shared: bool = False) -> Any:
+        if shared:  # the run's own look at who is in its way
+            return super().lock(path, shared=True)
+        self.num_tries += 1
+        held = [files.lock(path, shared=True) for files in self.asking]
+        assert all(held)
+        if self.num_tries % 2:
+            self.asking.pop()
+        found = super().lock(path)
+        for lock in held:
+            lock.release()
+        return found
+
+
+def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", pauses.append)
+    files = Asked(4)
+    take_lock(files, tmp_path, "mine").release()
+    assert files.num_tries == len(pauses) + 1 > 6
+
+    asking = RealFiles().lock(tmp_path / LOCK, shared=True)  # and is stopped
+    assert asking is not None
+    assert lock_holder(RealFiles(), tmp_path) is None  # two who ask are not each other's holder
+    with pytest.raises(CheckpointError, match=r"only ask who saves there .* for a minute"):
+        take_lock(RealFiles(), tmp_path, "mine")
+    assert sum(pauses) > 50
+    asking.release()
+
+    def hold_while_asked(_: float) -> None:
+        assert asking is not None
+        asking.release()
+        held.append(take_lock(RealFiles(), tmp_path, "other"))
+
+    held: list[Any] = []
+    asking = RealFiles().lock(tmp_path / LOCK, shared=True)
+    monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", hold_while_asked)
+    with pytest.raises(CheckpointError, match=r"\(run other\) saves checkpoints there"):
+        take_lock(RealFiles(), tmp_path, "mine")
+    assert "(run other)" in str(lock_holder(RealFiles(), tmp_path))
+    held[0].release()
 
 
 def two_savers(rank: int, world_size: int, folder: str) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def test_where_locks_are_not_seen_a_save_fails_and_no_checkpoint_stands_with_fil
         disk = disk_with(1, {1: "A"})
 
         class Blind(FaultyFiles):
-            def lock(self, path: Path) -> Any:
+            def lock(self, path: Path, shared: bool = False) -> Any:
                 self.do("lock", path, lambda: None)
                 raise OSError(errno.ENOSYS, "no locks", str(path))
 

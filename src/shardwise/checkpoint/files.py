@@ -128,8 +128,11 @@ class Files(Protocol):
     def free_bytes(self, path: Path) -> int:
         """Return how many bytes this user may still write there."""
 
-    def lock(self, path: Path) -> Lock | None:
-        """Lock a file, made if missing; None if somebody else holds it."""
+    def lock(self, path: Path, shared: bool = False) -> Lock | None:
+        """Lock a file, made if missing; None if somebody else holds it.
+
+        ``shared`` locks do not keep each other out: to see whether anybody holds the other kind.
+        """
 
 
 class RealFiles:
@@ -206,13 +209,14 @@ class RealFiles:
         status = os.statvfs(path)
         return status.f_bavail * status.f_frsize
 
-    def lock(self, path: Path) -> Lock | None:
+    def lock(self, path: Path, shared: bool = False) -> Lock | None:
         """Lock a file, made if missing; None if somebody else holds it."""
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
             fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 with _named(path):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 if _is_file_of(path, fd):
                     break
                 os.close(fd)  # whoever held it has removed it: there is another one by now, or none

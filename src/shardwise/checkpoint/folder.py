@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
-from shardwise.checkpoint.leftovers import LOCK_RETRY_S, remove_checkpoint
+from shardwise.checkpoint.leftovers import LOCK_ATTEMPTS, LOCK_RETRY_S, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.presence import check_presence
 from shardwise.checkpoint.rank_index import parse_index, two_saves
@@ -139,30 +139,40 @@ def is_usable(files: Files, folder: Path, step: int) -> bool:
 
 
 def take_lock(files: Files, folder: Path, run: str) -> Lock:
-    """Make the folder and hold it for this run. **Raises** CheckpointError while another does."""
+    """Make the folder and hold it for this run. **Raises** CheckpointError while another does.
+
+    Who only asks (`lock_holder`) is waited for, a minute at most.
+    """
     files.make_folders(folder)
     path = folder / LOCK
-    lock = files.lock(path)
-    if lock is None:
-        time.sleep(LOCK_RETRY_S)  # `lock_holder` holds it for an instant
+    for _ in range(LOCK_ATTEMPTS):
         lock = files.lock(path)
-    if lock is None:
-        raise CheckpointError(
-            f"{folder}: {_holder(files, path)} saves checkpoints there; choose another folder, or "
-            "end that run"
-        )
-    lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "run": run}))
-    return lock
+        if lock is not None:
+            lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "run": run}))
+            return lock
+        asking = files.lock(path, shared=True)
+        if asking is None:
+            raise CheckpointError(
+                f"{folder}: {_holder(files, path)} saves checkpoints there; choose another folder, "
+                "or end that run"
+            )
+        asking.release()
+        time.sleep(LOCK_RETRY_S)
+    raise CheckpointError(
+        f"{path}: processes that only ask who saves there (`shardwise ckpt`) have held it for a "
+        "minute. One of them may be stopped: end it"
+    )
 
 
 def lock_holder(files: Files, folder: Path) -> str | None:
     """Return who saves checkpoints there at this moment, if anybody does.
 
-    The kernel is asked by taking the lock, for an instant. **Raises** OSError.
+    The kernel is asked by taking the lock, for an instant, along with others who ask. **Raises**
+    OSError.
     """
     if not any(entry.name == LOCK for entry in files.list(folder)):
         return None
-    lock = files.lock(folder / LOCK)
+    lock = files.lock(folder / LOCK, shared=True)
     if lock is None:
         return _holder(files, folder / LOCK)
     lock.release()

@@ -33,7 +33,10 @@ from shardwise.checkpoint.files import Entry, Files, Lock
 from shardwise.checkpoint.sealed import is_ours
 from shardwise.errors import CheckpointError
 
-LOCK_RETRY_S = 0.1  # who only asks whether a lock is free holds it for an instant
+# Who only asks whether a lock is free holds it for an instant, which is long under load; one that
+# is stopped meanwhile does not end.
+LOCK_RETRY_S = 0.1
+LOCK_ATTEMPTS = 600
 _TEMPORARY = ".tmp-"
 _REMOVED = ".old-"
 _LOCKED = ".lock"
@@ -44,7 +47,6 @@ _STEP = re.compile(r"step-[0-9]{8,12}")
 _OTHER_FILES = "-other-files"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NFS_REMOVED = ".nfs"  # a removed file that somebody has open, on NFS; it goes by itself
-_ATTEMPTS = 50
 
 
 def temporary(target: Path, nonce: bytes) -> Path:
@@ -59,7 +61,7 @@ def hold(files: Files, folder: Path) -> Lock | None:
     """
     path = _lock_of(folder)
     try:
-        for _ in range(_ATTEMPTS):
+        for _ in range(LOCK_ATTEMPTS):
             lock = files.lock(path)
             if lock is not None:
                 return lock
@@ -86,7 +88,7 @@ def is_held(files: Files, folder: Path) -> bool:
     """Tell whether somebody writes in a temporary folder. **Raises** OSError."""
     if not any(entry.name == _lock_of(folder).name for entry in files.list(folder.parent)):
         return False
-    lock = files.lock(_lock_of(folder))
+    lock = files.lock(_lock_of(folder), shared=True)
     if lock is not None:
         _give_back(files, folder, lock)
     return lock is None
