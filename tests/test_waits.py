@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from ranks import run_ranks
@@ -150,3 +151,90 @@ def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(num_ranks):
             assert line.startswith(f"shardwise: rank {rank} has waited 2 s in all_gather of unit")
             assert f"rank {num_ranks - 1} is in no call of Shardwise" in line
             assert "test_waits.py:" in line and line.endswith("Every rank must make this call")
+
+
+def grid():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def one_replica_differs(rank, world_size):
+    """Rank 3 runs another layer than its shard group; the other replica does nothing wrong."""
+    model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=grid())
+    for which in (1, 0):
+        model(torch.ones(2, 4), which).sum().backward()
+        model.zero_grad()
+    with pytest.raises(CollectiveError) as caught:
+        for _ in range(3):
+            model(torch.ones(2, 4), int(rank == 3)).sum().backward()
+    return str(caught.value)
+
+
+def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ():
+    found = run_ranks(one_replica_differs, 4, timeout_s=LIMIT_S, fresh=True)
+    for rank, text in enumerate(found):
+        assert text.startswith(f"rank {rank}: ") and "for each other" in text, found
+        assert "rank 2 waits in" in text and "rank 3 waits in" in text, found
+        assert "rank 0 waits in" not in text and "rank 1 waits in" not in text, found
+    assert all("over axis 'replicate' (2 ranks) failed" in text for text in found[:2]), found
+
+
+def one_pair_hangs(rank, world_size):
+    """Two jobs in one process group, each over a pair of ranks; those of the first differ."""
+    mesh = grid()["shard"]
+    model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=mesh)
+    steps = 0
+    try:
+        for step in range(40):
+            model(torch.ones(2, 4), int(rank == 0 and step > 1)).sum().backward()
+            model.zero_grad()
+            steps += 1
+            if rank > 1:
+                time.sleep(0.25)  # is at work as long as the others hang
+    except CollectiveError as error:
+        return steps, str(error)
+    return steps, ""
+
+
+def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone():
+    found = run_ranks(one_pair_hangs, 4, timeout_s=LIMIT_S, fresh=True)
+    assert found[2:] == [(40, ""), (40, "")]
+    for steps, text in found[:2]:
+        assert steps < 40 and "rank 2" not in text and "rank 3" not in text
+    circle = next(text for _, text in found[:2] if "for each other" in text)
+    assert "rank 0 waits in" in circle and "rank 1 waits in" in circle
+
+
+def cross(rank, world_size):
+    """Two models, one over the rows of a grid of ranks and one over its columns, out of order."""
+    mesh = grid()
+    models = [shard(nn.Linear(4, 4), stage=3, mesh=mesh[axis]) for axis in ("shard", "replicate")]
+    order = models if rank in (0, 3) else models[::-1]
+    with pytest.raises(CollectiveError) as caught:
+        for model in order:
+            model(torch.ones(2, 4)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_circle_over_four_groups_is_named_with_all_its_ranks():
+    found = run_ranks(cross, 4, timeout_s=LIMIT_S, fresh=True)
+    circles = [text for text in found if "for each other" in text]
+    assert circles, found
+    for text in circles:
+        assert all(f"rank {rank} waits in" in text for rank in range(4)), text
+
+
+def save_without_the_last(rank, world_size, folder):
+    """Save two models, each over a pair of ranks; the last rank ends instead."""
+    model = shard(nn.Linear(4, 4), mesh=grid()["shard"])
+    try:
+        if rank != 3:
+            shardwise.save(Path(folder, str(rank // 2)), model)
+    except CollectiveError as error:
+        return str(error)
+    return ""
+
+
+def test_a_save_over_a_part_of_the_ranks_names_them_by_their_global_numbers(tmp_path):
+    found = run_ranks(save_without_the_last, 4, str(tmp_path), timeout_s=LIMIT_S, fresh=True)
+    assert found[0] == found[1] == found[3] == ""
+    assert "rank 2: the ranks could not agree: rank 3 did not come" in found[2]

@@ -79,6 +79,7 @@ class GroupControl:
     ) -> None:
         self._group = group
         self._timeout_s = timeout.total_seconds()
+        self._members = members
         self.rank = rank
         self.num_ranks = len(members)
         self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
@@ -114,7 +115,7 @@ class GroupControl:
         return [each.tobytes() for each in rows[:, 1:].numpy()]
 
     def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
-        who = name_ranks(missing) if missing else "another rank"
+        who = name_ranks([self._members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
             f" within {self._timeout_s:g} s, the timeout of the process group. It is stopped, has "
@@ -123,7 +124,7 @@ class GroupControl:
             else f": {reason_of(error)}. {AS_A_RULE}"
         )
         cause = WATCH.fail(self._meeting, f"{who} did not come{why}")
-        return CollectiveError(f"rank {self.rank}: the ranks could not agree: {cause}")
+        return CollectiveError(f"rank {dist.get_rank()}: the ranks could not agree: {cause}")
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns.
@@ -159,7 +160,7 @@ class GroupControl:
     def broadcast(self, data: bytes) -> bytes:
         """Return rank 0's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
-        with _agreeing(self.rank, self._meeting):
+        with _agreeing(self._meeting):
             self._group.broadcast(size, 0).wait()
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == 0:
@@ -170,7 +171,7 @@ class GroupControl:
 
 
 @contextmanager
-def _agreeing(rank: int, meeting: Meeting) -> Iterator[None]:
+def _agreeing(meeting: Meeting) -> Iterator[None]:
     """Wait for the other ranks inside; turn a failure of the group into a CollectiveError."""
     try:
         with WATCH.waiting(meeting):
@@ -179,6 +180,7 @@ def _agreeing(rank: int, meeting: Meeting) -> Iterator[None]:
         raise
     except RuntimeError as error:
         cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
+        rank = dist.get_rank()
         raise CollectiveError(f"rank {rank}: the ranks could not agree: {cause}") from error
 
 
@@ -220,7 +222,7 @@ def control_over(axes: Axes) -> Control:
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
     opening = Meeting("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
-    with _agreeing(rank, opening):
+    with _agreeing(opening):
         for axis in axes.all:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)

@@ -231,7 +231,7 @@ class Watch:
             return
         parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
         self._verdicts[thread] = f"{', and '.join(parts)}, for each other. {_REMEDY}"
-        board.tell(wait.meeting.group_name, self._verdicts[thread])
+        board.tell(wait.meeting.group_name, sorted(found), self._verdicts[thread])
         if not _break_off(wait.meeting):
             _LOG.error("shardwise: %s", self._verdicts[thread])
 
@@ -267,12 +267,16 @@ class _Board:
     def clear(self) -> None:
         self._store.set(str(dist.get_rank()), "")
 
-    def tell(self, group: str, verdict: str) -> None:
-        self._store.set(f"verdict/{group}", verdict)
+    def tell(self, group: str, ranks: Sequence[int], verdict: str) -> None:
+        for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
+            self._store.set(key, verdict)
 
-    def told(self, group: str) -> str | None:
-        key = f"verdict/{group}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def told(self, group: str, ranks: Sequence[int]) -> str | None:
+        """Return what was told of a group; else of a rank in it, that waits in another one."""
+        for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
+            if self._store.check([key]):
+                return self._store.get(key).decode()
+        return None
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank that waits has published, else None; never waits for it."""
@@ -334,10 +338,13 @@ def _where(thread: int) -> str:
 
 
 def _told(meeting: Meeting) -> str | None:
-    """Return the circle that another rank has found, and broken off; None where there is none."""
+    """Return the circle that another rank has found, and broken off; None where there is none.
+
+    Replicas wait for a rank of the circle in a group of their own: it fails when that rank ends.
+    """
     try:
         store = dist.distributed_c10d._get_default_store()
-        return _Board(store).told(meeting.group_name)
+        return _Board(store).told(meeting.group_name, meeting.ranks)
     except (RuntimeError, ValueError):  # the process group, or its store, is gone
         return None
 
