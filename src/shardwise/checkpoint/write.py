@@ -94,13 +94,12 @@ def write_checkpoint(
     **Raises** CheckpointError, the same on all ranks; the target is as it was then.
     """
     assert len(nonce) == NONCE_BYTES
-    first = control.rank == 0
     made: list[Path] = []  # by rank 0: the temporary folder
     left: list[Path | None] = []
 
     def begin() -> bytes:
         meant = bytes.fromhex(digest_of(_meant(manifest)))
-        if first:
+        if control.rank == 0:
             made.append(prepare(files, target, nonce, replace, held))
         return nonce + meant
 
@@ -109,7 +108,7 @@ def write_checkpoint(
         _write_small(files, folder / MANIFEST, seal(whole))
 
     def give_name() -> None:
-        if first:
+        if control.rank == 0:
             with held:
                 left.append(commit(files, folder, target, ranks, write_manifest, replace))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meeting_of
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
@@ -20,6 +20,7 @@ def start_all_gather(
 
     **Cost** (ranks - 1) x the slot, padding included; no buffers.
     """
+    meeting = meeting_of(site, axis)
     items = [item for item in items if item.segment.slot_numel]
     outputs = [item.full for item in items]
     inputs = [item.source for item in items]
@@ -29,10 +30,10 @@ def start_all_gather(
         for item, output, source in zip(items, outputs, inputs, strict=True):
             if not item.in_place:
                 output.copy_(source)
-        return Pending(site, axis, ())
-    with blame(site, axis):
+        return Pending(meeting, ())
+    with blame(meeting):
         works = [axis.group.allgather_into_tensor_coalesced(outputs, inputs)] if inputs else []
-    return Pending(site, axis, works, keep=items)
+    return Pending(meeting, works, keep=items)
 
 
 def start_reduce_scatter(
@@ -43,6 +44,7 @@ def start_reduce_scatter(
     **Cost** sends slot x (ranks - 1) in ``out``'s dtype; packs (and casts) what is not even, not
     contiguous or of another dtype into one buffer, in one pass.
     """
+    meeting = meeting_of(site, axis)
     outputs = [item.out for item in items if item.segment.slot_numel]
     inputs = _inputs([item for item in items if item.segment.slot_numel], axis.size)
     sent = sum(o.nbytes for o in outputs) * (axis.size - 1)
@@ -53,14 +55,14 @@ def start_reduce_scatter(
         if pairs:
             torch._foreach_copy_([o for o, _ in pairs], [i for _, i in pairs])
     else:
-        with blame(site, axis):
+        with blame(meeting):
             works = [axis.group.reduce_scatter_tensor_coalesced(outputs, inputs)] if inputs else []
 
     def finish() -> None:
         if divisor != 1 and outputs:
             torch._foreach_div_(outputs, float(divisor))
 
-    return Pending(site, axis, works, finish, (items, inputs))
+    return Pending(meeting, works, finish, (items, inputs))
 
 
 def _inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:

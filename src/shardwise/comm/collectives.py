@@ -14,7 +14,15 @@ import torch.distributed.nn.functional
 
 from shardwise.comm import coalesced, point_to_point
 from shardwise.comm.control import Control, SoloControl
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meets
+from shardwise.comm.pending import (
+    GatherItem,
+    Pending,
+    ReduceItem,
+    Site,
+    blame,
+    meeting_of,
+    meets,
+)
 from shardwise.comm.watch import WATCH
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axes, Axis
@@ -116,11 +124,12 @@ class Comm:
         for axis in self.axes.all:
             if axis.size > 1:
                 self.traffic.add(f"{axis.name}.flags", site.unit, flags.nbytes * (axis.size - 1))
-                with blame(site, axis):
+                meeting = meeting_of(site, axis)
+                with blame(meeting):
                     if pendings:
                         pendings[-1].wait()
                     work = self._start_max(flags, axis)
-                pendings.append(Pending(site, axis, (work,), keep=flags))
+                pendings.append(Pending(meeting, (work,), keep=flags))
         return pendings[-1:]
 
     def _start_max(self, flags: torch.Tensor, axis: Axis) -> Any:
@@ -140,7 +149,7 @@ class Comm:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", site.unit, values.nbytes * (axis.size - 1))
         rows = [torch.empty_like(values) for _ in range(axis.size)]
-        with meets(site, axis):
+        with meets(meeting_of(site, axis)):
             dist.all_gather(rows, values.contiguous(), axis.group)
         return torch.stack(rows)
 
@@ -148,7 +157,7 @@ class Comm:
         """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica."""
         for axis in reversed(self.axes.all):
             if axis.size > 1:
-                with meets(site, axis):
+                with meets(meeting_of(site, axis)):
                     first = source if axis is self.axes.shard else 0
                     dist.broadcast(tensor, group=axis.group, group_src=first)
 

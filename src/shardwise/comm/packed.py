@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise.comm import point_to_point
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import GatherItem, Pending, Site, blame, meets
+from shardwise.comm.pending import GatherItem, Pending, Site, blame, meeting_of, meets
 from shardwise.mesh import Axis
 
 
@@ -53,7 +53,7 @@ class PackedComm(Comm):
         """
         items = [item for item in items if item.segment.slot_numel]
         if not items:
-            return Pending(site, axis, ())
+            return Pending(meeting_of(site, axis), ())
         is_gloo = "gloo" in axis.backend
         if is_gloo and transfer is None and _GATHER is _gather_function() and not _is_traced():
             return point_to_point.start_all_gather(items, axis, site, self.traffic)
@@ -67,7 +67,8 @@ class PackedComm(Comm):
             torch.cat(sources, out=packed)
             output = _allocate(transfer, packed.numel() * axis.size, dtype, device)
         self.traffic.add(f"{axis.name}.{site.kind}", site.unit, packed.nbytes * (axis.size - 1))
-        with blame(site, axis):
+        meeting = meeting_of(site, axis)
+        with blame(meeting):
             work = _all_gather(transfer, output, packed, axis.group)
 
         def unpack() -> None:
@@ -76,7 +77,7 @@ class PackedComm(Comm):
             torch._foreach_copy_(places, list(rows))
 
         finish = None if output is items[0].full else unpack
-        return Pending(site, axis, [work] if work else [], finish, (packed, output))
+        return Pending(meeting, [work] if work else [], finish, (packed, output))
 
     def scatter_packed(
         self,
@@ -89,14 +90,15 @@ class PackedComm(Comm):
     ) -> Pending:
         """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
         self.traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
-        with blame(site, axis):
+        meeting = meeting_of(site, axis)
+        with blame(meeting):
             if transfer is not None:
                 work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
             else:
                 work = _reduce_scatter()(
                     output=out, input=packed, group=axis.group, op=op, async_op=True
                 )
-        return Pending(site, axis, [work] if work else [], keep=(packed, out))
+        return Pending(meeting, [work] if work else [], keep=(packed, out))
 
     def _start_max(self, flags: torch.Tensor, axis: Axis) -> Any:
         """Ask the backend itself, so that it is not among the collectives that tools count."""
@@ -108,7 +110,7 @@ class PackedComm(Comm):
     def sum_replicas(self, values: torch.Tensor, axis: Axis, site: Site, op: Any) -> None:
         """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
         self.traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
-        with meets(site, axis):
+        with meets(meeting_of(site, axis)):
             dist.all_reduce(values, group=axis.group, op=op)
 
 

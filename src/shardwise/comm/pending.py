@@ -59,14 +59,13 @@ class Pending:
 
     def __init__(
         self,
-        site: Site,
-        axis: Axis,
+        meeting: Meeting,
         works: Sequence[Any],
         finish: Callable[[], None] | None = None,
         keep: object = None,
     ) -> None:
-        self._meeting = _meeting(site, axis)
-        self._number = WATCH.begin(self._meeting) if works else 0
+        self._meeting = meeting
+        self._number = WATCH.begin(meeting) if works else 0
         self._works = works
         self._finish = finish
         self._keep = keep
@@ -89,7 +88,8 @@ class Pending:
             _abandoned.append(self._works)
 
 
-def _meeting(site: Site, axis: Axis) -> Meeting:
+def meeting_of(site: Site, axis: Axis) -> Meeting:
+    """Return a collective over an axis as the watch sees it; once for its start and its wait."""
     return Meeting(site.kind, site.unit, site.index, axis.name, axis.group)
 
 
@@ -101,8 +101,8 @@ class blame:  # noqa: N801 - reads as a statement
 
     __slots__ = ("_meeting",)
 
-    def __init__(self, site: Site, axis: Axis) -> None:
-        self._meeting = _meeting(site, axis)
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
 
     def __enter__(self) -> None:
         WATCH.refuse_failed(self._meeting.text, self._meeting.group)
@@ -138,7 +138,7 @@ class _Wait(blame):
     __slots__ = ("_number",)
 
     def __init__(self, meeting: Meeting, number: int) -> None:
-        self._meeting = meeting
+        super().__init__(meeting)
         self._number = number
 
     def __enter__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meeting_of
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
@@ -87,7 +87,8 @@ def start_all_gather(
     mine = _as_bytes([i.source[: _length(i, me)] for i in small])
     packed = torch.cat(mine) if mine else None
     stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-    with blame(site, axis):
+    meeting = meeting_of(site, axis)
+    with blame(meeting):
         for step in range(1, axis.size):
             to, frm = (me + step) % axis.size, (me - step) % axis.size
             for item in large:
@@ -107,7 +108,7 @@ def start_all_gather(
             for place, piece in zip(into, staging.split([t.numel() for t in into]), strict=True):
                 place.copy_(piece)
 
-    return Pending(site, axis, exchange.works, unpack if stagings else None, (items, packed))
+    return Pending(meeting, exchange.works, unpack if stagings else None, (items, packed))
 
 
 def _length(item: GatherItem, rank: int) -> int:
@@ -164,7 +165,8 @@ def start_reduce_scatter(
     exchange = _Exchange(site, axis)
     sums: list[_Sum] = []
     unpacks: list[Callable[[], None]] = []
-    with blame(site, axis):
+    meeting = meeting_of(site, axis)
+    with blame(meeting):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             _send_slots(exchange, items, to)
@@ -180,7 +182,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(site, axis, exchange.works, finish, items)
+    return Pending(meeting, exchange.works, finish, items)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

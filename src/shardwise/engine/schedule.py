@@ -165,6 +165,7 @@ class Schedule(Generic[U]):
         self._order = Order(())
         self._ahead: set[int] = set()
         self._gathers: list[int] = []
+        self._places: dict[int, int] = {}  # of each unit in these
         self._num_reached = 0  # of these, in the pass under way
         self._turns = Turns(())
         self._closed: list[int] = []
@@ -205,6 +206,7 @@ class Schedule(Generic[U]):
         """Take over the orders that all ranks share from now on."""
         indices = [u.index for u in self.units]
         self._gathers = complete(gathers, indices)
+        self._places = {index: place for place, index in enumerate(self._gathers)}
         self._turns = Turns(complete(closes, indices[::-1]))
         self._turns.end()
 
@@ -230,7 +232,7 @@ class Schedule(Generic[U]):
     def start_unshard(self, unit: U) -> None:
         """Start gathering a unit; in turns, whoever comes before it first."""
         if self._gathers_in_turn:
-            self._gather_in_turn(0, self._gathers.index(unit.index))
+            self._gather_in_turn(0, self._places[unit.index])
         unit.start_unshard()
 
     def _gather_in_turn(self, begin: int, end: int) -> None:
@@ -242,7 +244,7 @@ class Schedule(Generic[U]):
 
     def _reach(self, unit: U) -> list[int]:
         """Take part in all gathers before a unit that runs now; return those that come after it."""
-        place = self._gathers.index(unit.index)
+        place = self._places[unit.index]
         self._gather_in_turn(self._num_reached, place)
         self._num_reached = max(self._num_reached, place)
         return self._gathers[place + 1 :]

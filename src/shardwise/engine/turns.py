@@ -17,6 +17,7 @@ class Turns:
 
     def __init__(self, order: Sequence[int]) -> None:
         self._order = list(order)
+        self._places = {index: place for place, index in enumerate(order)}
         self._next = 0
         self._here: set[int] = set()
 
@@ -30,7 +31,7 @@ class Turns:
 
         A unit that has had its turn, and comes again, is handed on at once.
         """
-        if index in self._order[: self._next]:
+        if self._places[index] < self._next:
             return [index]
         self._here.add(index)
         begin = self._next
@@ -40,7 +41,7 @@ class Turns:
 
     def waits(self, index: int) -> bool:
         """Tell whether the unit has come, and its turn has not."""
-        return index in self._here and index in self._order[self._next :]
+        return index in self._here and self._places[index] >= self._next
 
     def end(self) -> list[int]:
         """Return all whose turn has not come, in order, and end the pass."""

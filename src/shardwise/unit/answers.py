@@ -153,7 +153,7 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if name in RANDOM or name in LIKE:
         return draw(func, name, args, kwargs, shards[0])
     if name in KERNELS:
-        made = run_kernel(func, name, args, kwargs, shards)
+        made = run_kernel(func, args, kwargs, shards)
         if made is not NotImplemented:
             return made
     if name == "_foreach_norm":

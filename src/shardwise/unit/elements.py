@@ -28,17 +28,14 @@ def is_masked_fill(tensor: Any, index: Any, value: Any) -> bool:
 
 
 def run_kernel(
-    func: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    shards: Sequence[Sliced],
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: Sequence[Sliced]
 ) -> Any:
     """Run a kernel of bitsandbytes on this rank's elements, in blocks of its own.
 
     NotImplemented where it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
     """
-    if not is_replicated(shards) and name == "optimizer_update_32bit" and args[5] is not None:
+    takes_norm = func.__name__ == "optimizer_update_32bit" and args[5] is not None
+    if takes_norm and not is_replicated(shards):
         return NotImplemented
     numel = shards[0]._local_tensor.numel()
     if numel == 0:
