@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise
 from disk import Fault, FaultyFiles
@@ -86,6 +86,61 @@ def test_a_save_between_two_micro_batches_is_refused_at_every_stage(
     tmp_path: Path, stage: int
 ) -> None:
     run_ranks(save_in_a_window, 2, str(tmp_path), stage)
+
+
+class Vector(nn.Module):
+    """One parameter: what L-BFGS joins has its shape, and is cut as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(7.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def save_l_bfgs(rank: int, world_size: int, folder: str) -> None:
+    x = torch.linspace(0, 1, 7)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - 1).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+    def build_l_bfgs(make: Any, stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = shardwise.shard(make(), stage=stage)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    for number, make in enumerate((Vector, lambda: nn.Linear(7, 2))):
+        for stage in range(4):
+            path = Path(folder, f"{number}-{stage}")
+            run = build_l_bfgs(make, stage)
+            shardwise.save(path / "fresh", *run)  # there is no state yet
+            step(*run)
+            if stage:
+                with pytest.raises(
+                    CheckpointError, match=r"LBFGS keeps its state .*optimizer=None"
+                ):
+                    shardwise.save(path / "all", *run)
+                shardwise.save(path / "model", run[0])
+                assert [each.name for each in sorted(path.iterdir())] == ["fresh", "model"]
+                continue
+            shardwise.save(path / "all", *run)
+            other = build_l_bfgs(make, stage)
+            shardwise.load(path / "all", *other)
+            for one in (run, other):
+                step(*one)
+            for ours, theirs in zip(*(m.parameters() for m, _ in (run, other)), strict=True):
+                assert torch.equal(ours.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+
+
+def test_a_save_says_that_the_state_of_l_bfgs_is_kept_at_stage_0_only(tmp_path: Path) -> None:
+    run_ranks(save_l_bfgs, 2, str(tmp_path))
 
 
 def inside_gathered(rank: int, world_size: int, folder: str) -> None:

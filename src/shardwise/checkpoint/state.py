@@ -231,16 +231,17 @@ def _collect_optimizer(
         for key, value in optimizer.state.get(slot.param, {}).items():
             if isinstance(value, ShardTensor):
                 if not value._cut.matches(slot.cut):
-                    raise CheckpointError(
-                        f"optimizer state '{key}' of '{cut.name}' is cut otherwise than its "
-                        f"parameter: {value._cut.shape} against {slot.cut.shape}"
-                    )
+                    raise _not_of_one(optimizer, key, cut.name)
                 sharded.append(_sliced(cut, key, value))
             elif isinstance(value, torch.Tensor):
                 whole.append(
                     _whole(TensorInfo("optimizer", cut.name, "", tuple(value.shape), key), value)
                 )
             else:
+                if isinstance(value, list | tuple) and any(
+                    isinstance(each, ShardTensor) for each in value
+                ):
+                    raise _not_of_one(optimizer, key, cut.name)
                 values.setdefault(cut.name, {})[key] = value
     groups = [
         {**group, "params": [cuts[id(slot)].name for slot in of_group]}
@@ -252,6 +253,17 @@ def _collect_optimizer(
         whole.append(_whole(TensorInfo("optimizer", "", "", tuple(tensor.shape), place), tensor))
     class_name = type(optimizer).__name__
     return OptimizerRow(class_name=class_name, groups=encoded_groups, state=encoded_state)
+
+
+def _not_of_one(optimizer: torch.optim.Optimizer, key: str, name: str) -> CheckpointError:
+    """Return the error of state that is not one parameter's, and so cannot be cut anew."""
+    kind = type(optimizer).__name__
+    return CheckpointError(
+        f"optimizer: {kind} keeps its state '{key}', found at '{name}', in tensors that are not "
+        "cut as that parameter is (L-BFGS joins all parameters), and a checkpoint has state "
+        f"parameter by parameter. Save with optimizer=None, and {kind} starts anew after a load; "
+        "at stage 0 its state is saved"
+    )
 
 
 def _own_values(
