@@ -1,6 +1,7 @@
 """A rank that waits for others is told who is missing; one that waits for ever is told why."""
 
 import io
+import re
 import sys
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from ranks import run_ranks
 from shardwise import shard
-from shardwise.comm.watch import WATCH
+from shardwise.comm.watch import WATCH, Meeting
 from shardwise.errors import CollectiveError
 
 LIMIT_S = 300.0  # against hangs only
@@ -151,6 +152,36 @@ def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(num_ranks):
             assert line.startswith(f"shardwise: rank {rank} has waited 2 s in all_gather of unit")
             assert f"rank {num_ranks - 1} is in no call of Shardwise" in line
             assert "test_waits.py:" in line and line.endswith("Every rank must make this call")
+
+
+def test_what_waits_has_a_name_that_people_understand():
+    def text(kind, unit):
+        return Meeting(kind, unit, 0, "shard", None).text
+
+    assert text("all_gather", "") == "all_gather of unit '(root)' over axis 'shard'"
+    assert text("all_gather", "blocks.0") == "all_gather of unit 'blocks.0' over axis 'shard'"
+    assert text("broadcast", "head.bias") == "broadcast of 'head.bias' over axis 'shard'"
+    assert text("gather", "(norm)") == "gather of a norm over axis 'shard'"
+    sources = Path(shardwise.__file__).parent.rglob("*.py")
+    named = re.findall(r'Site\("(\w+)", "(\(\w+\))"', "".join(map(Path.read_text, sources)))
+    assert len(named) > 5
+    assert not [pair for pair in named if pair[1] in text(*pair)]
+
+
+def gather_alone(rank, world_size):
+    """Gather the root unit, whose name is empty, without a rank that has ended."""
+    model = shard(nn.Linear(4, 4), stage=3)
+    if rank:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    return str(caught.value)
+
+
+def test_the_root_unit_is_named_when_another_rank_has_ended():
+    found = run_ranks(gather_alone, 2, timeout_s=LIMIT_S, fresh=True)
+    assert "rank 0: all_gather of unit '(root)' over axis 'shard' (2 ranks) failed" in found[0]
 
 
 def grid():

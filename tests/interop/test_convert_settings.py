@@ -165,8 +165,8 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path
     ("text", "named"),
     [
         ("fsdp_config:\n  fsdp_offload_params: true\n", "CPUOffloadPolicy"),
-        ("deepspeed_config:\n  offload_param_device: nvme\n", "not there yet"),
-        ("mixed_precision: fp8\n", "fp8 is not there"),
+        ("deepspeed_config:\n  offload_param_device: nvme\n", "offload to NVMe: shard"),
+        ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("fsdp_config:\n  fsdp_sharding_stratgy: x\n", "did you mean 'fsdp_sharding_strategy'"),
         ("deepspeed_config:\n  gradient_clipping: lots\n", "expected a number of 0 or more"),
     ],

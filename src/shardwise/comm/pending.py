@@ -113,8 +113,7 @@ class blame:  # noqa: N801 - reads as a statement
         meeting = self._meeting
         cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
         raise CollectiveError(
-            f"rank {dist.get_rank()}: {meeting.kind} of unit '{meeting.unit or '(root)'}' over "
-            f"axis '{meeting.axis}' ({len(meeting.ranks)} ranks) failed: {cause}"
+            f"rank {dist.get_rank()}: {meeting.text} ({len(meeting.ranks)} ranks) failed: {cause}"
         ) from error
 
 

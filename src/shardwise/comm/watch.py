@@ -44,6 +44,16 @@ AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 _MAX_RANKS_SHOWN = 8
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
+# What small collectives are of, by the name in the place of a unit's.
+_OTHERS = {
+    "(all)": "the flags of all units",
+    "(gathered)": "what gathered() writes back",
+    "(generator)": "a random generator's state",
+    "(norm)": "a norm",
+    "(number)": "the model's number",
+    "(seed)": "the seed of the parameters",
+    "(tensor)": "a whole tensor",
+}
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
@@ -80,7 +90,8 @@ class Meeting:
         """Return the collective's name for people."""
         if not self.axis:
             return self.kind
-        return f"{self.kind} of unit '{self.unit or '(root)'}' over axis '{self.axis}'"
+        unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
+        return f"{self.kind} of {_OTHERS.get(self.unit, unit)} over axis '{self.axis}'"
 
     @property
     def ranks(self) -> tuple[int, ...]:

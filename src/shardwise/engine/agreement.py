@@ -106,7 +106,7 @@ def start_facts(
     replicas = axes.replicate.size if axes.replicate else 1
     facts.append(
         f"mesh of {replicas} replicas x {axes.shard.size} shards, {mesh.device_type}, "
-        f"axes {mesh.mesh_dim_names}, ranks {mesh.mesh.tolist()}"
+        f"axes {mesh.mesh_dim_names or '(unnamed)'}, ranks {mesh.mesh.tolist()}"
     )
     for unit in specs:
         kind = ", optional" if unit.optional else ""

@@ -32,7 +32,10 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
     **Cost** the memory of the slices again; one small broadcast, one gloo group.
     """
     if engine.is_running():
-        raise StateError("copy.deepcopy of a sharded model inside a forward or backward pass")
+        raise StateError(
+            "copy.deepcopy of a sharded model inside a forward or backward pass: copy it between "
+            "two passes"
+        )
     if engine.broken is not None:
         raise StateError(f"copy.deepcopy: the parameters are not to be used: {engine.broken}")
     axes = engine.comm.axes

@@ -47,13 +47,11 @@ def gathered(
     **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
     graph recorded inside is dropped.
 
-    **Raises** StateError on all ranks when a tensor was changed without ``writeback``.
+    **Raises** StateError on all ranks when a tensor was changed without ``writeback``; ConfigError
+    at once for a ``source`` that is no rank.
     """
     engine, slots = _slots_of(targets)
-    if engine.suspended:
-        raise StateError("gathered(): the model is gathered already; leave that context first")
-    if engine.broken is not None:
-        raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
+    _check(engine, source)
     engine.forget_cut_pass()
     with torch.no_grad():
         fulls = [nn.Parameter(s.param.full_tensor(), requires_grad=False) for s in slots]
@@ -157,6 +155,22 @@ def _slots_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, li
     return scheduler, slots
 
 
+def _check(engine: Engine, source: int | None) -> None:
+    """Refuse a context that would be wrong, before anything is gathered."""
+    size = engine.comm.axes.shard.size
+    if source is not None and source not in range(size):
+        raise ConfigError(
+            f"gathered(source={source!r}): expected a rank of the shard axis, 0 to {size - 1}"
+        )
+    if engine.suspended:
+        raise StateError(
+            "gathered(): the model is gathered already, by an outer `with`: use the full "
+            "parameters that it gave, or leave it first"
+        )
+    if engine.broken is not None:
+        raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
+
+
 def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
     for slot, param in zip(slots, params, strict=True):
         for use in slot.uses:
@@ -167,9 +181,6 @@ def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
 def _write_back(
     engine: Engine, slots: list[Slot], fulls: list[nn.Parameter], source: int | None
 ) -> None:
-    size = engine.comm.axes.shard.size
-    if source is not None and source not in range(size):
-        raise ConfigError(f"source={source}: the shard axis has the ranks 0 to {size - 1}")
     for slot, full in zip(slots, fulls, strict=True):
         if source is not None:
             engine.comm.broadcast(full.data, _SITE, source)

@@ -177,7 +177,10 @@ class Accelerator(_Accelerator):
         else:
             return  # accelerate says so, on all ranks
         if not folder.is_dir() or (input_dir is None and not any(folder.iterdir())):
-            raise CheckpointError(f"load_state: {folder}: there is no saved state")
+            raise CheckpointError(
+                f"load_state: {folder}: there is no saved state; give the folder that save_state() "
+                "wrote"
+            )
 
     @contextmanager
     def _optimizers_apart(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ def _clipping(path: Path, value: Any) -> float:
 
 def _check(path: Path, content: Mapping[str, Any], offload: Offload) -> None:
     if str(content.get("mixed_precision")).lower() == "fp8":
-        raise ConfigError(f"{path}: mixed_precision: fp8 is not there; use bf16")
+        raise ConfigError(f"{path}: mixed_precision: fp8 is not supported; use bf16")
     for name in ("tp", "cp", "sp"):
         key = f"parallelism_config_{name}_size"
         size = (content.get("parallelism_config") or {}).get(key)
@@ -121,7 +121,10 @@ def _check(path: Path, content: Mapping[str, Any], offload: Offload) -> None:
             )
     homes = {offload.params, offload.optimizer}
     if "nvme" in homes:
-        raise ConfigError(f"{path}: offload to NVMe is not there yet; leave it out")
+        raise ConfigError(
+            f"{path}: offload to NVMe: shard() keeps state on the device; leave it out. For the "
+            "host there is shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy())"
+        )
     if "host" in homes:
         raise ConfigError(
             f"{path}: offload to the host: shard() keeps state on the device; call "

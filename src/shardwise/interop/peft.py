@@ -131,7 +131,10 @@ def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, ShardTens
     """Return what PEFT saves of an adapter: the sharded parameters by their names."""
     configs = _configs_of(model)
     if adapter not in configs:
-        raise ConfigError(f"adapter '{adapter}': the model has {', '.join(map(repr, configs))}")
+        raise ConfigError(
+            f"adapter={adapter!r}: the model has no such adapter; it has "
+            f"{', '.join(map(repr, configs))}"
+        )
     state = model.state_dict(keep_vars=True)
     if _is_prompt(model, adapter):
         encoder = f"prompt_encoder.{adapter}."

@@ -173,4 +173,4 @@ class Materializer:
                     self._reset_of(module, name)(module)
                 continue
             for key, buffer in buffers.items():
-                self._comm.broadcast(buffer, Site("broadcast", f"{name}.{key}", 0))
+                self._comm.broadcast(buffer, Site("broadcast", f"{name}.{key}".lstrip("."), 0))

@@ -67,8 +67,9 @@ class PartialGrad(torch.Tensor):
 
 
 def _not_reduced(name: str, slots: Sequence[Holder]) -> StateError:
+    which = f"'{slots[0].name}'" if slots else "a parameter"
     return StateError(
-        f"{name}: the gradient of '{slots[0].name if slots else '?'}' is not reduced yet, because "
+        f"{name}: the gradient of {which} is not reduced yet, because "
         "the accumulation window is still open. Run the window's last micro-batch under "
         "`shardwise.accumulate(model, last=True)` before clipping or stepping"
     )

@@ -132,7 +132,10 @@ class DeepSpeedSettings:
         """
         schedule = self.schedule
         if schedule is None:
-            raise ConfigError(f"{self.report.source}: it has no scheduler")
+            raise ConfigError(
+                f"{self.report.source}: it has no scheduler; make your own from "
+                "torch.optim.lr_scheduler, or do without"
+            )
         if not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"scheduler(): expected an optimizer of torch, got {optimizer!r}")
         if isinstance(schedule, TorchSchedule):

@@ -78,8 +78,8 @@ class ShardwiseStrategy(_DDPStrategy):
         for name in options:
             if name not in known:
                 raise ConfigError(
-                    f"ShardwiseStrategy({name}=): expected mesh, cluster_environment, "
-                    f"process_group_backend, timeout, {', '.join(known)}"
+                    f"ShardwiseStrategy({name}=): there is no such option; expected one of mesh, "
+                    f"cluster_environment, process_group_backend, timeout, {', '.join(known)}"
                 )
         self._options = options
         self._mesh = mesh
@@ -241,7 +241,10 @@ class ShardwiseStrategy(_DDPStrategy):
     ) -> None:
         """Save a checkpoint folder at the path, every rank its slices; see `save_lightning`."""
         if storage_options is not None:
-            raise ConfigError("storage_options: shards go to a file system that all ranks see")
+            raise ConfigError(
+                f"storage_options={storage_options!r}: shards go to a file system that all ranks "
+                "see, which has no options; leave them out"
+            )
         path = self._local(self.broadcast(filepath))
         save_lightning(path, self.lightning_module, self.optimizers, checkpoint)
 

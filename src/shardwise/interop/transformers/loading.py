@@ -123,7 +123,8 @@ def load_weights(model: Any, path: str | Path) -> None:
     if report.mismatched_keys:
         name, there, here = min(report.mismatched_keys)
         raise CheckpointError(
-            f"{source.where}: '{name}' has shape {tuple(there)} there and {tuple(here)} here"
+            f"{source.where}: '{name}' has shape {tuple(there)} there and {tuple(here)} here; load "
+            "weights of this model, or build the model from their config"
         )
     _read(engine, model, source, recipes, _dtypes_of(model), report)
     if not is_theirs:
@@ -150,7 +151,13 @@ class _Loader:
     ) -> tuple[Any, None]:
         """Shard the model, which is on the meta device, and read its values."""
         if load_config.hf_quantizer is not None:
-            raise ConfigError("the weights are quantized; expected weights in a float dtype")
+            method = getattr(load_config.hf_quantizer, "quantization_config", None)
+            kind = getattr(method, "quant_method", None)
+            raise ConfigError(
+                f"from_pretrained: the weights are quantized{f' ({kind})' if kind else ''}, and "
+                "quantized weights cannot be sharded; give the path of weights in a float dtype, "
+                "and no quantization_config"
+            )
         source = _open(checkpoint_files or ())
         report = _new_report(model)
         mapping = load_config.weight_mapping or []
@@ -182,7 +189,10 @@ def _class_of(path: str | Path, model_class: Any, options: Mapping[str, Any]) ->
     if is_auto:
         mapping = model_class._model_mapping
         if type(config) not in mapping:
-            raise ConfigError(f"{model_class.__name__} has no model for a {type(config).__name__}")
+            raise ConfigError(
+                f"model_class={model_class.__name__} has no model for a {type(config).__name__}, "
+                f"which is the config in {path}; give another class, or none"
+            )
         return _get_model_class(config, mapping)
     names = getattr(config, "architectures", None) or ()
     found = next((c for n in names if (c := getattr(transformers, n, None)) is not None), None)

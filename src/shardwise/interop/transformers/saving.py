@@ -140,9 +140,15 @@ def _check(model: Any, options: Mapping[str, Any]) -> None:
         raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
     for name in ("push_to_hub", "variant", "distributed_checkpoint"):
         if options.get(name):
-            raise ConfigError(f"save_pretrained: {name} is not for a sharded model; save without")
+            raise ConfigError(
+                f"save_pretrained({name}={options[name]!r}): not for a sharded model. Leave it "
+                "out: what is written is an ordinary folder, which can be uploaded or renamed"
+            )
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ConfigError("save_pretrained: the model has adapters; save it as a PEFT model")
+        raise ConfigError(
+            "save_pretrained: the model has adapters of PEFT inside (add_adapter()); build it with "
+            "peft.get_peft_model() instead, whose save_pretrained() works"
+        )
 
 
 def _bytes_of(size: int | str) -> int:

@@ -58,7 +58,10 @@ class _Sharded:
             prepare(model)
             for name in ("fsdp", "deepspeed"):
                 if getattr(settings, name, None):
-                    raise ConfigError(f"TrainingArguments.{name}: the model is sharded already")
+                    raise ConfigError(
+                        f"TrainingArguments.{name}={getattr(settings, name)!r}: the model is "
+                        "sharded already, by shard(); leave this argument out"
+                    )
         elif model is not None and any(isinstance(p, ShardTensor) for p in model.parameters()):
             raise ConfigError(
                 f"model: a part of this {type(model).__name__} is sharded; give shard() the whole "
@@ -91,7 +94,7 @@ class _Sharded:
             if not any(id(p) in own for group in groups for p in group["params"]):
                 raise ConfigError(
                     "optimizers=: the optimizer has no parameter of the sharded model, so it "
-                    " would train nothing; build the optimizer after shard()"
+                    "would train nothing; build the optimizer after shard()"
                 )
         return optimizer
 
