@@ -250,7 +250,7 @@ def zero(**keys: Any) -> dict[str, Any]:
         (zero(cpu_offload=True, offload_optimizer={}), "offload_optimizer sets the same"),
         (zero(cpu_offload=True), "CPUOffloadPolicy"),
         (zero(offload_optimizer={"device": "cpu"}), r"fully_shard\(model, offload_policy="),
-        (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "not there yet"),
+        (zero(offload_param={"device": "nvme", "nvme_path": "/x"}), "offload to NVMe: shard"),
         (zero(offload_param={"device": "gpu"}), "expected one of none, cpu, nvme, got 'gpu'"),
         (zero(zenflow={"topk_ratio": 0.1}), "approximates the step"),
         ({"zero_optimization": 3}, "expected a block of keys, got 3"),

@@ -428,7 +428,7 @@ def test_what_does_not_go_is_said(tmp_path: Path) -> None:
 
 
 def test_options_are_checked_before_a_process_starts() -> None:
-    with pytest.raises(ConfigError, match=r"ShardwiseStrategy\(stages=\): expected mesh"):
+    with pytest.raises(ConfigError, match=r"ShardwiseStrategy\(stages=\): there is no such option"):
         ShardwiseStrategy(stages=3)
     with pytest.raises(ConfigError, match="stage=5"):
         ShardwiseStrategy(stage=5)

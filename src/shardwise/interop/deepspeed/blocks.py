@@ -115,7 +115,11 @@ def place_state(reader: Reader, name: str, where: Any, what: str, found: dict[st
             'torch.distributed.fsdp; to go on with shard(), give "none"',
         )
     elif where == "nvme":
-        raise reader.refusal(name, 'state on NVMe is not there yet; give "none"')
+        raise reader.refusal(
+            name,
+            'offload to NVMe: shard() keeps state on the device; give "none". For the host there is '
+            "shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy())",
+        )
 
 
 def _offload(reader: Reader, name: str, block: Any, found: dict[str, Any]) -> None:
