@@ -182,22 +182,6 @@ def _check(engine: Engine, source: int | None) -> None:
     engine.conditions.check_usable("gathered(): ")
 
 
-def _check(engine: Engine, source: int | None) -> None:
-    """Refuse a context that would be wrong, before anything is gathered."""
-    size = engine.comm.axes.shard.size
-    if source is not None and source not in range(size):
-        raise ConfigError(
-            f"gathered(source={source!r}): expected a rank of the shard axis, 0 to {size - 1}"
-        )
-    if engine.suspended:
-        raise StateError(
-            "gathered(): the model is gathered already, by an outer `with`: use the full "
-            "parameters that it gave, or leave it first"
-        )
-    if engine.broken is not None:
-        raise StateError(f"gathered(): the model's parameters are not to be used: {engine.broken}")
-
-
 def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
     for slot, param in zip(slots, params, strict=True):
         for use in slot.uses:

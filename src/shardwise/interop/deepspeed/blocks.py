@@ -117,8 +117,8 @@ def place_state(reader: Reader, name: str, where: Any, what: str, found: dict[st
     elif where == "nvme":
         raise reader.refusal(
             name,
-            'offload to NVMe: shard() keeps state on the device; give "none". For the host there is '
-            "shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy())",
+            'offload to NVMe: shard() keeps state on the device; give "none". For the host there '
+            "is shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy())",
         )
 
 
