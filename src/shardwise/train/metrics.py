@@ -25,8 +25,6 @@ from rich.progress import (
 from shardwise.progress import Clock, ProgressLines, bar
 from shardwise.quantities import format_bytes
 
-__all__ = ["MetricsFile", "ProgressBar", "show_load"]
-
 
 class MetricsFile:
     """Append JSON lines to a file; keys name their unit, and each line is flushed.
