@@ -16,7 +16,6 @@ from shardwise.plan.model.shapes import (
     gpt_shape,
     llama_shape,
     mpt_shape,
-    parse_arch,
 )
 
 TABLE = Path(__file__).parent / "data" / "published_runs.csv"
@@ -29,6 +28,24 @@ _LARGEST_ARCH = {"L": 2000, "h": 1 << 17, "f": 1 << 20, "a": 4096, "kv": 4096, "
 
 class Unmodelled(Exception):
     """Why a row is not predicted, in a few words that rows of one kind share."""
+
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+
+
+def parse_arch(text: str) -> dict[str, int]:
+    """Read ``L32 h4096 f14336 a32 kv8 V128256`` into numbers by letter; unknown parts are left out.
+
+    ``V250k`` is 250,000 and ``mlp_ratio 8/3`` becomes ``f``, rounded up to a multiple of 256.
+    """
+    found: dict[str, int] = {}
+    for key, number, kilo in re.findall(r"\b(L|h|f|a|kv|V)~?" + _NUMBER + r"(k?)\b", text):
+        found.setdefault(key, round(float(number) * (1000 if kilo else 1)))
+    ratio = re.search(r"mlp_ratio (\d+)/(\d+)", text)
+    if ratio and "h" in found and "f" not in found:
+        width = found["h"] * int(ratio[1]) // int(ratio[2])
+        found["f"] = -(-width // 256) * 256
+    return found
 
 
 @dataclass(frozen=True)

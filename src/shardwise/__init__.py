@@ -3,7 +3,7 @@
 Reading order, which is also the import order (a file imports only from what stands above it)::
 
     errors, quantities        what is raised; how bytes are written
-    progress                  lines about long work, where no terminal shows a bar
+    progress                  how far long work is: a bar, or lines
     svg                       what all pictures are drawn with
     versions                  which versions of other libraries were tested
     keys                      keys of files and flags, checked, with errors for people

@@ -1,14 +1,22 @@
-"""Lines on stderr that say how far long work is, for where no terminal shows a bar."""
+"""How far long work is: lines on stderr, or a bar where there is a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from shardwise.quantities import format_duration
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn, TaskID
+
 INTERVAL_S = 30.0
+Clock = Callable[[], float]
+Text = Callable[[float, float | None, float], str]  # of (done, total, seconds so far)
 
 
 class ProgressLines:
@@ -26,12 +34,12 @@ class ProgressLines:
 
     def __init__(
         self,
-        text: Callable[[float, float | None, float], str],
+        text: Text,
         *,
         shown: bool = True,
         first: float = 0.0,
         ends_always: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._text, self._shown, self._clock = text, shown, clock
         self._first, self._done = first, first
@@ -69,3 +77,27 @@ class ProgressLines:
             sys.stderr.flush()
         except (OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
             self._shown = False
+
+
+@contextmanager
+def bar(
+    text: Text,
+    clock: Clock,
+    *columns: ProgressColumn,
+    console: Console | None = None,
+    shown: bool = True,
+    **task: Any,
+) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
+    """Show a bar where there is a terminal, else lines of ``text``; yield what tells them.
+
+    The bar is on stderr, or on ``console``; ``task`` is what rich asks for.
+    """
+    from rich import console as consoles
+    from rich import progress as bars
+
+    console = console or consoles.Console(stderr=True)
+    lines = ProgressLines(text, shown=shown and not console.is_terminal, clock=clock)
+    hidden = not (shown and console.is_terminal)
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        yield progress, progress.add_task(**task), lines
+    lines.end()

@@ -4,10 +4,12 @@ import csv
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +21,13 @@ def published() -> Iterator[object]:
 
     yield published
     sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def parse_arch(published) -> Callable[[str], dict[str, int]]:
+    import _published_rows
+
+    return _published_rows.parse_arch
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +113,25 @@ def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path) -> 
     empty = tmp_path / "empty.csv"
     empty.write_text("id,system\nR9,torchtitan\n,\n")
     assert published.main(["--rows", str(empty)]) == 0
+
+
+def test_an_arch_is_read_by_letter(parse_arch) -> None:
+    assert parse_arch("L32 h4096 f14336 a32 kv8 V128256") == {
+        "L": 32,
+        "h": 4096,
+        "f": 14336,
+        "a": 32,
+        "kv": 8,
+        "V": 128256,
+    }
+    assert parse_arch("L? h14400 a? V250k") == {"h": 14400, "V": 250_000}
+    assert parse_arch("L32 h4096 mlp_ratio 8/3 (swiglu) a32 V103168")["f"] == 11008
+    assert parse_arch("") == {}
+
+
+def test_any_text_is_an_arch(parse_arch) -> None:
+    @given(st.text(max_size=60))
+    def check(text: str) -> None:
+        assert all(isinstance(value, int) for value in parse_arch(text).values())
+
+    check()

@@ -25,7 +25,6 @@ from shardwise.plan.model.shapes import (
     gpt_shape,
     llama_shape,
     mpt_shape,
-    parse_arch,
     shape_from_config,
 )
 from shardwise.plan.model.tape import LiveBytes, Visit, Work
@@ -250,25 +249,6 @@ def test_a_shapes_tape_can_be_played() -> None:
 
 
 # -- reading
-def test_an_arch_is_read_by_letter() -> None:
-    assert parse_arch("L32 h4096 f14336 a32 kv8 V128256") == {
-        "L": 32,
-        "h": 4096,
-        "f": 14336,
-        "a": 32,
-        "kv": 8,
-        "V": 128256,
-    }
-    assert parse_arch("L? h14400 a? V250k") == {"h": 14400, "V": 250_000}
-    assert parse_arch("L32 h4096 mlp_ratio 8/3 (swiglu) a32 V103168")["f"] == 11008
-    assert parse_arch("") == {}
-
-
-@given(st.text(max_size=60))
-def test_any_text_is_an_arch(text: str) -> None:
-    assert all(isinstance(value, int) for value in parse_arch(text).values())
-
-
 def test_a_config_json_makes_the_shape() -> None:
     config = {
         "model_type": "llama",

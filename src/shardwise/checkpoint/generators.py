@@ -5,7 +5,6 @@ every rank goes on where its own generators stood.
 """
 
 import base64
-import dataclasses
 import hashlib
 import json
 import math
@@ -25,16 +24,7 @@ _NUM_WORDS = 624  # of a Mersenne Twister
 _NUMPY = struct.Struct(f"<{_NUM_WORDS}IIId")  # keys, position, has_gauss, cached_gaussian
 _PYTHON = struct.Struct(f"<{_NUM_WORDS + 1}IId")  # keys and position, has_gauss, gauss_next
 _PYTHON_VERSION = 3  # of random.getstate()
-
-
-@dataclass(frozen=True)
-class Generators:
-    """The states as base64, so that JSON holds every bit; ``accelerator`` is None on a CPU run."""
-
-    torch: str
-    accelerator: str | None
-    numpy: str
-    python: str
+_NAMES = "torch", "accelerator", "numpy", "python"
 
 
 @dataclass(frozen=True)
@@ -51,16 +41,17 @@ class _Checked:
 def read_generators(device: torch.device) -> dict[str, Any]:
     """Return the states of this process's generators, for JSON; draws nothing.
 
+    They are base64, so that JSON holds every bit; that of an accelerator is None on a CPU run.
+
     **Raises** CheckpointError if numpy's global generator is not its default one.
     """
     accelerator = accelerator_generator(device)
-    read = Generators(
-        torch=_write(torch.get_rng_state().numpy().tobytes()),
-        accelerator=_write(accelerator.numpy().tobytes()) if accelerator is not None else None,
-        numpy=_write(_pack_numpy()),
-        python=_write(_pack_python()),
-    )
-    return dataclasses.asdict(read)
+    return {
+        "torch": _write(torch.get_rng_state().numpy().tobytes()),
+        "accelerator": _write(accelerator.numpy().tobytes()) if accelerator is not None else None,
+        "numpy": _write(_pack_numpy()),
+        "python": _write(_pack_python()),
+    }
 
 
 def set_generators(value: Any, device: torch.device) -> None:
@@ -105,10 +96,9 @@ def check_generators(value: Any, device: torch.device) -> None:
 
 def _check(value: Any, device: torch.device) -> _Checked:
     """Try every state on a generator of its own."""
-    names = [field.name for field in dataclasses.fields(Generators)]
-    if not isinstance(value, Mapping) or set(value) != set(names):
+    if not isinstance(value, Mapping) or set(value) != set(_NAMES):
         raise CheckpointError(
-            f"generators: expected the states {', '.join(names)}, got "
+            f"generators: expected the states {', '.join(_NAMES)}, got "
             f"{sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__}"
         )
     part = ""
@@ -136,7 +126,7 @@ def _check(value: Any, device: torch.device) -> _Checked:
             "damaged, or another version of torch wrote it; load without the generators to go on "
             "with other random draws"
         ) from None
-    text = json.dumps([value[name] for name in names])
+    text = json.dumps([value[name] for name in _NAMES])
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
     return _Checked(cpu, accelerator, of_numpy, of_python, digest)
 

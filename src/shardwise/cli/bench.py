@@ -18,8 +18,6 @@ from shardwise.train.launch import INTERRUPTED, RankPlace, launch_local_ranks
 if TYPE_CHECKING:
     from shardwise.plan.machine.calibration import Calibration
 
-__all__ = ["run_command"]
-
 _BAD_CONFIG, _FAILED = 2, 1
 _DEFAULT = Path("shardwise-calibration.json")
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.read import Checkpoint
     from shardwise.checkpoint.verify import Verified
 
-__all__ = ["app"]
-
 _WRONG, _FAILED = 2, 1
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from shardwise.interop.deepspeed.report import Report
 
-__all__ = ["run_command", "show_report"]
-
 _BAD_CONFIG = 2
 _WIDTH = 120
 

@@ -6,8 +6,6 @@ import typer
 
 from shardwise.cli.ckpt import app as ckpt_app
 
-__all__ = ["app", "main"]
-
 _PASSED_ON = {
     "allow_extra_args": True,
     "allow_interspersed_args": False,

@@ -5,22 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
-    Progress,
     ProgressColumn,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
-from shardwise.progress import ProgressLines
+from shardwise.progress import Clock, bar
 from shardwise.quantities import format_bytes
 
 
@@ -32,23 +28,6 @@ class _Bytes(ProgressColumn):
         total = f" of {format_bytes(task.total)}" if task.total is not None else ""
         speed = f", {format_bytes(task.speed)}/s" if task.speed else ""
         return Text(f"{format_bytes(task.completed)}{total}{speed}")
-
-
-Clock = Callable[[], float]
-_Text = Callable[[float, float | None, float], str]
-
-
-@contextmanager
-def _bar(
-    text: _Text, clock: Clock, *columns: ProgressColumn, shown: bool = True, **task: Any
-) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
-    """Show a bar where there is a terminal, else lines of ``text``; yield what tells them."""
-    console = Console(stderr=True)
-    lines = ProgressLines(text, shown=shown and not console.is_terminal, clock=clock)
-    hidden = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        yield progress, progress.add_task(**task), lines
-    lines.end()
 
 
 @contextmanager
@@ -67,7 +46,7 @@ def byte_bar(
         lines.add(num_bytes, total_bytes)
 
     columns = TextColumn(label, markup=False), BarColumn(None), _Bytes(), TimeRemainingColumn()
-    with _bar(text, clock, *columns, description=label, total=total_bytes) as told:
+    with bar(text, clock, *columns, description=label, total=total_bytes) as told:
         progress, task, lines = told
         yield advance
 
@@ -85,7 +64,7 @@ def step_bar(label: str, clock: Clock = time.monotonic) -> Iterator[Callable[[in
 
     steps = TextColumn("{task.completed:.0f} of {task.total:.0f}")
     columns = TextColumn(label, markup=False), BarColumn(None), steps, TimeRemainingColumn()
-    with _bar(text, clock, *columns, description=label, total=1) as (progress, task, lines):
+    with bar(text, clock, *columns, description=label, total=1) as (progress, task, lines):
         yield advance
 
 
@@ -102,7 +81,7 @@ def share_bar(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[
 
     title = TextColumn("{task.description}", markup=False)
     columns = title, BarColumn(None), TimeElapsedColumn()
-    with _bar(
+    with bar(
         lambda done, total, elapsed_s: f"{now}: {done:.0%}",
         clock,
         *columns,

@@ -21,8 +21,6 @@ from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_l
 if TYPE_CHECKING:
     from shardwise.interop.deepspeed.report import Report
 
-__all__ = ["read_place", "run_command"]
-
 _BAD_CONFIG, _FAILED = 2, 1
 
 

@@ -1,17 +1,5 @@
 """Before the run: what fits, how fast it will be, and why. No torch at import.
 
-Reading order:
-
-- ``sizes`` (dtypes, precisions, optimizers), ``candidate`` (one way to run a model),
-  ``accounting`` (the ZeRO formulas);
-- ``model/``: what one micro-batch of a model does, traced or by formula: a tape;
-- ``step/``: the engine's schedule over a tape: a ledger of bytes, and a program of operations;
-- ``machine/``: what operations cost, by catalogue or measured;
-- ``timing/``: the program in time, on one rank or on thousands;
-- ``margins`` (what no ledger sees), ``planned`` (a plan as values), ``report/`` (for people and
-  programs), ``planning`` (one plan is made), ``searching`` (the best of many), ``request``
-  (what flags ask for).
-
 Names are imported on first use; tracing a module loads torch, nothing else does.
 """
 

@@ -222,18 +222,8 @@ def account(
 
     **Cost** some microseconds. **Raises** ConfigError naming the field that is wrong.
     """
-    setup = Setup(
-        ranks=ranks,
-        stage=stage,
-        replicas=replicas,
-        precision=precision,
-        optimizer=optimizer,
-        offload=offload or Offload(),
-        accumulation=accumulation,
-        reduce_every=reduce_every,
-        ranks_per_node=ranks_per_node,
-    )
-    return account_setup(params, setup)
+    how = (ranks, stage, replicas, precision, optimizer, offload or Offload(), accumulation)
+    return account_setup(params, Setup(*how, reduce_every, ranks_per_node))
 
 
 def account_setup(params: int | float | str, setup: Setup) -> Accounting:

@@ -10,6 +10,7 @@ weights, and a second copy of the gradients in the optimizer's dtype.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeVar
 
 from shardwise.errors import ConfigError
@@ -114,9 +115,7 @@ class Optimizer:
 
     def tensor_bytes(self, shape: tuple[int, ...], master: DtypeName) -> int:
         """Return the bytes of state of one tensor of this shape, its counter included."""
-        numel = 1
-        for extent in shape:
-            numel *= extent
+        numel = prod(shape)
         total = _SCALAR_BYTES * self.has_step
         if not self.factored:
             return total + self.state_bytes(numel, master)

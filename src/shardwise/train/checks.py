@@ -10,8 +10,6 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig, resolve_batch
 from shardwise.train.text import find_documents, load_tokenizer
 
-__all__ = ["check_output", "check_run", "checkpoints_path", "metrics_path", "picture_path"]
-
 _MAX_SHOWN = 8
 
 

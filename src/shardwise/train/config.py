@@ -27,16 +27,6 @@ from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import check_options
 
-__all__ = [
-    "TrainConfig",
-    "dump_config",
-    "load_config",
-    "read_keys",
-    "read_options",
-    "resolve_batch",
-]
-
-
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd"
 ]

@@ -21,8 +21,6 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.keys import check_names, near_miss
 
-__all__ = ["CURVES", "Curve", "make_curve"]
-
 
 class _Needed(Enum):
     """Stands for a value that is still to be given; a copy, or one from a pickle, is the same."""

@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Self
 
-__all__ = ["INTERRUPTED", "RankPlace", "StopRequest", "launch_local_ranks"]
-
 INTERRUPTED = 130
 _SHUTDOWN_TIMEOUT_S = 120
 

@@ -36,8 +36,6 @@ from shardwise.train.setup import Run, join_ranks, prepare_run
 from shardwise.train.summary import RunResult, StateBytes, count_state
 from shardwise.train.windows import rank_indices, read_windows
 
-__all__ = ["NonFiniteLossError", "evaluate", "train", "train_prepared", "train_step"]
-
 
 class NonFiniteLossError(ShardwiseError, ArithmeticError):
     """The loss became infinite or not a number; further steps would be lost."""

@@ -22,12 +22,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shardwise.progress import ProgressLines
+from shardwise.progress import Clock, ProgressLines, bar
 from shardwise.quantities import format_bytes
-
-__all__ = ["MetricsFile", "ProgressBar", "show_load"]
-
-Clock = Callable[[], float]
 
 
 class MetricsFile:
@@ -131,27 +127,19 @@ class ProgressBar:
 @contextmanager
 def show_load(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[int], None]]:
     """Show bytes while a checkpoint is read; the context is called with each part's bytes."""
-    console = Console()
-    lines = ProgressLines(
-        lambda done, total, elapsed_s: f"load: {format_bytes(done)}",
-        shown=shown and not console.is_terminal,
-        clock=clock,
-    )
 
     def advance(num_bytes: int) -> None:
         progress.advance(task, num_bytes)
         lines.add(num_bytes, None)
 
-    progress = Progress(
-        TextColumn("load"),
-        BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("load", total=None)
+    speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with bar(
+        lambda done, total, elapsed_s: f"load: {format_bytes(done)}",
+        clock,
+        *(TextColumn("load"), BarColumn(None), *speed),
+        console=Console(),
+        shown=shown,
+        description="load",
+        total=None,
+    ) as (progress, task, lines):
         yield advance
-    lines.end()

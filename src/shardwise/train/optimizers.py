@@ -15,8 +15,6 @@ from shardwise.keys import check_names
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OPTIMIZERS", "check_options", "optimizer_class"]
-
 _ADAM = "lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused"
 _COMMON = "lr eps weight_decay foreach maximize capturable differentiable"
 

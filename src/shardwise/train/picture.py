@@ -22,8 +22,6 @@ from typing import Any
 
 from shardwise import svg
 
-__all__ = ["Curves", "loss_svg", "read_curves", "write_picture"]
-
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
 _TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
 _COLUMN = 2  # pixels

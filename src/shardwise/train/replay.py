@@ -25,8 +25,6 @@ from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.errors import StateError
 from shardwise.train.setup import Run
 
-__all__ = ["ReplayError", "compute_twice", "raise_difference"]
-
 _MAX_SHOWN = 3
 _T = TypeVar("_T")
 

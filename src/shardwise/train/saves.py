@@ -33,8 +33,6 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.metrics import MetricsFile, show_load
 from shardwise.train.setup import Run
 
-__all__ = ["Resumed", "RunCheckpoints", "find_changes"]
-
 _MODEL_KEYS = (
     *("dim", "layers", "heads", "kv_heads", "ffn_multiple", "vocab", "tied_head", "tokenizer"),
     "optimizer",  # its state is of another kind

@@ -9,8 +9,6 @@ import math
 
 from shardwise.train.config import TrainConfig
 
-__all__ = ["learning_rate"]
-
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate of a step.

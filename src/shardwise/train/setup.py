@@ -48,8 +48,6 @@ from shardwise.train.text import (
 )
 from shardwise.train.windows import WindowSampler, rank_indices, read_windows
 
-__all__ = ["Run", "join_ranks", "prepare_run"]
-
 
 @dataclass(frozen=True)
 class Run:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import shardwise
 from shardwise.quantities import format_bytes, format_count
 
-__all__ = ["Predicted", "RunResult", "StateBytes", "compare", "count_state", "format_result"]
-
 _SPEED_MEMORY = 0.9
 
 

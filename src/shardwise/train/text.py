@@ -15,18 +15,6 @@ import numpy as np
 
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "ByteTokenizer",
-    "TokenStream",
-    "Tokenizer",
-    "find_documents",
-    "load_tokenizer",
-    "open_stream",
-    "read_texts",
-    "unigram_entropy",
-    "write_stream",
-]
-
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 

@@ -16,8 +16,6 @@ import torch
 from shardwise.errors import ConfigError
 from shardwise.train.text import TokenStream
 
-__all__ = ["WindowSampler", "permute", "rank_indices", "read_windows"]
-
 _MASK = (1 << 64) - 1
 
 

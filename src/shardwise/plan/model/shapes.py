@@ -10,7 +10,6 @@ half of it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -177,24 +176,6 @@ def llama_shape(
 def mpt_shape(layers: int, dim: int, heads: int, ffn: int, vocab: int, seq: int) -> DecoderShape:
     """Return an MPT shape as llm-foundry trains it: GPT with one learned position per token."""
     return replace(gpt_shape(layers, dim, heads, vocab, positions=seq), ffn=ffn)
-
-
-_NUMBER = r"(\d+(?:\.\d+)?)"
-
-
-def parse_arch(text: str) -> dict[str, int]:
-    """Read ``L32 h4096 f14336 a32 kv8 V128256`` into numbers by letter; unknown parts are left out.
-
-    ``V250k`` is 250,000 and ``mlp_ratio 8/3`` becomes ``f``, rounded up to a multiple of 256.
-    """
-    found: dict[str, int] = {}
-    for key, number, kilo in re.findall(r"\b(L|h|f|a|kv|V)~?" + _NUMBER + r"(k?)\b", text):
-        found.setdefault(key, round(float(number) * (1000 if kilo else 1)))
-    ratio = re.search(r"mlp_ratio (\d+)/(\d+)", text)
-    if ratio and "h" in found and "f" not in found:
-        width = found["h"] * int(ratio[1]) // int(ratio[2])
-        found["f"] = -(-width // 256) * 256
-    return found
 
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm", "gemma", "gpt2", "mixtral")

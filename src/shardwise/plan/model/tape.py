@@ -7,6 +7,7 @@ and so do the formulas of a decoder; playing a tape under a `Candidate` makes th
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
@@ -157,10 +158,7 @@ class Tape:
 
 def numel(shape: tuple[int, ...]) -> int:
     """Return the number of elements of a shape."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
+    return prod(shape)
 
 
 def full_bytes(unit: UnitFacts, dtype: DtypeName) -> int:

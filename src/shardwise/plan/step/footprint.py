@@ -13,6 +13,7 @@ the optimizer makes no state for it. A unit with none but such is not reduced un
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.layout.segments import Layout, build_layout
@@ -183,7 +184,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     }
     trains = [g for g in groups if any(g.trained)]
     locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, sharded)]
-    numels = [_numel(shape) for _, shape in locals_]
+    numels = [prod(shape) for _, shape in locals_]
     table = OPTIMIZERS[setting.optimizer]
     sums_apart = any(g.compute != g.reduce for g in trains)
     row = PRECISIONS[setting.precision]
@@ -217,13 +218,6 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     )
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count
-
-
 def _padding(group: _Group) -> int:
     """Return the elements of padding in a rank's slices, on average and rounded up."""
     layout = group.layout
@@ -246,7 +240,7 @@ def _local_shapes(group: _Group, sharded: bool) -> list[tuple[int, ...]]:
         if not updated:
             continue
         numel = layout.piece(index, 0).numel if sharded else placed.numel
-        rows = _numel(placed.shape[1:])
+        rows = prod(placed.shape[1:])
         by_rows = placed.shape and (layout.kind == "rows" or not sharded) and rows
         found.append((numel // rows, *placed.shape[1:]) if by_rows else (numel,))
     return found
