@@ -367,10 +367,20 @@ def _answer(call: bytes, rank: int, world_size: int) -> tuple[bytes, bool]:
         _reset_state()
         warnings.resetwarnings()
         warnings.filters[:] = filters  # type: ignore[index]  # what is an error in the test is an error in its ranks
-        result = fn(rank, world_size, *args, **kwargs)
+        with _device():
+            result = fn(rank, world_size, *args, **kwargs)
         return pickle.dumps({"ended_at_s": time.monotonic(), "result": result}), True
     except BaseException as error:
         return _failure(error), False
+
+
+def _device() -> contextlib.AbstractContextManager[Any]:
+    """Return the device that calls run on: one that checks the order of streams, if asked for."""
+    if os.environ.get("SHARDWISE_TEST_DEVICE") != "checking":
+        return contextlib.nullcontext()
+    from checking_device import CheckingDevice  # which imports what most calls do not need
+
+    return CheckingDevice()
 
 
 def _failure(error: BaseException) -> bytes:

@@ -27,6 +27,7 @@ from shardwise import accumulate, gathered, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Pending
+from shardwise.device import follow_current
 from shardwise.engine.reductions import Reductions
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.interop.fsdp2.group import GroupUnit
@@ -42,9 +43,14 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def train(
-    model: Any, rank: int, micro_batches: int = 2, steps: int = 2, clip: bool = True
+    model: Any, rank: int, micro_batches: int = 2, steps: int = 2, on_own_stream: bool = False
 ) -> list[Tensor]:
-    """Train with AdamW; return losses, norms, gradients and parameters, in full."""
+    """Train with AdamW; return losses, norms, gradients and parameters, in full.
+
+    ``on_own_stream``: forward and backward are on another stream than the optimizer's step.
+    """
+    time = collectives.time_of(CPU)
+    stream = time.new_stream() if on_own_stream else time.current_stream()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     found: list[Tensor] = []
@@ -52,15 +58,16 @@ def train(
         for number in range(micro_batches):
             is_last = number == micro_batches - 1
             is_ours = not hasattr(model, "set_requires_gradient_sync")
-            with accumulate(model, last=is_last) if is_ours else nullcontext():
-                if not is_ours:
-                    model.set_requires_gradient_sync(is_last)
+            if not is_ours:
+                model.set_requires_gradient_sync(is_last)
+            window = accumulate(model, last=is_last) if is_ours else nullcontext()
+            with follow_current(time, stream), window:
                 loss = model(torch.randn(3, 8, generator=generator)).square().mean()
                 loss.backward()
+            time.current_stream().wait(stream.record())
             found.append(loss.detach())
-        if clip:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            found.append(full(norm))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        found.append(full(norm))
         found += [full(p.grad) for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
@@ -125,15 +132,19 @@ def add(name: str, scenario: Scenario) -> None:
 
 
 def sharded(
-    rank: int, world_size: int, make: Callable[[], nn.Module] = Stack, **options: Any
+    rank: int,
+    world_size: int,
+    make: Callable[[], nn.Module] = Stack,
+    on_own_stream: bool = False,
+    **options: Any,
 ) -> Any:
-    return train(shard(make(), **options), rank)
+    return train(shard(make(), **options), rank, on_own_stream=on_own_stream)
 
 
 def at_home(rank: int, world_size: int, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
-        return train(shard(Stack(), **options), rank)
+        return sharded(rank, world_size, **options)
 
 
 def change_at_home(rank: int, world_size: int) -> list[Tensor]:
@@ -171,7 +182,12 @@ def hybrid(rank: int, world_size: int, replicas: int, **options: Any) -> Any:
 
 
 def by_block(
-    rank: int, world_size: int, make: Any = Stack, hybrid: bool = False, **options: Any
+    rank: int,
+    world_size: int,
+    make: Any = Stack,
+    hybrid: bool = False,
+    on_own_stream: bool = False,
+    **options: Any,
 ) -> Any:
     if hybrid:
         names = ("replicate", "shard")
@@ -180,7 +196,7 @@ def by_block(
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return train(model, rank)
+    return train(model, rank, on_own_stream=on_own_stream)
 
 
 def between_steps(rank: int, world_size: int) -> list[Tensor]:
@@ -238,6 +254,10 @@ add(
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     ),
 )
+for stage in (1, 3):
+    add(f"stage {stage}, on a stream", partial(sharded, stage=stage, on_own_stream=True))
+add("slices at home, on a stream", partial(at_home, on_own_stream=True))
+add("by block, on a stream", partial(by_block, on_own_stream=True))
 add("by block, checkpointing", partial(by_block, make=partial(Checkpointed, False)))
 
 
