@@ -1,13 +1,12 @@
 """One forward call of a unit, and the states that it goes through until backward has passed it."""
 
 import weakref
-from enum import Enum
 from typing import Any
 
-from shardwise.unit.states import check_transition
+from shardwise.unit.states import State, check_transition
 
 
-class CallState(Enum):
+class CallState(State):
     """Where a call is, from its forward to the end of its backward.
 
     FORWARD: it runs. AWAITING: autograd has recorded it, and its backward is expected. BACKWARD:

@@ -224,10 +224,6 @@ class Passes:
         progress = self._progress[unit.index]
         return progress.in_backward or progress.num_grads > 0
 
-    def num_open_calls(self, unit: PassUnit) -> int:
-        """Count the unit's calls whose backward goes on or is expected."""
-        return sum(self._is_expected(call) for call in self._progress[unit.index].calls)
-
     def _is_expected(self, call: Call) -> bool:
         if call.state is not CallState.AWAITING:
             return call.state is CallState.BACKWARD
@@ -309,9 +305,9 @@ class Passes:
             return  # see Note [Double backward]
         call.enter(CallState.PASSED)
         self._listener.on_call_over(call)
-        unit = call.unit
-        if not self._progress[unit.index].used_outside and self.num_open_calls(unit) == 0:
-            self.close(unit)
+        progress = self._progress[call.unit.index]
+        if not progress.used_outside and not any(map(self._is_expected, progress.calls)):
+            self.close(call.unit)
 
     def close(self, unit: PassUnit) -> None:
         """Close a unit."""

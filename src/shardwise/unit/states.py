@@ -8,7 +8,13 @@ import torch.distributed as dist
 from shardwise.errors import IllegalTransition
 
 
-class ParamState(Enum):
+class State(Enum):
+    """A state of a table."""
+
+    __hash__ = object.__hash__  # states are looked up several times per unit and pass
+
+
+class ParamState(State):
     """Who owns the memory of a unit's full parameters.
 
     SHARDED: nobody may read them (freed, or kept but stale). GATHERING: the transport writes them.
@@ -20,7 +26,7 @@ class ParamState(Enum):
     FULL = "full"
 
 
-class GradState(Enum):
+class GradState(State):
     """Where a unit's gradients are.
 
     EMPTY: there are none. PARTIAL: full gradients of this rank's micro-batches, not yet reduced.
@@ -56,7 +62,7 @@ GRAD_TRANSITIONS = frozenset(
 )
 
 
-S = TypeVar("S", bound=Enum)
+S = TypeVar("S", bound=State)
 
 
 def check_transition(table: frozenset[tuple[S, S]], unit: str, before: S, after: S) -> S:
