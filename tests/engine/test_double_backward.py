@@ -18,7 +18,6 @@ from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise import accumulate, fully_shard, gathered, shard, stats
 from shardwise.errors import ShardError, StateError
-from shardwise.unit.inputs import asking_inputs, asks_inputs
 from trainer import full, full_grads, full_parameters
 
 Batch = tuple[Tensor, Tensor, Tensor]  # real, fake, and where between them
@@ -399,40 +398,8 @@ def test_fully_shard_takes_gradient_penalties_where_full_parameters_stay(world_s
     run_ranks(check_fully_shard, world_size)
 
 
-def older_backward(
-    tensors: Tensor,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    """Run backward as a torch does that never asks the classes of inputs."""
-    grads = torch.autograd._make_grads((tensors,), (grad_tensors,), is_grads_batched=False)
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
-    ways = {"allow_unreachable": True, "accumulate_grad": True}
-    torch.autograd._engine_run_backward(
-        (tensors,), grads, bool(retain_graph), create_graph, inputs, **ways
-    )
-
-
 def check_inputs(rank: int, world_size: int) -> None:
     """Named parameters get the mean, others nothing, activations what is this rank's."""
-    ours = torch.autograd.backward
-    assert asks_inputs(ours) and not asks_inputs(older_backward)
-    try:
-        for backward in (ours, asking_inputs(older_backward)):
-            torch.autograd.backward = backward  # type: ignore[assignment]
-            check_inputs_of(rank, world_size)
-        torch.autograd.backward = older_backward  # type: ignore[assignment]
-        model = shard(make_critic(), stage=1)
-        model(torch.ones(2, 8)).sum().backward(inputs=list(model.parameters())[:1])
-        assert all(p.grad is None for p in model.parameters())  # the trap that is meant
-    finally:
-        torch.autograd.backward = ours  # type: ignore[assignment]
-
-
-def check_inputs_of(rank: int, world_size: int) -> None:
     (by_rank,) = batches(world_size, 1)
     alone = make_critic()
     x = whole(by_rank)[0].requires_grad_()

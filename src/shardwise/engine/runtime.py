@@ -49,6 +49,7 @@ class Engine:
         self.comm = comm
         self.ledger = ledger
         self.units: list[Unit] = []
+        self._comms = [comm]  # of all units
         self.conditions = Conditions(is_last_micro_batch=not self.each_unit_alone)
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self._passes = Passes(self)
@@ -64,6 +65,7 @@ class Engine:
     def settle(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
         self.units = units
+        self._comms = list({id(unit.comm): unit.comm for unit in units}.values())
         self._passes.settle(units)
         self._schedule.settle(units, order)
         self._shares_order = self._schedule.reduces_in_turn
@@ -124,7 +126,8 @@ class Engine:
         """Refuse what would be wrong without a word, before anything is gathered."""
         frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
         refuse_transform(self.allows_transform, frees and records, self.where_full)
-        self.comm.refuse_failed("a forward pass")
+        for comm in self._comms:
+            comm.refuse_failed("a forward pass")
         self.conditions.check_usable("")
         if not records:
             return

@@ -70,6 +70,15 @@ def whole(value: Any) -> Any:
     return value
 
 
+def into_leaf(value: Any) -> Any:
+    """Return what autograd knows of an input that ``backward(inputs=)`` names."""
+    if not isinstance(value, Sliced):
+        return value
+    if value._owner is None or value._owner.param is not value:
+        raise refusal("backward(inputs=[...])", [value])
+    return value._owner.leaf
+
+
 def refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
     """Return the error of an operation that would be this rank's alone, with what to do instead."""
     owner = tensors[0]._owner

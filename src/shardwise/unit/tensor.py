@@ -28,13 +28,13 @@ from shardwise.errors import ShardError
 from shardwise.unit.answers import (
     answer,
     check_conversion,
+    into_leaf,
     is_in_place,
     run_whole,
     set_property,
     shards_in,
 )
 from shardwise.unit.draws import same_draws
-from shardwise.unit.inputs import into_leaf
 from shardwise.unit.operations import (
     DRAWS,
     GRAD_FREE,
@@ -199,6 +199,7 @@ class ShardTensor(Sliced):
                 "gradient, not the mean over ranks; call loss.backward() and read p.grad"
             )
         elif func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            # torch asks the classes of inputs from 2.11 on (pytorch#171473).
             inputs = [into_leaf(tensor) for tensor in kwargs["inputs"]]
             return func(*args, **{**kwargs, "inputs": inputs})
         if name not in GRAD_FREE and not is_in_place(name):
