@@ -2,7 +2,7 @@
 #   make demo    train the example on this machine     make check   linter, formatter, types
 #   make test    the whole test suite                  make bench   time one training step
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
-#   make soak    long campaigns of faults              make fuzz    hostile checkpoints, by the million
+#   make soak    long campaigns, full matrices         make fuzz    hostile checkpoints, by the million
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
 
 PYTHON ?= python3

@@ -44,7 +44,8 @@ def run_program(
         processes = []
         for rank in range(num_ranks or 1):
             added = {} if num_ranks is None else as_of_torchrun(rank, num_ranks, store.port)
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **added}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            environment |= {"GLOO_SOCKET_IFNAME": "lo", **added}
             how = (environment, str(cwd or os.getcwd()), sys.path, folder)
             is_script = isinstance(program, Path)
             processes.append(forked(_become, (is_script, argv, *how), f"{program}, rank {rank}"))
