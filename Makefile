@@ -2,7 +2,7 @@
 #   make demo    train the example on this machine     make check   linter, formatter, types
 #   make test    the whole test suite                  make bench   time one training step
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
-#   make soak    long campaigns of faults              make fuzz    hostile checkpoints, by the million
+#   make soak    long campaigns, full matrices         make fuzz    hostile checkpoints, by the million
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
 
 PYTHON ?= python3
@@ -61,13 +61,15 @@ bench-ckpt: $(RUN_STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
-CAMPAIGN ?= crashes errors damage reshard kill power
+# `matrices` runs every cell of the tables of which the suite has covering samples.
+CAMPAIGN ?= crashes errors damage reshard kill power matrices
 TRIALS ?= 200
 SEED ?= 0
 
 soak: $(DEV_STAMP)
 	for campaign in $(CAMPAIGN); do \
-	  $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED) || exit 1; \
+	  if [ $$campaign = matrices ]; then $(BIN)/python -m pytest tests/campaigns/matrices.py; else \
+	  $(BIN)/python tests/campaigns/soak.py $$campaign --trials $(TRIALS) --seed $(SEED); fi || exit 1; \
 	done
 
 fuzz: $(DEV_STAMP)

@@ -57,6 +57,12 @@ PRELOADED = [
     "pytest",
     "ranks",
     "shardwise",
+    # What tests of other libraries import in every rank; what is not installed is passed over.
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "accelerate",
+    "peft",
+    "lightning",
 ]
 
 
@@ -281,41 +287,47 @@ def close_all() -> None:
 
 
 def _open_ranks(world_size: int, fresh: bool) -> Ranks:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with _python_path():
-        forkserver.ensure_running()
     # The store lives here, on a port the system chose: no collisions, and it survives any rank.
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     ranks = Ranks(world_size, fresh, store, tempfile.TemporaryDirectory(prefix="ranks-"))
     _open.append(ranks)
     for rank in range(world_size):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_serve,
-            args=(rank, world_size, store.port, theirs, fresh, ranks.scratch.name),
-            daemon=True,
-            name=f"rank {rank} of {world_size}",
-        )
-        process.start()
+        ours, theirs = multiprocessing.Pipe()
+        args = (rank, world_size, store.port, theirs, fresh, ranks.scratch.name)
+        ranks.processes.append(forked(_serve, args, f"rank {rank} of {world_size}", daemon=True))
         theirs.close()
         ranks.pipes.append(ours)
-        ranks.processes.append(process)
     return ranks
+
+
+def forked(
+    target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool = False
+) -> multiprocessing.process.BaseProcess:
+    """Start a process that is forked from the server, which has imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with _python_path():
+        forkserver.ensure_running()
+    process = context.Process(target=target, args=args, name=name, daemon=daemon)
+    process.start()
+    return process
 
 
 @contextlib.contextmanager
 def _python_path() -> Iterator[None]:
     """Let the server process import what we can; Python 3.11 does not hand it our sys.path."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    given = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    given["HF_HUB_OFFLINE"] = "1"  # which is read once, in the import
+    before = {name: os.environ.get(name) for name in given}
+    os.environ |= given
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 # What follows runs in the ranks.
@@ -330,7 +342,7 @@ def _serve(
     scratch: str,
 ) -> None:
     """Join the process group, then answer calls until the parent closes the pipe."""
-    _die_with_the_parent()
+    die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stacks = open(f"{scratch}/{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks)
@@ -412,7 +424,7 @@ def _clean_up() -> None:
     gc.collect()
 
 
-def _die_with_the_parent() -> None:
+def die_with_the_parent() -> None:
     """Never outlive the test session, not even when stopped or stuck in C code.
 
     The server process ends when nobody holds its alive pipe any more; ranks must not hold it, and

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import programs
 import shardwise
 from ranks import HANG_S
 from shardwise.stages import STAGES, Stage
@@ -218,7 +219,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 EXAMPLES = {
     "alone, stage 3": [LOOP, "--ranks", "2", "--stage", "3"],
     "torchrun, stage 1": [*TORCHRUN, LOOP, "--stage", "1"],
-    "transformers": ["examples/finetune_transformers.py", "--ranks", "2"],
 }
 
 
@@ -242,11 +242,9 @@ def test_the_loop_of_the_readme_learns_on_two_ranks_however_they_are_launched(
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_is_finetuned_unmodified_and_writes(
-    outputs: dict[str, Future[str]],
-) -> None:
+def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
     pytest.importorskip("transformers", reason="needs transformers, an extra")
-    out = outputs["transformers"].result()
+    out = programs.run_example("finetune_transformers.py")
     first, *_, last = losses_in(out)
     assert last < first / 2
     assert out.splitlines()[-1].startswith("a unit is ")

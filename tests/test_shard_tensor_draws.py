@@ -68,7 +68,7 @@ def draw_all(model: nn.Module, draw: Draw) -> dict[str, Tensor]:
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
 
-def check_draws(rank: int, world_size: int) -> None:
+def check_draws(rank: int, world_size: int, every: bool = False) -> None:
     meshes: list[Any] = [None]
     if world_size == 4:
         meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))]
@@ -77,8 +77,12 @@ def check_draws(rank: int, world_size: int) -> None:
         plain = Net()
         torch.manual_seed(7)
         expected = draw_all(plain, draw)
-        for stage in STAGES if label in DRAWS else (0,):
-            layout = LAYOUTS[(number + stage) % 2]
+        # Two stages of the four at three ranks, and the other two at four.
+        first = number + 2 * (world_size == 4)
+        drawn = [STAGES[(first + k) % 4] for k in range(4 if every else 2)]
+        drawn = drawn if label in DRAWS else [0]
+        for stage in drawn:
+            layout = LAYOUTS[(number // 2 + stage + world_size) % 2]
             torch.manual_seed(0)
             model = shard(Net(), stage=stage, layout=layout, mesh=meshes[0])
             torch.manual_seed(7 + rank)

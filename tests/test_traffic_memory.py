@@ -144,7 +144,7 @@ def check_traffic(rank: int, world_size: int) -> None:
 
 
 def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collectives() -> None:
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 2, 3):
         run_ranks(check_traffic, world_size)
 
 
@@ -278,7 +278,7 @@ def check_persistent(rank: int, world_size: int) -> None:
 
 
 def test_a_rank_holds_the_bytes_of_the_formula_and_its_padding() -> None:
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         run_ranks(check_persistent, world_size)
 
 

@@ -45,6 +45,7 @@ def make_chosen(how, widths):
 
 def choose_different_layers(rank, world_size, how, widths):
     """Run two steps alike, then another layer on rank 0; return the error."""
+    WATCH.look_every_s = 0.2
     model = make_chosen(how, widths)
     for which in (1, 0):
         model(torch.ones(2, 4), which).sum().backward()
@@ -82,6 +83,7 @@ def test_ranks_that_run_different_units_end_with_both_named(num_ranks, how, widt
 
 
 def save_on_rank_0_only(rank, world_size, folder):
+    WATCH.look_every_s = 0.2
     model = shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CollectiveError) as caught:

@@ -3,10 +3,9 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero_from_scratch as zero
 from oracle import Truth, assert_same_bits, plain_loop
+from programs import run_program
 from ranks import run_ranks
 from roundings import SHARP, assert_all_rounded_alike, assert_rounded_alike, of_gradient
 
 WORLD_SIZES = [1, 2, 3, 4]
 STAGES = [0, 1, 2, 3]
 EXAMPLE = Path(zero.__file__)
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
@@ -239,35 +238,24 @@ sys.exit(any("gloo" in name for name in names))
 """
 
 
-LAUNCHES = {
-    "thread": [sys.executable, "-c", LEAVE_CLEANLY],
-    "alone": [sys.executable, str(EXAMPLE), "--ranks", "2"],
-    "torchrun": [*TORCHRUN, "--standalone", "--nproc-per-node=2", str(EXAMPLE)],
-}
-Done = Future[subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="module")
-def launched() -> Iterator[dict[str, Done]]:
-    """Run them at once: each of them imports torch on one core before it does anything else."""
-    options = {"capture_output": True, "text": True, "timeout": 240, "cwd": EXAMPLE.parent}
-    with ThreadPoolExecutor(len(LAUNCHES)) as pool:
-        yield {n: pool.submit(subprocess.run, args, **options) for n, args in LAUNCHES.items()}
-
-
 @pytest.mark.slow
-def test_no_thread_of_the_process_group_outlives_it(launched: dict[str, Done]) -> None:
+def test_no_thread_of_the_process_group_outlives_it() -> None:
     """One that does may abort the process when the interpreter ends."""
-    done = launched["thread"].result()
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVE_CLEANLY],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=EXAMPLE.parent,
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", ["alone", "torchrun"])
-def test_the_example_prints_the_same_losses_at_every_stage(
-    launched: dict[str, Done], launch: str
-) -> None:
-    done = launched[launch].result()
+def test_the_example_prints_the_same_losses_at_every_stage(launch: str) -> None:
+    how: dict[str, Any] = {"num_ranks": 2} if launch == "torchrun" else {}
+    done = run_program(EXAMPLE, *([] if how else ["--ranks", 2]), **how)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()][1:]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]

@@ -30,6 +30,8 @@ STAGES = [{"stage": stage} for stage in range(4)]
 LAYOUTS = [
     {"stage": stage, "layout": layout} for stage, layout in product(range(4), ("rows", "flat"))
 ]
+# Every stage once, and both layouts where full parameters are freed.
+SPREAD = [LAYOUTS[n] for n in (0, 3, 4, 6, 7)]
 ENDS = [{"stage": 1}, {"stage": 3}, {"stage": 3, "layout": "flat"}]
 
 

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +56,21 @@ def draw(rng: random.Random, fresh: float = 0.1) -> Trial:
         one_first=rng.random() < 0.3,
         moment=rng.uniform(0, 1.1),
         look_with=rng.randint(1, 4) if rng.random() < fresh else 0,
+    )
+
+
+def spread(rng: random.Random, number: int, trials: int) -> Trial:
+    """Return one of so few trials that together they cover every phase, mode and number of ranks.
+
+    The moments lie evenly over the save and a little beyond; neighbours differ in all else.
+    """
+    drawn = draw(rng)
+    return replace(
+        drawn,
+        ranks=1 + number // len(MODES) % 4,
+        mode=MODES[(number + number // 16) % len(MODES)],
+        moment=1.1 * ((7 * number) % trials + rng.random()) / trials,
+        look_with=drawn.ranks if number % 8 == 5 else 0,
     )
 
 

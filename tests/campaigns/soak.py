@@ -42,7 +42,10 @@ Trial = Callable[[int, random.Random], str]
 
 def _stopped(campaign: kills.Kills, options: argparse.Namespace) -> Trial:
     def trial(number: int, rng: random.Random) -> str:
-        drawn = kills.draw(rng, options.fresh)
+        if options.spread:
+            drawn = kills.spread(rng, number, options.trials)
+        else:
+            drawn = kills.draw(rng, options.fresh)
         try:
             verdict, told = campaign.run(drawn, rng)
         except Exception as error:
@@ -87,7 +90,9 @@ def run_trials(options: argparse.Namespace, numbers: list[int]) -> Iterator[dict
             except Exception as error:
                 row["verdict"] = "VIOLATION"
                 row["why"] = "".join(traceback.format_exception(error))[-4000:]
-                print(f"--seed {options.seed} --only {number}: {row['why']}", file=sys.stderr)
+                replay = f"--trials {options.trials} --spread " if options.spread else ""
+                replay += f"--seed {options.seed} --only {number}"
+                print(f"{replay}: {row['why']}", file=sys.stderr)
             row["seconds"] = time.monotonic() - begin
             yield row
 
@@ -117,6 +122,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="run this one trial again")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the trials")
     parser.add_argument("--fresh", type=float, default=0.1, help="share looked at by fresh ranks")
+    parser.add_argument("--spread", action="store_true", help="moments evenly over the save")
     parser.add_argument("--folder", help="where to work (default: the system's temporary folder)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     options = parser.parse_args()

@@ -1,4 +1,7 @@
-"""Whatever is damaged in a checkpoint is found and named, and no wrong element is ever used."""
+"""Whatever is damaged in a checkpoint is found and named, and no wrong element is ever used.
+
+`make soak CAMPAIGN=damage` draws damages by the hundred; here are a few of every kind.
+"""
 
 import json
 import random
@@ -23,7 +26,7 @@ from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp
 
-NUM_FLIPS = 150  # for each layout
+NUM_FLIPS = 24  # for each layout
 PAGE = 4096
 OLDER, DAMAGED = step_name(1), step_name(2)
 
@@ -293,7 +296,7 @@ def test_files_that_are_cut_zeroed_missing_or_of_another_checkpoint_are_found_an
     tmp_path: Path, layout: str
 ) -> None:
     ways = ("page", "cut", "extension", "removal", "step", "run", "rank", "duplicate", "kind")
-    plan = [(way, seed) for way in ways for seed in range(6)]
+    plan = [(way, seed) for way in ways for seed in range(2)]
     rows = check_all(run_ranks(try_damages, 2, str(tmp_path), layout, plan))
     assert not all(row["refuses"] for row in rows)  # what shows at once changes nothing
 

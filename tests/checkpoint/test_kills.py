@@ -1,9 +1,10 @@
 """Real ranks are killed at random moments of a real save; somebody else finds a whole checkpoint.
 
-The trials are those of tests/campaigns/soak.py, which runs them by the ten thousand: 1 to 4 ranks,
-a new step, the same name, the background, rotation; all ranks at once or one first. Every tenth is
-looked at by fresh ranks, which load and save on, the others byte by byte. They run in processes of
-their own that have imported everything and started no thread, so that a world of ranks is a fork.
+The trials are those of tests/campaigns/soak.py, which `make soak` runs by the hundred: 1 to 4
+ranks, a new step, the same name, the background, rotation; all ranks at once or one first. Here
+they are few, spread evenly over all phases of the save. Every eighth is looked at by fresh ranks,
+which load and save on, the others byte by byte. They run in processes of their own that have
+imported everything and started no thread, so that a world of ranks is a fork.
 """
 
 import contextlib
@@ -28,11 +29,14 @@ pytestmark = pytest.mark.slow
 class Campaign:
     """A campaign under way in processes of its own."""
 
-    def __init__(self, name: str, trials: int, jobs: int, seed: int, folder: Path) -> None:
+    def __init__(
+        self, name: str, trials: int, jobs: int, seed: int, folder: Path, *how: str
+    ) -> None:
         self.trials = trials
         self.said = (folder / "out", folder / "err")
         command = [sys.executable, str(SOAK), name, "--trials", str(trials), "--seed", str(seed)]
         command += ["--jobs", str(jobs), "--json", "--folder", str(folder)]
+        command += how
         with self.said[0].open("w") as out, self.said[1].open("w") as err:
             self.process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
 
@@ -57,21 +61,21 @@ class Campaign:
 def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Campaign]]:
     """Start both at once: a power cut mostly waits for what the system writes back by itself."""
     kill, power = (tmp_path_factory.mktemp(name) for name in ("kill", "power"))
-    started = {"kill": Campaign("kill", 200, 2, 1, kill)}
+    started = {"kill": Campaign("kill", 25, 2, 1, kill, "--spread")}
     if not os.geteuid():
-        started["power"] = Campaign("power", 12, 3, 2, power)
+        started["power"] = Campaign("power", 6, 3, 2, power)
     yield started
     for campaign in started.values():
         campaign.end()
 
 
-def test_two_hundred_kills_in_the_middle_of_a_save_leave_the_old_or_the_new_one(
+def test_kills_in_every_phase_of_a_save_leave_the_old_or_the_new_one(
     campaigns: dict[str, Campaign],
 ) -> None:
     found = campaigns["kill"].found()
     assert set(found) <= {"A", "B", "B after save had returned"}
     # A tenth of the moments are before any save can have ended, a tenth after all have.
-    assert found["A"] >= 9 and found["B after save had returned"] >= 9
+    assert found["A"] >= 2 and found["B after save had returned"] >= 2
 
 
 def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_new_one(

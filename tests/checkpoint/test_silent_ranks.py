@@ -104,7 +104,7 @@ class SlowFiles(FaultyFiles):
 
     def create(self, path: Path) -> Any:
         if self._slow and path.suffix == ".safetensors":
-            time.sleep(2.5 * TIMEOUT_S)
+            time.sleep(1.5 * TIMEOUT_S)
         return super().create(path)
 
 

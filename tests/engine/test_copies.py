@@ -140,9 +140,9 @@ def check_averages(rank: int, world_size: int) -> None:
         {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
         {"avg_fn": lambda mean, value, num: mean + (value - mean) / (num + 1)},
     ]
-    for variant in variants:
+    for number, variant in enumerate(variants):
         _, truth = average_alone(world_size, **variant)
-        for stage in range(4):
+        for stage in (number, 3):
             model = shard(make_normed(), stage=stage)
             averaged = AveragedModel(model, **variant)
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

@@ -14,7 +14,7 @@ from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import shard
 from trainer import (
-    LAYOUTS,
+    SPREAD,
     STAGES,
     compare,
     full_grads,
@@ -56,7 +56,7 @@ class Siamese(Stack):
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("make_model", [CalledTwice, Looped, Siamese])
 def test_a_unit_may_run_several_times_in_a_step(make_model: Any, world_size: int) -> None:
-    run_ranks(compare, world_size, make_model, LAYOUTS)
+    run_ranks(compare, world_size, make_model, SPREAD)
 
 
 class Outer(nn.Module):
@@ -76,13 +76,13 @@ class Nested(Stack):
 
 
 def test_units_may_be_nested() -> None:
-    settings = [{**options, "units": ["Outer", "Block"]} for options in LAYOUTS]
+    settings = [{**options, "units": ["Outer", "Block"]} for options in SPREAD]
     for world_size in (1, 3):
         run_ranks(compare, world_size, Nested, settings)
 
 
 def test_the_whole_model_may_be_one_unit() -> None:
-    run_ranks(compare, 3, Stack, [{**options, "units": []} for options in LAYOUTS])
+    run_ranks(compare, 3, Stack, [{**options, "units": []} for options in SPREAD])
 
 
 @dataclass
@@ -138,7 +138,7 @@ def wrapped_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", sorted(WRAPS))
 def test_outputs_may_come_in_a(kind: str) -> None:
-    run_ranks(compare, 2, partial(Wrapping, kind), LAYOUTS[1::2], wrapped_loss)
+    run_ranks(compare, 2, partial(Wrapping, kind), SPREAD[1::2], wrapped_loss)
 
 
 class ModelOutputs(Stack):
@@ -176,7 +176,7 @@ class Keywords(Stack):
 
 
 def test_inputs_may_come_by_keyword_and_in_dicts() -> None:
-    run_ranks(compare, 3, Keywords, LAYOUTS)
+    run_ranks(compare, 3, Keywords, SPREAD)
 
 
 class InPlace(Stack):
@@ -222,7 +222,7 @@ class ChunksInPlace(Stack):
 
 @pytest.mark.parametrize("make_model", [InPlace, ViewsInPlace, ChunksInPlace])
 def test_outputs_and_views_of_them_may_be_changed_in_place(make_model: Any) -> None:
-    run_ranks(compare, 2, make_model, LAYOUTS)
+    run_ranks(compare, 2, make_model, SPREAD)
 
 
 def two_forwards_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def dropped_forward_loss(model: nn.Module, batch: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss_fn", [two_forwards_loss, dropped_forward_loss])
 def test_several_forwards_may_come_before_one_backward(loss_fn: Any) -> None:
     for num_micro_batches in (1, 2):
-        run_ranks(compare, 2, Stack, LAYOUTS, loss_fn, num_micro_batches=num_micro_batches)
+        run_ranks(compare, 2, Stack, SPREAD, loss_fn, num_micro_batches=num_micro_batches)
 
 
 def gradients_of_two_backwards(model: nn.Module, batch: Tensor, kind: str) -> Any:
@@ -287,7 +287,7 @@ def compare_two_backwards(rank: int, world_size: int, kind: str) -> None:
     batch = torch.linspace(-1, 1, 24).view(3, 8)
     torch.manual_seed(0)
     expected = gradients_of_two_backwards(Stack(), batch, kind)
-    for options in LAYOUTS:
+    for options in SPREAD:
         torch.manual_seed(0)
         model = shard(Stack(), **options)
         grads = gradients_of_two_backwards(model, batch, kind)
@@ -316,7 +316,7 @@ def evaluating_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def test_evaluation_between_and_inside_steps_changes_nothing() -> None:
     for world_size in (1, 3):
-        run_ranks(compare, world_size, Stack, LAYOUTS, evaluating_loss)
+        run_ranks(compare, world_size, Stack, SPREAD, evaluating_loss)
 
 
 class NormBlock(Block):
@@ -335,7 +335,7 @@ class NormalisedUnits(Stack):
 def compare_buffers(rank: int, world_size: int) -> None:
     """Feed every rank the same batches, then the plain model has the same statistics."""
     steps = [[by_rank[:1] * world_size for by_rank in m] for m in make_steps(1, 3)]
-    for options in LAYOUTS:
+    for options in SPREAD:
         found = []
         for is_sharded in (False, True):
             torch.manual_seed(0)
@@ -377,7 +377,7 @@ def compare_user_hooks(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     seen, grads = train_with_user_hooks(Stack(), batch)
     assert len(seen) == 5
-    for options in LAYOUTS:
+    for options in SPREAD:
         torch.manual_seed(0)
         seen_sharded, grads_sharded = train_with_user_hooks(shard(Stack(), **options), batch)
         assert seen_sharded == seen

@@ -225,7 +225,7 @@ ACCUMULATION = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int) -> None:
     run_ranks(compare_odd_model, world_size, settings=ACCUMULATION, num_micro_batches=3)
 

@@ -137,7 +137,7 @@ def compare_with_the_hand(
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_bf16_computes_with_cast_masters_and_sums_gradients_in_fp32(world_size: int) -> None:
     run_ranks(compare_with_the_hand, world_size, "bf16", torch.bfloat16)
 

@@ -14,7 +14,7 @@ from shardwise import shard
 from shardwise.engine.api import engine_of
 from shardwise.engine.replicas import check_replicas
 from shardwise.errors import ReplicaError, StateError
-from trainer import LAYOUTS, adamw
+from trainer import SPREAD, adamw
 
 NAME = "blocks.1.up.weight"
 ENDING = "test that rank's machine"
@@ -171,7 +171,7 @@ def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
         shape = (num_replicas, world_size // num_replicas)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     num_checks = 0
-    for options in [*LAYOUTS, *({"stage": s, "precision": "bf16"} for s in range(4))]:
+    for options in [*SPREAD, *({"stage": s, "precision": "bf16"} for s in (1, 3))]:
         model, optimizer = build(rank, num_steps=0, fused=True, mesh=mesh, **options)
         check_replicas(model, optimizer)
         for step in range(3):
@@ -191,7 +191,7 @@ def train_unharmed(rank: int, world_size: int, num_replicas: int) -> int:
 
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(1, 1), (3, 1), (4, 2), (2, 2)])
 def test_no_rank_is_blamed_in_sound_training(num_ranks: int, num_replicas: int) -> None:
-    assert run_ranks(train_unharmed, num_ranks, num_replicas) == [12 * 9] * num_ranks
+    assert run_ranks(train_unharmed, num_ranks, num_replicas) == [7 * 9] * num_ranks
 
 
 def state_on_one_rank_only(rank: int, world_size: int) -> str:

@@ -1,5 +1,6 @@
 """Ranks that do not run the same layers: layerdrop, stochastic depth, a head per task, experts."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -52,7 +53,8 @@ STAYS_FULL = [{**options, **UNITS} for options in LAYOUTS if options["stage"] < 
 
 
 def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
-    settings = [dict(s, prefetch_bytes=b) for s in STAYS_FULL for b in (None, 0)]
+    budgets = itertools.cycle((None, 0, 0, None))  # both with each layout
+    settings = [dict(s, prefetch_bytes=b) for s, b in zip(STAYS_FULL, budgets, strict=False)]
     compare(
         rank,
         world_size,
@@ -66,7 +68,7 @@ def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize(("optimizer", "num_micro_batches"), [("adamw", 1), ("sgd", 2)])
 def test_ranks_may_skip_different_layers_at_stages_0_to_2(num_ranks, optimizer, num_micro_batches):
     run_ranks(skip_where_parameters_stay, num_ranks, optimizer, num_micro_batches)
@@ -76,8 +78,7 @@ def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
     for optional in ([nn.Linear], [nn.Linear, nn.LayerNorm]):
         settings = [
             {"stage": 3, "layout": layout, "optional": optional, "prefetch_bytes": budget}
-            for layout in ("rows", "flat")
-            for budget in (None, 0, 1 << 20)
+            for layout, budget in (("rows", None), ("rows", 0), ("flat", 0), ("flat", 1 << 20))
         ]
         compare(
             rank,
@@ -92,7 +93,7 @@ def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
         )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_ranks_may_skip_different_optional_layers_at_stage_3(num_ranks, num_micro_batches):
     run_ranks(skip_where_parameters_are_freed, num_ranks, num_micro_batches)
@@ -182,7 +183,7 @@ def skip_nested(rank, world_size):
         )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_is_inside_a_skipped_layer_is_skipped_with_it(num_ranks):
     run_ranks(skip_nested, num_ranks)
 
@@ -283,7 +284,7 @@ def grads_of_late_gradients(rank, world_size, skips):
                             assert_rounded_alike(grad, mean, roundings, where)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.kernels)])
 @pytest.mark.parametrize("skips", [False, True])
 def test_gradients_that_come_late_are_reduced_once_and_right(num_ranks, skips):
     run_ranks(grads_of_late_gradients, num_ranks, skips)

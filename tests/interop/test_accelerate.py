@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from launching import run_example
 from models import Stack
 from oracle import assert_same_bits
+from programs import run_example
 from ranks import run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, StateError
@@ -382,8 +382,7 @@ def test_an_accelerator_that_shards_itself_or_sees_one_process_is_refused() -> N
 
 @pytest.mark.slow
 def test_the_example_learns_resumes_and_leaves_a_whole_model(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    out = run_example(root / "examples" / "accelerate_loop.py", "--folder", str(tmp_path))
+    out = run_example("accelerate_loop.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < 0.01
     rates = [float(rate) for rate in re.findall(r"rate (\S+)", out)]

@@ -3,9 +3,6 @@
 import argparse
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from programs import run_program
 from shardwise import from_deepspeed
 from shardwise.cli.convert import run_command as convert
 from shardwise.cli.train import _with_deepspeed
@@ -23,7 +21,6 @@ from shardwise.train.config import TrainConfig, load_config, resolve_batch
 from shardwise.train.launch import RankPlace
 from shardwise.train.schedule import learning_rate
 
-SOURCES = Path(__file__).parents[2] / "src"
 # transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.
 HUGGING_FACE: dict[str, Any] = {
     "fp16": {
@@ -265,15 +262,7 @@ def test_the_command_trains_with_the_json_and_its_flags(tmp_path: Path) -> None:
     small = {"dim": 16, "layers": 1, "heads": 2, "seq": 16, "sample_tokens": 0, "eval_windows": 0}
     own = write(tmp_path, {**small, "data": argparse.__file__, "steps": 5}, "run.yaml")
     flags = ["--lr", "0.5", "--warmup-steps", "3", "--output", str(tmp_path / "run")]
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-m", "shardwise", "train", str(own), "--deepspeed", str(file), *flags],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    ended = run_program("shardwise", "train", own, "--deepspeed", file, *flags)
     assert ended.returncode == 0, ended.stderr
     assert "warmup_steps: 3, from --warmup-steps" in ended.stdout
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

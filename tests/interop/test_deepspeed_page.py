@@ -1,13 +1,11 @@
 """The page about DeepSpeed configs: its tables are those of the code; its example runs."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from ranks import HANG_S
+from programs import run_example
 from shardwise.interop.deepspeed.optimizers import REFUSED
 from shardwise.interop.foreign_keys import (
     ACTIVATION_CHECKPOINTING,
@@ -62,15 +60,7 @@ def test_the_page_names_every_curve_and_optimizer() -> None:
 
 @pytest.mark.slow
 def test_the_example_learns_on_two_ranks() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/deepspeed_loop.py", "--ranks", "2"],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    out = run_example("deepspeed_loop.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert losses[-1] < losses[0] / 2
-    assert done.stdout.count("zero_optimization.stage = 3") == 1
+    assert out.count("zero_optimization.stage = 3") == 1

@@ -2,21 +2,17 @@
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from ranks import HANG_S
+from programs import run_program
 from shardwise.cli.convert import run_command as convert
 from shardwise.cli.train import run_command as train
 
-SOURCES = Path(__file__).parents[2] / "src"
 RUN: dict[str, Any] = {
     **{"dim": 32, "layers": 2, "heads": 2, "seq": 32, "steps": 6, "sample_tokens": 0},
     **{"eval_windows": 0, "data": argparse.__file__, "ranks": 2},
@@ -54,21 +50,10 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
     return path
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, err
-    return out
+def run(*arguments: object, num_ranks: int | None = None) -> str:
+    done = run_program("shardwise", "train", *arguments, num_ranks=num_ranks)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def metrics(folder: Path) -> list[tuple[float, float]]:
@@ -84,10 +69,8 @@ def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_pa
     converted = tmp_path / "converted.yaml"
     assert convert([str(file), "--ranks", "2", "-o", str(converted)]) == 0
     assert yaml.safe_load(converted.read_text()) == {**OURS, "optimizer": "adamw", "ranks": 2}
-    first = start(shape, "--deepspeed", file, "--output", tmp_path / "theirs")
-    second = start(whole, "--output", tmp_path / "ours")
-    out = finish(first)
-    finish(second)
+    out = run(shape, "--deepspeed", file, "--output", tmp_path / "theirs", num_ranks=2)
+    run(whole, "--output", tmp_path / "ours", num_ranks=2)
     theirs, ours = metrics(tmp_path / "theirs"), metrics(tmp_path / "ours")
     assert theirs == ours and len(theirs) == 6
     rates = [0.001, 0.001 + 0.019 / 3, 0.001 + 0.019 * 2 / 3, 0.02]
@@ -108,7 +91,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(
     file = write(tmp_path, "ds.json", content)
     shape = write(tmp_path, "shape.yaml", {**RUN, "ranks": 1})
     flags = ["--lr", "0.25", "--accumulation", "1", "--stage", "3", "--steps", "2"]
-    out = finish(start(shape, "--deepspeed", file, *flags, "--output", tmp_path / "run"))
+    out = run(shape, "--deepspeed", file, *flags, "--output", tmp_path / "run")
     assert "taken over" in out
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (config["lr"], config["accumulation"], config["stage"]) == (0.25, 1, 3)

@@ -206,7 +206,7 @@ def train_shard_with_and_without_a_home(rank: int, world_size: int) -> None:
             assert_same_bits(results[0], results[1], (stage, precision))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(world_size: int) -> None:
     run_ranks(train_shard_with_and_without_a_home, world_size)
 
@@ -224,6 +224,6 @@ def train_fully_shard_with_and_without_offload(rank: int, world_size: int) -> No
     assert_same_bits(results[0], results[1], "fully_shard")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_offload_policy_of_torch_gives_the_same_bits(world_size: int) -> None:
     run_ranks(train_fully_shard_with_and_without_offload, world_size)

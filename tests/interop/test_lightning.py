@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from models import Block
 from oracle import assert_same_bits
-from ranks import HANG_S, run_ranks
+from programs import ROOT, run_program
+from ranks import run_ranks
 from shardwise import Precision, gathered, save, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError
@@ -436,14 +435,8 @@ def test_options_are_checked_before_a_process_starts() -> None:
 
 @pytest.mark.slow
 def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, root / "examples" / "lightning_fit.py", "--folder", tmp_path / "saved"],
-        env={**os.environ, "PYTHONPATH": str(root / "src")},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    example = ROOT / "examples" / "lightning_fit.py"
+    done = run_program(example, "--folder", tmp_path / "saved", num_ranks=2)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"^epoch \d  loss (.*)$", done.stdout, re.M)]
     assert len(losses) == 4 and losses[-1] < 0.01 < losses[0], done.stdout

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from launching import run_example
 from oracle import assert_same_bits
 from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
+from programs import run_example
 from ranks import run_ranks
 from shardwise import gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
@@ -351,8 +351,7 @@ def test_activation_checkpointing_over_a_frozen_base_takes_the_plain_steps(reent
 
 @pytest.mark.slow
 def test_the_example_learns_and_its_adapter_is_peft_s(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    out = run_example(root / "examples" / "lora.py", "--folder", str(tmp_path))
+    out = run_example("lora.py", "--folder", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", out)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)
     assert (tmp_path / "adapter_config.json").exists()

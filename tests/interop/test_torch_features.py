@@ -97,16 +97,17 @@ SHARDINGS = [partial(shard, stage=1), partial(shard, stage=3), shard_fully]
 
 def compare_compiled(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, num_steps=4)
-    for sharded in SHARDINGS:
+    for number, sharded in enumerate(SHARDINGS):
         losses, parameters, none = train_compiled(rank, steps, lambda m, _: m, True, sharded)
         assert not any(none)
-        for compiled_by in (compile_blocks, compile_whole, compile_in_place):
-            for before in (True, False):
-                found = train_compiled(rank, steps, compiled_by, before, sharded)
-                assert found[0] == losses
-                assert_same_bits(found[1], parameters)
-                # The first step compiles (blocks share their code); no later one does.
-                assert found[2][0] > 0 and len(set(found[2])) == 1, (compiled_by, before, found[2])
+        # Each way to compile comes before shard() as well as after it, with another sharding.
+        ways = enumerate((compile_blocks, compile_whole, compile_in_place), number)
+        for before, compiled_by in ((turn % 2 == 0, way) for turn, way in ways):
+            found = train_compiled(rank, steps, compiled_by, before, sharded)
+            assert found[0] == losses
+            assert_same_bits(found[1], parameters)
+            # The first step compiles (blocks share their code); no later one does.
+            assert found[2][0] > 0 and len(set(found[2])) == 1, (compiled_by, before, found[2])
 
 
 @pytest.mark.slow

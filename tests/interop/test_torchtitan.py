@@ -6,13 +6,9 @@ the settings and meshes of torchtitan 0.3 as far as they are read.
 """
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models import Block
 from oracle import assert_same_bits
-from ranks import HANG_S, run_ranks
+from programs import run_example
+from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError
 from shardwise.interop import torchtitan
@@ -375,14 +372,6 @@ def test_torchtitans_llama_takes_the_steps_of_the_plain_one() -> None:
 @pytest.mark.slow
 def test_the_example_trains_torchtitans_debug_model() -> None:
     titan()
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, root / "examples" / "torchtitan_parallelize.py", "--ranks", "2"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", done.stdout, re.MULTILINE)]
+    out = run_example("torchtitan_parallelize.py")
+    losses = [float(x) for x in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
     assert len(losses) > 2 and losses[-1] < losses[0] - 1

@@ -1,16 +1,14 @@
 """`generate()` on sharded models gives the plain tokens, though ranks end at different steps."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import shardwise
-from ranks import HANG_S, run_ranks
+from programs import run_example
+from ranks import run_ranks
 from shardwise import shard
 from shardwise.errors import ShardError
 
@@ -62,15 +60,8 @@ def test_every_rank_gets_the_plain_models_tokens(name: str) -> None:
 @pytest.mark.slow
 def test_the_trainer_example_learns_and_goes_on_to_the_same_loss(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="accelerate is in the test extra")
-    root = Path(shardwise.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, root / "examples" / "trainer.py", "--folder", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    assert done.returncode == 0, done.stderr
-    first, again = re.findall(r"^eval_loss (\S+) after 20 steps$", done.stdout, re.MULTILINE)
+    out = run_example("trainer.py", "--folder", tmp_path)
+    first, again = re.findall(r"^eval_loss (\S+) after 20 steps$", out, re.MULTILINE)
     assert first == again and float(first) < 3
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.num_hidden_layers == 3

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranks import HANG_S
+from programs import run_program
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
@@ -30,7 +27,6 @@ from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, OpPhase, Transfer
 from shardwise.plan.timing.simulate import simulate
 
-SOURCES = Path(__file__).parents[2] / "src"
 RATE = 1e9
 NAMES = (
     *("matmul.forward.float32", "matmul.backward.float32", "attention.forward.float32"),
@@ -298,15 +294,8 @@ def a_tape() -> Tape:
 
 def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    search = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    arguments = ["bench", "--calibrate", "--quick", "--ranks", "2", "--output", str(path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env={**os.environ, "PYTHONPATH": search, "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    arguments = ("bench", "--calibrate", "--quick", "--output", path)
+    done = run_program("shardwise", *arguments, num_ranks=2)
     assert done.returncode == 0, done.stderr
     assert "all_gather.2" in done.stdout
     found = read_calibration(path)

@@ -1,7 +1,8 @@
 """Predicted against measured memory: six models, stages 0 to 3, with and without checkpointing.
 
 Two real ranks; the oracle is the allocator's own trace of a whole step: forward, backward,
-clipping, a fused AdamW. Lines that the engine owns and what it sends must agree exactly.
+clipping, a fused AdamW. Lines that the engine owns and what it sends must agree exactly. Here each
+model has two cells of the eight, chosen so that every cell is some model's; `make soak` has all.
 """
 
 import importlib.util
@@ -34,6 +35,13 @@ def check(cells: list[Cell]) -> None:
         assert abs(played.peak.ledger.total / peak - 1) <= 0.01, cell
 
 
+def sample_of(model: str, precision: str) -> list[Cell]:
+    """Return a cell without checkpointing and one with it, at other stages for every model."""
+    first = MODELS.index(model) + (precision == "bf16")
+    stages = {False: first % 4, True: (first + 2) % 4}
+    return [c for c in cells_of(model, precision) if c.stage == stages[c.checkpointed]]
+
+
 def needs_transformers(model: str) -> None:
     if model != "decoder" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is in the test extra")
@@ -42,13 +50,13 @@ def needs_transformers(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model: str) -> None:
     needs_transformers(model)
-    check(cells_of(model, "fp32"))
+    check(sample_of(model, "fp32"))
 
 
 @pytest.mark.parametrize("model", ["decoder", "gpt2"])
 def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(model: str) -> None:
     needs_transformers(model)
-    check(cells_of(model, "bf16"))
+    check(sample_of(model, "bf16"))
 
 
 def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:

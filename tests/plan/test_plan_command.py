@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from programs import run_program
 from ranks import HANG_S
 from shardwise.cli.main import main
 from shardwise.cli.plan import run_plan, run_simulate
@@ -58,17 +59,6 @@ def words(capsys: pytest.CaptureFixture[str]) -> str:
     out, err = capsys.readouterr()
     assert err == ""
     return " ".join(out.split())
-
-
-def process(*arguments: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        env={**os.environ, "PYTHONPATH": path},
-    )
 
 
 # -- a plan
@@ -386,10 +376,9 @@ def test_a_written_plan_trains_and_its_state_is_predicted_to_the_byte(tmp_path: 
         TINY + f"stage: 2\nsteps: 3\nsample_tokens: 2\neval_windows: 1\nthreads: 1\n"
         f"data: {argparse.__file__}\noutput: {tmp_path / 'run'}\n"
     )
-    made = process("plan", start, "--write", planned, "--accumulation", 2)
-    assert made.returncode == 0, made.stderr
+    assert run_plan([str(start), "--write", str(planned), "--accumulation", "2"]) == 0
     predicted = yaml.safe_load(planned.read_text())["predicted_state_bytes"]
-    run = process("train", planned)
+    run = run_program("shardwise", "train", planned, num_ranks=2)
     assert run.returncode == 0, run.stderr
     lines = [line for line in run.stdout.splitlines() if ", measured " in line]
     assert [word in " ".join(lines) for word in ("step time", "state", "peak")] == [True] * 3

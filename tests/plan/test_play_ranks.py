@@ -256,7 +256,7 @@ def test_every_stage_in_either_layout_and_precision(num_ranks: int) -> None:
         num_ranks,
         [
             ("net", cpu(num_ranks, stage=s, layout=layout, precision=p))
-            for s in (0, 1, 2, 3)
+            for s in ((0, 3) if num_ranks == 1 else (0, 1, 2, 3))
             for layout, p in (("rows", "fp32"), ("flat", "bf16"))
         ],
     )

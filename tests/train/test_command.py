@@ -1,4 +1,7 @@
-"""`shardwise train` as a process: help, errors, two ranks end to end, signals."""
+"""`shardwise train` as a process: help, errors, two ranks end to end, signals.
+
+Where ranks are launched or get signals, it is started as a user would; else see `programs`.
+"""
 
 import argparse
 import json
@@ -15,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from programs import run_program
 from ranks import HANG_S, run_ranks
 from shardwise.cli.train import read_place
 from shardwise.train.checks import check_run
@@ -73,10 +77,10 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
 def test_help_names_every_key() -> None:
     from shardwise.train.config import TrainConfig
 
-    code, out, _ = finish(command("train", "--help"))
-    assert code == 0
+    done = run_program("shardwise", "train", "--help")
+    assert done.returncode == 0
     for key in TrainConfig.model_fields:
-        assert f"--{key.replace('_', '-')}"[:14] in out
+        assert f"--{key.replace('_', '-')}"[:14] in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -92,15 +96,15 @@ def test_a_bad_config_ends_with_code_2_before_anything_starts(
 ) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text + f"ranks: 2\noutput: {tmp_path / 'run'}\n")
-    code, out, err = finish(command("train", path))
-    assert code == 2
-    assert part in err
-    assert out == ""
+    done = run_program("shardwise", "train", path)
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert done.stdout == ""
     assert not (tmp_path / "run").exists()
 
 
 def test_a_bad_flag_ends_with_code_2() -> None:
-    assert finish(command("train", "--dim", "wide"))[0] == 2
+    assert run_program("shardwise", "train", "--dim", "wide").returncode == 2
 
 
 def test_a_place_is_read_from_what_torchrun_sets() -> None:
@@ -112,17 +116,17 @@ def test_a_place_is_read_from_what_torchrun_sets() -> None:
 @pytest.mark.slow
 def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
     flags = (
-        *("--ranks", 2, "--replicas", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
+        *("--replicas", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
         *("--prefetch-bytes", 0, "--bucket-bytes", 0, "--predicted-step-s", 1),
     )
     one_rank = ("--steps", 3, "--output", tiny.parent / "alone")
-    both = command("train", tiny, *flags), command("train", tiny, *one_rank)
-    (code, out, err), alone = map(finish, both)
-    assert code == 0, err
-    assert "predicted     step time 1 s, measured" in out
+    done = run_program("shardwise", "train", tiny, *flags, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert "predicted     step time 1 s, measured" in done.stdout
+    alone = run_program("shardwise", "train", tiny, *one_rank)
+    assert alone.returncode == 0, alone.stderr
     run = tiny.parent / "run"
     assert yaml.safe_load((run / "config.yaml").read_text())["units"] == ["Block", "TokenEmbedding"]
-    assert alone[0] == 0, alone[2]
     states = [metrics(folder)[2]["state_bytes"] for folder in (run, tiny.parent / "alone")]
     assert states[0] == states[1]  # two replicas: each holds the whole
 
@@ -145,8 +149,8 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
     assert f"loss curve    {run / 'loss.svg'}" in out
     assert "at step 6, lowest" in picture and "held out from" in picture
 
-    code, _, err = finish(command("train", tiny, "--ranks", 2))
-    assert (code, "holds the metrics of an earlier run" in err) == (2, True)
+    again = run_program("shardwise", "train", tiny)
+    assert (again.returncode, "holds the metrics of an earlier run" in again.stderr) == (2, True)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from programs import run_program
 from ranks import HANG_S, run_ranks
 from resumes import (
     TINY,
@@ -346,12 +347,12 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         time.sleep(0.02)
     kill_job(process)
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
-    process = start([*common, f"--steps={reached + 4}"])
-    out, err = process.communicate(timeout=HANG_S)
-    assert process.returncode == 0, err
+    ended = run_program("shardwise", "train", *common, f"--steps={reached + 4}", num_ranks=2)
+    assert ended.returncode == 0, ended.stderr
     done = rf"step {reached + 4} of {reached + 4}: loss \d+\.\d+, .*took \S.*\n"
-    assert re.fullmatch(done, err), err  # how far it is, and nothing else
-    said = re.search(r"^going on from step (\d+) .*\nchanged since then: steps: 100000 ->", out)
+    assert re.fullmatch(done, ended.stderr), ended.stderr  # how far it is, and nothing else
+    line = r"^going on from step (\d+) .*\nchanged since then: steps: 100000 ->"
+    said = re.search(line, ended.stdout)
     assert said is not None and reached - 2 <= int(said[1]) <= reached
     flags |= {"output": tmp_path / "straight", "steps": reached + 4}
     run_ranks(change_ranks, 2, flags, None)

@@ -17,7 +17,7 @@ from trainer import full_grads
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
 GLOBAL_BATCH = 12
-NUM_STEPS = 4
+NUM_STEPS = 3
 
 
 def demo_losses(rank: int, world_size: int) -> tuple[dict[int, list[float]], Grads]:
@@ -54,7 +54,9 @@ def test_one_global_batch_gives_the_same_losses_on_1_to_4_ranks_at_every_stage()
     roundings = decoder_roundings(config, GLOBAL_BATCH) // 2  # one step only
     alone, grads_alone = run_ranks(demo_losses, 1)[0]
     for num_ranks in (1, 2, 3, 4):
-        losses, grads = run_ranks(demo_losses, num_ranks)[0]
+        losses, grads = (
+            (alone, grads_alone) if num_ranks == 1 else run_ranks(demo_losses, num_ranks)[0]
+        )
         assert losses[0] == losses[1] == losses[2] == losses[3], f"{num_ranks} ranks: bits differ"
         assert_all_rounded_alike(grads, grads_alone, roundings)
         for ours, theirs in zip(losses[0], alone[0], strict=True):

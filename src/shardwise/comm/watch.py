@@ -192,8 +192,8 @@ class Watch:
                 self._published = False
 
     def _look(self) -> None:
-        now = time.monotonic()
-        waits = [(t, w) for t, w in list(self._waits.items()) if now - w.begun_s > 1.0]
+        now, least_s = time.monotonic(), self.look_every_s
+        waits = [(t, w) for t, w in list(self._waits.items()) if now - w.begun_s > least_s]
         main = threading.main_thread().ident
         mine = next((w for t, w in waits if t == main), None)
         board = self._board_of_now()
