@@ -50,7 +50,7 @@ def parse_size(value: Any) -> Any:
     match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]?I?)B?\s*", value.upper())
     try:
         assert match is not None
-        return int(float(match[1]) * SIZES[match[2]])
+        return round(float(match[1]) * SIZES[match[2]])
     except (AssertionError, ValueError, OverflowError):
         raise ValueError("expected a size such as 40GiB or 80e9") from None
 

@@ -106,6 +106,13 @@ def test_auto_is_left_to_the_flags(tmp_path: Path) -> None:
             "ratio: expected 0 to 1",
         ),
         ([1], "expected an object"),
+        ({"zero_optimization": {"offload_param": {"devic": "cpu"}}}, "did you mean 'device'"),
+        ({"bf16": {"enable": True}}, r"'bf16\.enable'; did you mean 'enabled'"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16 is on as well"),
+        (
+            {"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}},
+            "sets the same",
+        ),
     ],
 )
 def test_what_cannot_be_read_names_file_key_and_the_nearest(
@@ -164,6 +171,23 @@ def test_accelerate_without_a_strategy_is_replicated(tmp_path: Path) -> None:
     for quoted in (text, text.replace("'", "")):
         found = read_accelerate(write_yaml(tmp_path, quoted))
         assert found.values == {"stage": 0, "precision": "fp32", "ranks": 4}
+
+
+def test_a_stage_at_auto_is_left_to_the_flags_and_a_comment_is_none_of_the_keys(
+    tmp_path: Path,
+) -> None:
+    content = {"_comment": "for the big machine", "zero_optimization": {"stage": "auto"}}
+    found = read_deepspeed(write_json(tmp_path, content))
+    assert "stage" not in found.values
+    assert "flags" in found.ignored["zero_optimization.stage"]
+    assert found.ignored["_comment"] == "a comment"
+
+
+def test_a_named_deepspeed_file_decides_the_stage_even_by_saying_nothing(tmp_path: Path) -> None:
+    text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+    for content, stage in (({}, 0), ({"zero_optimization": {"stage": 1}}, 1)):
+        write_json(tmp_path, content)
+        assert read_accelerate(write_yaml(tmp_path, text)).values["stage"] == stage
 
 
 @pytest.mark.parametrize(

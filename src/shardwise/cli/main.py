@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import typer
 
 from shardwise.cli.ckpt import app as ckpt_app
@@ -29,44 +32,31 @@ def _commands() -> None:
     """Shard training state across ranks, with PyTorch."""
 
 
-@app.command("train", add_help_option=False, context_settings=_PASSED_ON)
-def _train(context: typer.Context) -> None:
-    """Train the built-in decoder on text, over local ranks or under torchrun."""
-    from shardwise.cli.train import run_command
+def _runner(where: str) -> Callable[[typer.Context], None]:
+    """Return a command that hands its arguments on; ``where`` is imported when it runs."""
 
-    raise typer.Exit(run_command(context.args))
+    def run(context: typer.Context) -> None:
+        module, _, function = where.partition(":")
+        found = getattr(import_module(f"shardwise.cli.{module}"), function)
+        raise typer.Exit(found(context.args))
 
-
-@app.command("convert", add_help_option=False, context_settings=_PASSED_ON)
-def _convert(context: typer.Context) -> None:
-    """Turn a DeepSpeed JSON or accelerate's YAML into a YAML of `train`, or back."""
-    from shardwise.cli.convert import run_command
-
-    raise typer.Exit(run_command(context.args))
+    return run
 
 
-@app.command("plan", add_help_option=False, context_settings=_PASSED_ON)
-def _plan(context: typer.Context) -> None:
-    """Tell what fits, how fast it will be and why, before a run and without a device."""
-    from shardwise.cli.plan import run_plan
-
-    raise typer.Exit(run_plan(context.args))
-
-
-@app.command("simulate", add_help_option=False, context_settings=_PASSED_ON)
-def _simulate(context: typer.Context) -> None:
-    """Play a step on thousands of ranks: stragglers, noise, failures, scaling curves."""
-    from shardwise.cli.plan import run_simulate
-
-    raise typer.Exit(run_simulate(context.args))
-
-
-@app.command("bench", add_help_option=False, context_settings=_PASSED_ON)
-def _bench(context: typer.Context) -> None:
-    """Measure this machine with all its ranks at once; the planner takes what it writes."""
-    from shardwise.cli.bench import run_command
-
-    raise typer.Exit(run_command(context.args))
+for _name, _where, _help in (
+    ("train", "train:run_command", "Train the built-in decoder on text, over local ranks or under "
+     "torchrun."),
+    ("convert", "convert:run_command", "Turn a DeepSpeed JSON or accelerate's YAML into a YAML of "
+     "`train`, or back."),
+    ("plan", "plan:run_plan", "Tell what fits, how fast it will be and why, before a run and "
+     "without a device."),
+    ("simulate", "plan:run_simulate", "Play a step on thousands of ranks: stragglers, noise, "
+     "failures, scaling curves."),
+    ("bench", "bench:run_command", "Measure this machine with all its ranks at once; the planner "
+     "takes what it writes."),
+):  # fmt: skip
+    _passed_on = app.command(_name, help=_help, add_help_option=False, context_settings=_PASSED_ON)
+    _passed_on(_runner(_where))
 
 
 def main() -> None:

@@ -24,18 +24,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream
-from shardwise.plan.timing.breakdown import RankRun, Span, UnitTimes, category
+from shardwise.plan.timing.breakdown import RankRun, Span, category
 from shardwise.plan.timing.many_ranks import Decisions, Floats, Grid, grid_of, run_step
 from shardwise.plan.timing.scenario import Scenario
 
 _WORKERS = ("compute", "cpu")
 _NETWORKS = ("shard", "replicate")
+T = TypeVar("T")
 
 
 class CriticalOp(NamedTuple):
@@ -56,6 +57,16 @@ class Spread:
     median_s: float
     p95_s: float
     maximum_s: float
+
+
+class _OfSlowest(Generic[T]):
+    """An attribute that is the slowest rank's."""
+
+    def __init__(self, get: Callable[[RankRun], T]) -> None:
+        self._get = get
+
+    def __get__(self, simulated: "Simulated", owner: type) -> T:
+        return self._get(simulated.slowest)
 
 
 @dataclass(frozen=True)
@@ -94,45 +105,15 @@ class Simulated:
         """The rank that ended last."""
         return self.ranks[0]
 
-    @property
-    def compute_s(self) -> float:
-        """Seconds that the slowest rank computed."""
-        return self.slowest.compute_s
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds in which the slowest rank communicated, hidden or not."""
-        return self.slowest.communication_s
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds in which the slowest rank communicated and did not compute."""
-        return self.slowest.exposed_s
-
-    @property
-    def overlap(self) -> float:
-        """Share of the slowest rank's communication that computing hides, 0 to 1."""
-        return self.slowest.overlap
-
-    @property
-    def bubble_s(self) -> float:
-        """Seconds in which the slowest rank did not compute."""
-        return self.slowest.bubble_s
-
-    @property
-    def busy_s(self) -> Mapping[Stream, float]:
-        """Seconds that each stream of the slowest rank worked."""
-        return self.slowest.busy_s
-
-    @property
-    def phase_s(self) -> Mapping[str, float]:
-        """Busy seconds of the slowest rank by phase; phases on different streams overlap."""
-        return self.slowest.phase_s
-
-    @property
-    def unit_times(self) -> tuple[UnitTimes, ...]:
-        """One row for each unit of the slowest rank."""
-        return self.slowest.unit_times
+    # See `RankRun`.
+    compute_s = _OfSlowest(lambda run: run.compute_s)
+    communication_s = _OfSlowest(lambda run: run.communication_s)
+    exposed_s = _OfSlowest(lambda run: run.exposed_s)
+    overlap = _OfSlowest(lambda run: run.overlap)
+    bubble_s = _OfSlowest(lambda run: run.bubble_s)
+    busy_s = _OfSlowest(lambda run: run.busy_s)
+    phase_s = _OfSlowest(lambda run: run.phase_s)
+    unit_times = _OfSlowest(lambda run: run.unit_times)
 
     @property
     def critical_s(self) -> Mapping[str, float]:
