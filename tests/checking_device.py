@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -85,8 +85,9 @@ class Memory:
 
     owner: CheckingStream
     on_host: bool
-    is_pinned: bool = False
-    shape: str = ""
+    is_pinned: bool
+    is_scalar: bool  # on the host it may be used with any other memory
+    shape: str
     is_blank: bool = False  # allocated, and not written yet
     allocated: Access | None = None
     written: Access | None = None
@@ -232,26 +233,29 @@ class CheckingDevice:
             return self._run_collective(func, args, kwargs)
         if func.namespace == "_c10d_functional":
             return self._run_functional(func, args, kwargs)
+        arguments = _arguments_of(func)
+        if arguments.is_view:
+            return func(*args, **kwargs)
         self.num_operations += 1
-        name = func._schema.name.partition("::")[2]
+        name = arguments.operation
         given = _named(func, args, kwargs)
-        for tensor in filter(_has_memory, _tensors(list(given.values()))):
-            self.memory_of(tensor)  # what comes out and is not known then, is new
-        reads, writes = _read_and_written(func, given)
-        used = [] if name in _UNTOUCHED else [*([] if name in _UNREAD else reads), *writes]
-        on_host, on_device = self._split(used)
-        where = self._where(name, [*reads, *writes])
-        if on_host and on_device and name not in _TRANSFERS:
+        reads, writes = map(self._memory_under, _read_and_written(func, given))
+        like = [t for n in arguments.like for t in _tensors(given.get(n)) if _has_memory(t)]
+        where = self._where(reads, writes or [self.memory_of(t) for t in like])
+        on_host = [m for m in (*reads, *writes) if m.on_host and not m.is_scalar]
+        if on_host and where is not self.host and name not in _TRANSFERS:
             self._fail(f"{_here(name)} uses memory of the host and of the device")
-        if name not in _UNTOUCHED:
-            self._use(where, [] if name in _UNREAD else reads, writes, name)
+        if reads or writes:
+            self._use(where, reads, writes, name)
         out = func(*args, **kwargs)
-        made = self._adopt(out, where is self.host, bool(reads or writes))
-        if name not in _UNWRITTEN:
+        made = self._adopt(out, where is self.host, bool(reads or writes or like))
+        if made and all(memory.on_host for memory in made):
+            where = self.host  # a scalar made of nothing
+        if name in _UNWRITTEN:
+            for memory in made:
+                memory.is_blank = True
+        elif made:
             self._use(where, [], made, name)
-        else:
-            for tensor in made:
-                self.memory_of(tensor).is_blank = True
         is_answer = not isinstance(out, Tensor | list | tuple | None)
         is_pinned = all(memory.is_pinned for memory in on_host)
         blocks = not (given.get("non_blocking") and is_pinned)
@@ -259,20 +263,13 @@ class CheckingDevice:
             self.host.join(where.clock)
         return out
 
-    def _split(self, tensors: Iterable[Tensor]) -> tuple[list[Memory], list[Memory]]:
-        """Return the memory on the host and on the device; scalars of the host may go anywhere."""
-        tensors = list(tensors)
-        found = [(self.memory_of(t), t.dim()) for t in tensors if _has_memory(t)]
-        on_host = [memory for memory, dim in found if memory.on_host and dim]
-        return on_host, [memory for memory, _ in found if not memory.on_host]
-
-    def _where(self, name: str, tensors: list[Tensor]) -> CheckingStream:
+    def _where(self, reads: list[Memory], writes: list[Memory]) -> CheckingStream:
         """Tell what an operation runs on: the host if all memory is the host's."""
-        memory = [self.memory_of(t) for t in tensors if _has_memory(t)]
-        return self.host if memory and all(m.on_host for m in memory) else self.current
+        used = (*reads, *writes)
+        return self.host if used and all(m.on_host for m in used) else self.current
 
     def _run_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = func._schema.name.partition("::")[2]
+        name = _arguments_of(func).operation
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         group = None
@@ -294,7 +291,7 @@ class CheckingDevice:
         return out
 
     def _run_functional(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = func._schema.name.partition("::")[2]
+        name = _arguments_of(func).operation
         given = _named(func, args, kwargs)
         group = given.get("group_name")
         if name == "wait_tensor":
@@ -314,11 +311,11 @@ class CheckingDevice:
         self, group: str, reads: list[Tensor], writes: list[Tensor], name: str
     ) -> tuple[CheckingStream, bool]:
         self.num_collectives += 1
-        memory = [self.memory_of(t) for t in (*reads, *writes) if _has_memory(t)]
+        sent, received = self._memory_under(reads), self._memory_under(writes)
         stream = self._stream(f"the collectives of group {group}")
         stream.join(self.current.clock)
-        self._use(stream, reads, writes, name)
-        return stream, bool(memory) and all(m.on_host for m in memory)
+        self._use(stream, sent, received, name)
+        return stream, self._where(sent, received) is self.host
 
     def _wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def checked(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -363,8 +360,9 @@ class CheckingDevice:
 
         def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self._is_aside and type(tensor) is Tensor:
-                where = self._where("read", [tensor])
-                self._use(where, [tensor], [], "a read of all elements")
+                memory = self._memory_under([tensor])
+                where = self._where(memory, [])
+                self._use(where, memory, [], "a read of all elements")
                 self.host.join(where.clock)
             return read(tensor, *args, **kwargs)
 
@@ -389,9 +387,21 @@ class CheckingDevice:
         is_scalar = tensor.dim() == 0 and storage.nbytes() == tensor.element_size()
         return self._register(tensor, on_host=is_scalar)
 
+    def _memory_under(self, tensors: list[Tensor]) -> list[Memory]:
+        """Return the memory under tensors that have any. **Raises** where it was freed."""
+        found = []
+        for tensor in tensors:
+            if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+                continue
+            if not tensor.untyped_storage().nbytes():
+                self._fail(f"{_here('a use')} of {tuple(tensor.shape)}, whose memory was freed")
+                raise StreamError(self.errors[-1])  # to go on would end the process
+            found.append(self.memory_of(tensor))
+        return found
+
     def _register(self, tensor: Tensor, on_host: bool, is_pinned: bool = False) -> Memory:
         shape = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        memory = Memory(self.current, on_host, is_pinned, shape)
+        memory = Memory(self.current, on_host, is_pinned, tensor.dim() == 0, shape)
         self._watch(tensor.untyped_storage(), memory)
         return memory
 
@@ -415,14 +425,16 @@ class CheckingDevice:
             what = f"{_here('memory')} of {memory.shape} was freed"
             owner.freed.append((what, left))
 
-    def _adopt(self, out: Any, on_host: bool, has_inputs: bool) -> list[Tensor]:
-        """Return the outputs of an operation that have memory of their own."""
-        made = [t for t in _tensors(out) if _has_memory(t)]
-        made = [t for t in made if t.untyped_storage()._cdata not in self._memory]
-        for tensor in made:
-            on_host = on_host or (not has_inputs and tensor.dim() == 0)
-            memory = self._register(tensor, on_host)
-            memory.allocated = None if on_host else self._now("the allocation")
+    def _adopt(self, out: Any, on_host: bool, has_inputs: bool) -> list[Memory]:
+        """Return the memory of an operation's outputs that is new."""
+        made = []
+        for tensor in _tensors(out):
+            if not _has_memory(tensor) or tensor.untyped_storage()._cdata in self._memory:
+                continue
+            is_host_scalar = not has_inputs and tensor.dim() == 0
+            made.append(self._register(tensor, on_host or is_host_scalar))
+            if not made[-1].on_host:
+                made[-1].allocated = self._now("the allocation")
         return made
 
     def _now(self, what: str) -> Access:
@@ -431,30 +443,21 @@ class CheckingDevice:
         return Access(name, self.current.clock.get(name, 0), _here(what))
 
     def _use(
-        self, stream: CheckingStream, reads: list[Tensor], writes: list[Tensor], name: str
+        self, stream: CheckingStream, reads: list[Memory], writes: list[Memory], name: str
     ) -> None:
         """Note that a timeline uses memory, and check what must be ordered before."""
         stream.join(self.host.clock)
         self._check_freed(stream)
-        if not reads and not writes:
-            return
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1
         access = Access(stream.name, stream.clock[stream.name], _here(name))
-        for tensor in (*reads, *writes):
-            if tensor.numel() and not tensor.is_meta and not _has_memory(tensor):
-                self._fail(f"{access}, uses {tuple(tensor.shape)}, whose memory was freed")
-                raise StreamError(self.errors[-1])  # to go on would end the process
-        for tensor in filter(_has_memory, (*reads, *writes)):
-            memory = self.memory_of(tensor)
+        for memory in (*reads, *writes):
             self._check(access, "uses", memory, memory.allocated, "precedes", stream.clock)
-        for tensor in filter(_has_memory, reads):
-            memory = self.memory_of(tensor)
+        for memory in reads:
             if memory.is_blank:
                 self._fail(f"{access}, reads {memory.shape}, in which nothing was written")
             self._check(access, "reads", memory, memory.written, "writes", stream.clock)
             memory.read[stream.name] = access
-        for tensor in filter(_has_memory, writes):
-            memory = self.memory_of(tensor)
+        for memory in writes:
             self._check(access, "writes", memory, memory.written, "writes", stream.clock)
             for before in memory.read.values():
                 self._check(access, "writes", memory, before, "reads", stream.clock)
@@ -505,31 +508,41 @@ class _Operations(TorchDispatchMode):
         return self._device.run(func, args, kwargs or {})
 
 
-@cache
-def _arguments_of(func: Any) -> tuple[tuple[str, bool, bool], ...]:
-    """Return of every argument of an operation its name, and whether it is read and written.
+@dataclass(frozen=True)
+class Arguments:
+    """What an operation does with its arguments, by name; of views it does nothing with memory."""
 
-    What an operation takes a view of is neither.
-    """
-    return tuple(
-        (a.name, a.alias_info is None, a.alias_info is not None and a.alias_info.is_write)
-        for a in func._schema.arguments
-    )
+    operation: str
+    names: tuple[str, ...]
+    read: tuple[str, ...]
+    written: tuple[str, ...]
+    like: tuple[str, ...]  # asked for their shape and device
+    is_view: bool
+
+
+@cache
+def _arguments_of(func: Any) -> Arguments:
+    name = func._schema.name.partition("::")[2]
+    arguments = func._schema.arguments
+    tensors = tuple(a.name for a in arguments if "Tensor" in str(a.type))
+    aliases = {a.name: a.alias_info for a in arguments if a.alias_info is not None}
+    written = tuple(n for n, alias in aliases.items() if alias.is_write)
+    read = tuple(n for n in tensors if n not in aliases and name not in _UNREAD)
+    like = tensors if name in _UNREAD else ()
+    is_view = name in _UNTOUCHED or len(aliases) > len(written)
+    return Arguments(name, tuple(a.name for a in arguments), read, written, like, is_view)
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    names = [name for name, _, _ in _arguments_of(func)]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(_arguments_of(func).names, args, strict=False)), **kwargs}
 
 
 def _read_and_written(func: Any, given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    for name, is_read, is_written in _arguments_of(func):
-        value = given.get(name)
-        if (is_read or is_written) and isinstance(value, Tensor | list | tuple):
-            (writes if is_written else reads).extend(_tensors(value))
-    return reads, writes
+    arguments = _arguments_of(func)
+    return (
+        [tensor for name in arguments.read for tensor in _tensors(given.get(name))],
+        [tensor for name in arguments.written for tensor in _tensors(given.get(name))],
+    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

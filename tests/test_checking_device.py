@@ -241,6 +241,23 @@ def test_copies_of_memory_that_is_not_page_locked_block() -> None:
     run_ranks(copy_memory_that_is_not_page_locked, 1)
 
 
+def use_scalars(rank: int, world_size: int) -> None:
+    """A scalar made of nothing is the host's: to look at it does not wait for the device."""
+    with CheckingDevice() as device:
+        values = torch.ones(4)
+        factor = torch.randint(3, ())
+        factor.add_(1)
+        assert int(factor) and int(torch.tensor(2))
+        values.mul_(factor)
+        assert device.current.name not in device.host.clock
+        assert values.sum().item()
+        assert device.current.name in device.host.clock
+
+
+def test_only_values_of_the_device_are_waited_for() -> None:
+    run_ranks(use_scalars, 1)
+
+
 def leave_everything_as_it_was(rank: int, world_size: int) -> None:
     names = [(Tensor, "tolist"), (Tensor, "numpy"), (torch.UntypedStorage, "resize_")]
     before = [getattr(owner, name) for owner, name in names]

@@ -190,8 +190,15 @@ class _AcceleratorStream:
     def wait(self, event: _AcceleratorEvent) -> None:
         self.stream.wait_event(event.event)
 
-    def use(self) -> AbstractContextManager[Any]:
-        return self.stream
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        # torch.Stream's own context is kept on the stream: in torch 2.11 it cannot be nested.
+        before = torch.accelerator.current_stream(self.stream.device)
+        torch.accelerator.set_stream(self.stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
     def keep(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "cpu":  # page-locked memory is kept by the copies themselves

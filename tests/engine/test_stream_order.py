@@ -220,19 +220,15 @@ for stage in range(4):
 for stage in (1, 3):
     add(f"stage {stage}, bf16", partial(sharded, stage=stage, precision="bf16", layout="flat"))
     add(f"stage {stage}, slices at home, bf16", partial(at_home, stage=stage, precision="bf16"))
-for stage in (2, 3):
-    add(f"stage {stage}, a reduction per unit", partial(sharded, stage=stage, bucket_bytes=1))
+add("a reduction per unit", partial(sharded, bucket_bytes=1))
 for stage in (0, 3):
     add(f"stage {stage}, replicas", partial(hybrid, replicas=2, stage=stage))
 add("no prefetch", partial(sharded, prefetch_bytes=0))
-add("prefetch of all", partial(sharded, prefetch_bytes=1 << 30))
 add("slices at home, prefetch of all", partial(at_home, prefetch_bytes=1 << 30, bucket_bytes=1))
 add("reduced every step", partial(sharded, reduce_every="step"))
 add("checkpointing", partial(sharded, make=partial(Checkpointed, False)))
 add("checkpointing, reentrant", partial(sharded, make=partial(Checkpointed, True)))
-add("checkpointing, stage 2", partial(sharded, make=partial(Checkpointed, False), stage=2))
 add("various uses", partial(sharded, make=Various))
-add("various uses, stage 1", partial(sharded, make=Various, stage=1))
 add("between steps", between_steps)
 add("ends early", partial(sharded, make=Stops))
 add("ranks differ", partial(sharded, make=Routed, stage=2))
@@ -289,6 +285,10 @@ def test_everything_is_ordered_before_it_is_used(name: str) -> None:
 @pytest.mark.parametrize("name", ["stage 1", "stage 3", "stage 3, slices at home"])
 def test_everything_is_ordered_before_it_is_used_on_gloo(name: str) -> None:
     run_ranks(check_scenario, 3, name, False)
+
+
+def test_everything_is_ordered_before_it_is_used_over_two_axes() -> None:
+    run_ranks(check_scenario, 4, "stage 3, replicas", True)
 
 
 # Mistakes, each put into the engine: what is patched, in which scenario, and what must be found.

@@ -211,6 +211,35 @@ def test_training_with_slices_at_home_gives_the_same_bits_in_every_stage(world_s
     run_ranks(train_shard_with_and_without_a_home, world_size)
 
 
+def train_on_a_gpu_with_and_without_a_home(rank: int, world_size: int) -> None:
+    """Steps of half the gradient: the same bits whichever processor takes them."""
+    for precision in ("fp32", "bf16"):
+        results = []
+        for home in (None, CPU):
+            torch.manual_seed(0)
+            layers = [nn.Linear(512, 512) for _ in range(6)]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(materialize, "Storage", partial(Storage, home=home))
+                model = shard(nn.Sequential(*layers).cuda(), precision=precision, units=nn.Linear)
+            assert all(p.to_local().is_cuda == (home is None) for p in model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for _ in range(4):
+                model(torch.randn(64, 512, device="cuda")).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(torch.ones(1, 512, device="cuda"))
+                    for p in model.parameters():
+                        p.mul_(0.5)
+            results.append([p.full_tensor().detach().cpu() for p in model.parameters()])
+        assert_same_bits(results[0], results[1], precision)
+
+
+@pytest.mark.gpu
+def test_training_with_slices_at_home_gives_the_same_bits_on_a_gpu() -> None:
+    run_ranks(train_on_a_gpu_with_and_without_a_home, 1, fresh=True)
+
+
 def train_fully_shard_with_and_without_offload(rank: int, world_size: int) -> None:
     results = []
     for policy in (OffloadPolicy(), CPUOffloadPolicy()):
