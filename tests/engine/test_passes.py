@@ -101,13 +101,29 @@ def test_a_backward_pass_through_several_forward_passes_reduces_each_unit_once(
     run_ranks(check_sum, world_size, stage)
 
 
+def check_one_then_sum(rank: int, world_size: int) -> None:
+    """Passes through one graph, of one that is alive, say nothing of passes through two."""
+    model = shard(whole_numbers(), stage=3, units=[nn.Sequential], bucket_bytes=0)
+    counts = []
+    for numbers in ((0,), (1, 2), (3,), (4, 5)):
+        before = stats(model).num_collectives.get("shard.reduce_scatter", 0)
+        sum(model(inputs(0, n)).sum() for n in numbers).backward()  # type: ignore[union-attr]
+        counts.append(stats(model).num_collectives["shard.reduce_scatter"] - before)
+    assert counts == [NUM_BLOCKS] * 4
+
+
+def test_a_program_that_takes_turns_reduces_each_unit_once_in_every_pass() -> None:
+    run_ranks(check_one_then_sum, 2)
+
+
 def check_dropped(rank: int, world_size: int) -> None:
     """A graph that is kept and never run keeps no unit open in the passes of others."""
     model = shard(whole_numbers(), stage=3, units=[nn.Sequential])
     model(inputs(0, 0)).sum().backward()
     kept = model(inputs(0, 1)).sum()
+    model(inputs(0, 2)).sum().backward()  # which may have gone through both
     heard = watch(model)
-    model(inputs(0, 2)).sum().backward()
+    model(inputs(0, 3)).sum().backward()
     assert heard.index(("on_unit_over", 2)) < heard.index(("on_backward", 1))
     kept.backward()  # and it may still run
     assert heard.count(("on_pass_end", -1)) == 2

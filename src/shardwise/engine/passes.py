@@ -16,9 +16,9 @@ Note [Several forward passes before a backward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Some programs run several forward passes and one backward pass through all of them (a sum of
 losses), others one backward pass through each (pipelines), in any order. Which it is shows when a
-pass is over. Until then, and if one pass has ever gone through several, an open call of any graph
-is waited for: a unit is reduced once, at the cost of closing late. Otherwise only calls of a graph
-that this pass has reached are waited for.
+pass is over that has begun with several graphs alive. Until then, and if one pass has ever gone
+through several, an open call of any graph is waited for: a unit is reduced once, at the cost of
+closing late. Otherwise only calls of a graph that this pass has reached are waited for.
 
 Note [Double backward]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -114,8 +114,8 @@ class Passes:
         self._stack: list[Call] = []
         self._forward_pass: ForwardPass | None = None
         self._forward_passes: list[weakref.ref[ForwardPass]] = []
-        self._goes_through_one = False  # every backward pass so far through one forward pass
-        self._has_passed = False
+        self._goes_through_one = False  # though several were alive
+        self._goes_through_several = False
         self._unhooked: list[tuple[Call, int]] = []
         self._task: int | None = None
         self._creates_graph = False  # the backward pass under way has create_graph=True
@@ -332,11 +332,9 @@ class Passes:
         """Forget the pass, after it has ended or was cut short."""
         alive = [found for ref in self._forward_passes if (found := ref()) is not None]
         reached = [found for found in alive if found.is_reached]
-        if reached:
-            self._goes_through_one = len(reached) == 1 and (
-                self._goes_through_one or not self._has_passed
-            )
-            self._has_passed = True
+        if reached and len(alive) > 1 and not self._goes_through_several:
+            self._goes_through_one = len(reached) == 1
+            self._goes_through_several = not self._goes_through_one
         for progress in self._progress:
             progress.used_outside = progress.in_backward = False
             progress.num_grads = 0
