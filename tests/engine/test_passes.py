@@ -1,5 +1,6 @@
 """Forward passes in flight at once, and the table of states of a call."""
 
+from contextlib import nullcontext
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ from ranks import run_ranks
 from shardwise import accumulate, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.engine.calls import CALL_TRANSITIONS, Call, CallState
-from shardwise.errors import IllegalTransition
+from shardwise.errors import ConfigError, IllegalTransition
+from shardwise.interop.fsdp2 import fully_shard
 
 NUM_BLOCKS = 3
 IN_FLIGHT = 3
@@ -144,3 +146,107 @@ def test_a_call_that_leaves_its_table_raises_with_unit_from_and_to() -> None:
         else:
             with pytest.raises(IllegalTransition, match=f"'blocks.1': {before.value} -> "):
                 call.enter(after)
+
+
+def check_one_keeps(rank: int, world_size: int, stage: int) -> None:
+    """One rank holds on to what the others drop: what is waited for is the same on all."""
+    plain = whole_numbers()
+    model = shard(whole_numbers(), stage=stage, units=[nn.Sequential])
+    kept = []
+    for step in range(4):
+        output = model(inputs(step, 0)).sum()
+        if rank == 0:
+            kept.append(output)
+        del output
+        model(inputs(step, 1)).sum().backward()
+        plain(inputs(step, 1)).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_keeps_a_graph_which_others_drop_takes_the_same_collectives(stage: int) -> None:
+    run_ranks(check_one_keeps, 2, stage)
+
+
+class Breaks(nn.Module):
+    """Passes its input on; its backward raises while ``breaks``."""
+
+    breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        def look(grad: Tensor) -> None:
+            if self.breaks:
+                raise ArithmeticError("on purpose")
+
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(look)
+        return x
+
+
+def check_cut(rank: int, world_size: int, how: str) -> None:
+    """A pass that raised leaves nothing in the next one, be that of another graph or of a new."""
+    plain, ours = whole_numbers(), whole_numbers()
+    breaks = Breaks()
+    model = nn.Sequential(ours[0], breaks, *ours[1:])
+    if how == "fully_shard":
+        for block in (model[0], *model[2:]):
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        shard(model, stage=int(how), units=[nn.Sequential])
+    first, second = model(inputs(0, 0)).sum(), model(inputs(0, 1)).sum()
+    breaks.breaks = True
+    with pytest.raises(ArithmeticError):
+        first.backward()
+    breaks.breaks = False
+    second.backward()  # no forward in between
+    breaks.breaks = True
+    third = model(inputs(0, 2)).sum()
+    for p in model.parameters():
+        p.grad = None
+    with pytest.raises(ArithmeticError):
+        third.backward()
+    breaks.breaks = False
+    model(inputs(0, 3)).sum().backward()
+    plain(inputs(0, 3)).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+    with pytest.raises(ConfigError) if how == "fully_shard" else nullcontext():
+        stats(model[0] if how == "fully_shard" else model)
+
+
+@pytest.mark.parametrize("how", ["0", "2", "3", "fully_shard"])
+def test_a_backward_pass_that_raised_leaves_nothing_to_the_next_one(how: str) -> None:
+    run_ranks(check_cut, 2, how)
+
+
+class Force(nn.Module):
+    """Adds to its output the gradient of an energy that inner units have computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*list(whole_numbers()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = self.inner(at)
+            (force,) = torch.autograd.grad(energy.sum(), at, retain_graph=True)
+        return self.inner(x) + force
+
+
+def check_inside(rank: int, world_size: int, stage: int) -> None:
+    plain, model = Force(), shard(Force(), stage=stage, units=[nn.Sequential])
+    for step in range(2):
+        x = inputs(step, 0).requires_grad_()
+        plain(x).sum().backward()
+        model(x).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(stage: int) -> None:
+    run_ranks(check_inside, 2, stage)

@@ -66,9 +66,10 @@ class Pending:
         keep: object = None,
     ) -> None:
         self._meeting = meeting
+        self._copies: tuple[Event, ...] = ()
+        self._works: Sequence[Any] = ()
         self._number = WATCH.begin(meeting) if works else 0
         self._works = works
-        self._copies: tuple[Event, ...] = ()
         self._finish = finish
         self._keep = keep
 

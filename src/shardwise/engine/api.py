@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -214,9 +215,17 @@ def engine_of(model: nn.Module) -> Engine:
 
 def _engine_of_calls(model: nn.Module) -> Engine | None:
     """Return the engine of a model of `fully_shard`, whose state makes it when it is needed."""
-    make = getattr(_get_module_state(model), "lazy_init", None)
+    state: Any = _get_module_state(model)
+    make = getattr(state, "lazy_init", None)
     engine = make() if make is not None else None
-    return engine if isinstance(engine, Engine) else None
+    if not isinstance(engine, Engine):
+        return None
+    if engine.units[0] not in state.units:
+        raise ConfigError(
+            f"model: this {type(model).__name__} is a part of a model of fully_shard(); pass the "
+            "whole model, which fully_shard() was called on last"
+        )
+    return engine
 
 
 def stats(model: nn.Module) -> Stats:

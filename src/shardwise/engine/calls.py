@@ -1,6 +1,7 @@
 """One forward call of a unit, and the states that it goes through until backward has passed it."""
 
 import weakref
+from collections import Counter
 from typing import Any
 
 from shardwise.unit.states import State, check_transition
@@ -37,18 +38,21 @@ CALL_TRANSITIONS = frozenset(
 )
 
 
+_OPEN = frozenset({CallState.AWAITING, CallState.BACKWARD})
+
+
 class ForwardPass:
     """One forward pass of the model, from its entrance to its exit: its calls share a graph.
 
-    ``order`` are the units in the order of their calls. ``is_reached``: the backward pass under way
-    has begun with one of the calls. Nothing but the calls keeps it.
+    ``order`` are the units in the order of their calls, and ``open`` counts the calls of each unit
+    whose backward goes on or is expected. It holds no tensor, and is kept when its graph is not.
     """
 
-    __slots__ = ("__weakref__", "is_reached", "order")
+    __slots__ = ("open", "order")
 
-    def __init__(self, is_reached: bool) -> None:
+    def __init__(self) -> None:
         self.order: list[int] = []
-        self.is_reached = is_reached
+        self.open: Counter[int] = Counter()
 
 
 class Call:
@@ -99,8 +103,11 @@ class Call:
         return self.forward_pass is not None
 
     def enter(self, state: CallState) -> None:
-        """Move along the table of calls."""
+        """Move along the table of calls; its forward pass counts the open ones."""
+        was_open = self.state in _OPEN
         self.state = check_transition(CALL_TRANSITIONS, self.unit.name, self.state, state)
+        if self.forward_pass is not None:
+            self.forward_pass.open[self.unit.index] += (state in _OPEN) - was_open
 
     def end_pass(self) -> None:
         """Note that the backward pass of its graph has ended, with or without this call."""

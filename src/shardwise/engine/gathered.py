@@ -122,6 +122,8 @@ def _reduce(
         if full.grad is not None:
             _add_partial(slot, full.grad)
             full.grad = None
+        elif somewhere and slot.partial is None:  # so that all ranks reduce in one dtype
+            _add_partial(slot, torch.zeros_like(full))
     engine.on_pass_end()
 
 

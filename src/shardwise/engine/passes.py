@@ -16,9 +16,11 @@ Note [Several forward passes before a backward pass]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Some programs run several forward passes and one backward pass through all of them (a sum of
 losses), others one backward pass through each (pipelines), in any order. Which it is shows when a
-pass is over that has begun with several graphs alive. Until then, and if one pass has ever gone
-through several, an open call of any graph is waited for: a unit is reduced once, at the cost of
-closing late. Otherwise only calls of a graph that this pass has reached are waited for.
+pass is over that came after several forward passes. Until then, and if one pass has ever gone
+through several, the open calls of all forward passes since the last backward pass are waited for: a
+unit is reduced once, at the cost of closing late. Otherwise only the calls of forward passes that
+this pass has reached are. What is waited for decides when units are reduced, so it must be the same
+on all ranks: forward passes count that were made, not graphs that are alive, which may differ.
 
 Note [Double backward]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -29,8 +31,9 @@ apart, so no hook tells when a unit is through: all units are closed at its end.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +43,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.engine.calls import Call, CallState, ForwardPass
 from shardwise.engine.misuse import changed_since_forward
 from shardwise.engine.nest import tensors_in
+
+_MAX_FORWARD_PASSES = 256  # micro-batches in flight; others were made and dropped
 
 
 def in_backward() -> bool:
@@ -89,8 +94,15 @@ class Listener(Protocol):
     def on_pass_end(self) -> None:
         """The backward pass is over but for what is still open; `Passes.reset` must follow."""
 
+    def on_cut(self) -> None:
+        """The pass before was cut short, and another one begins; `Passes.reset` must follow."""
+
     def on_double(self) -> None:
         """A pass that only makes the graph of a second one is over; `Passes.reset` must follow."""
+
+
+class _Life:
+    """Dies with a backward pass: what is queued for its end is dropped where it raises."""
 
 
 @dataclass(slots=True)
@@ -113,11 +125,13 @@ class Passes:
         self._progress: list[_Progress] = []
         self._stack: list[Call] = []
         self._forward_pass: ForwardPass | None = None
-        self._forward_passes: list[weakref.ref[ForwardPass]] = []
+        self._forward_passes: list[ForwardPass] = []  # made, and no backward pass was theirs yet
+        self._reached: list[ForwardPass] = []  # by the backward pass under way
         self._goes_through_one = False  # though several were alive
         self._goes_through_several = False
         self._unhooked: list[tuple[Call, int]] = []
         self._task: int | None = None
+        self._lives: Callable[[], _Life | None] = lambda: None
         self._creates_graph = False  # the backward pass under way has create_graph=True
         self._second_is_due = False  # the one before had
 
@@ -147,10 +161,12 @@ class Passes:
     def record(self, call: Call) -> None:
         """Note that autograd records the innermost call."""
         if self._forward_pass is None:
-            self._forward_pass = ForwardPass(is_reached=call.in_backward)
-            if not call.in_backward:
-                self._forward_passes = [ref for ref in self._forward_passes if ref() is not None]
-                self._forward_passes.append(weakref.ref(self._forward_pass))
+            self._forward_pass = ForwardPass()
+            if call.in_backward:
+                self._reached.append(self._forward_pass)
+            else:
+                self._forward_passes.append(self._forward_pass)
+                del self._forward_passes[:-_MAX_FORWARD_PASSES]
         if not call.in_backward:
             self._forward_pass.order.append(call.unit.index)
         call.forward_pass = self._forward_pass
@@ -224,11 +240,12 @@ class Passes:
         progress = self._progress[unit.index]
         return progress.in_backward or progress.num_grads > 0
 
-    def _is_expected(self, call: Call) -> bool:
-        if call.state is not CallState.AWAITING:
-            return call.state is CallState.BACKWARD
-        of = call.forward_pass
-        return not self._goes_through_one or (of is not None and of.is_reached)
+    def _is_awaited(self, unit: PassUnit) -> bool:
+        """Tell whether a call of the unit goes on, or is to come, in the pass under way."""
+        waited_for = self._reached
+        if not self._goes_through_one:
+            waited_for = self._forward_passes + self._reached
+        return any(forward_pass.open[unit.index] for forward_pass in waited_for)
 
     def note_grad(self, unit: Any, leaf: torch.Tensor) -> None:
         """Take note of a gradient that is there."""
@@ -244,19 +261,24 @@ class Passes:
         self._progress[unit.index].num_grads += 1
 
     def _begin_pass(self, call: Call | None = None) -> None:
-        if call is not None and call.forward_pass is not None:
-            call.forward_pass.is_reached = True
+        if self._task is not None and self._lives() is None:
+            self._listener.on_cut()
+        if call is not None and call.forward_pass not in self._reached:
+            assert call.forward_pass is not None
+            self._reached.append(call.forward_pass)
         if self._task is None:
             self._listener.on_pass(self._order())
             self._task = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._end_pass)
+            life = _Life()
+            self._lives = weakref.ref(life)
+            Variable._execution_engine.queue_callback(partial(self._end_pass, life))
 
     def _order(self) -> list[int]:
         """Return the units in the order of the forward passes that this pass goes through."""
-        alive = [found for ref in self._forward_passes if (found := ref()) is not None]
+        made = self._forward_passes
         if self._goes_through_one:
-            alive = [found for found in alive if found.is_reached] or alive[-1:]
-        return [index for found in alive for index in found.order]
+            made = [each for each in made if each in self._reached] or made[-1:]
+        return [index for each in made for index in each.order]
 
     def _reach(self, call: Call, node: int) -> None:
         """Begin the backward of a call, at a node of the graph."""
@@ -299,15 +321,15 @@ class Passes:
 
     def end_call(self, call: Call) -> None:
         """Close one call; the last open one closes the unit."""
-        if call.state is CallState.PASSED or self._task is None:
+        if call.state in (CallState.FORWARD, CallState.PASSED) or self._task is None:
             return
         if self._creates_graph or self._second_is_due:
             return  # see Note [Double backward]
         call.enter(CallState.PASSED)
         self._listener.on_call_over(call)
-        progress = self._progress[call.unit.index]
-        if not progress.used_outside and not any(map(self._is_expected, progress.calls)):
-            self.close(call.unit)
+        unit = call.unit
+        if not self._progress[unit.index].used_outside and not self._is_awaited(unit):
+            self.close(unit)
 
     def close(self, unit: PassUnit) -> None:
         """Close a unit."""
@@ -322,7 +344,7 @@ class Passes:
             if call.state in (CallState.BACKWARD, CallState.PASSED):
                 yield call
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, life: "_Life") -> None:
         if self._creates_graph:
             self._listener.on_double()
         else:
@@ -330,24 +352,25 @@ class Passes:
 
     def reset(self) -> None:
         """Forget the pass, after it has ended or was cut short."""
-        alive = [found for ref in self._forward_passes if (found := ref()) is not None]
-        reached = [found for found in alive if found.is_reached]
-        if reached and len(alive) > 1 and not self._goes_through_several:
+        reached = [each for each in self._forward_passes if each in self._reached]
+        if reached and len(self._forward_passes) > 1 and not self._goes_through_several:
             self._goes_through_one = len(reached) == 1
             self._goes_through_several = not self._goes_through_one
+        if not self._goes_through_one:
+            reached = self._forward_passes
+        self._forward_passes = [each for each in self._forward_passes if each not in reached]
         for progress in self._progress:
             progress.used_outside = progress.in_backward = False
             progress.num_grads = 0
             for call in progress.calls:
-                of = call.forward_pass
-                if not self._goes_through_one or (of is not None and of.is_reached):
+                if call.forward_pass not in self._forward_passes:
                     call.end_pass()
-        spent = reached if self._goes_through_one else alive
-        self._forward_passes = [r for r in self._forward_passes if r() not in (None, *spent)]
-        for found in reached:
-            found.is_reached = False
-        self._stack.clear()
-        self._forward_pass = None
+        self._reached = []
         self._unhooked.clear()
         self._task = None
         self._second_is_due, self._creates_graph = self._creates_graph, False
+
+    def forget_forward(self) -> None:
+        """Forget the calls whose forward is under way, after one that was cut short."""
+        self._stack.clear()
+        self._forward_pass = None

@@ -280,11 +280,23 @@ class Engine:
         """Free nothing and reduce nothing: the graph that was made is of a second pass."""
         self._reset_pass()
 
-    def _reset_pass(self) -> None:
+    def on_cut(self) -> None:
+        """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
+        if self.window_open and any(unit.has_local_sum for unit in self.units):
+            warn_of_dropped_window()
+        self.window_open = False
+        self._reductions.drop()
+        self._reset_pass()
         for unit in self.units:
-            unit.unbind_all()
+            unit.drop_partials()
+
+    def _reset_pass(self) -> None:
+        running = {call.unit.index for call in self._passes.stack}  # around a pass inside a forward
+        for unit in self.units:
+            if unit.index not in running:
+                unit.unbind_all()
         self._passes.reset()
-        self._schedule.end_pass()
+        self._schedule.end_pass(running)
 
     # -- gradients
     @property
@@ -299,13 +311,5 @@ class Engine:
     def forget_cut_pass(self) -> None:
         """Clean up after a backward pass that raised, if the last one did."""
         if self._passes.is_under_way and not in_backward():
-            self._recover()
-
-    def _recover(self) -> None:
-        """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
-        if self.window_open and any(unit.has_local_sum for unit in self.units):
-            warn_of_dropped_window()
-        self._reductions.drop()
-        self._reset_pass()
-        for unit in self.units:
-            unit.drop_partials()
+            self._passes.forget_forward()
+            self.on_cut()

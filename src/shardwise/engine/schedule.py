@@ -5,7 +5,7 @@ so a plan cannot differ from the run. What autograd needs (calls, hooks, version
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from shardwise.engine.order import Order
@@ -365,10 +365,13 @@ class Schedule(Generic[U]):
         if self.reduces_in_turn and self.reduces(self.units[0], is_last):
             self._reduce(self._turns.end())
 
-    def end_pass(self) -> None:
-        """Free what is full; what was recorded is the order that the next step is expected in."""
+    def end_pass(self, running: Collection[int] = ()) -> None:
+        """Free what is full; what was recorded is the order that the next step is expected in.
+
+        ``running`` are units whose forward is under way, around a backward pass inside of it.
+        """
         for unit in self.units:
-            if not unit.settings.stays_full:
+            if not unit.settings.stays_full and unit.index not in running:
                 unit.reshard()
         for indices in (self._ahead, self._held, self._in_backward):
             indices.clear()

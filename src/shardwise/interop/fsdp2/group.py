@@ -29,7 +29,7 @@ from shardwise.layout.segments import Segment, build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.trace import FullBytes, span
 from shardwise.unit.home import Home
-from shardwise.unit.states import ParamState
+from shardwise.unit.states import GradState, ParamState
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -60,7 +60,8 @@ class GroupUnit(Unit):
         self._inside = {id(m) for module in modules for m in module.modules()}
         self.ledger = FullBytes()
         self.leaves_part = False  # while a forward pass ends; see Note [Spread over fewer ranks]
-        self._parts: list[tuple[int, torch.Tensor]] = []
+        self._parts: list[torch.Tensor] = []
+        self._part_versions: list[int] = []
         self._is_ready = False
 
     def contains(self, other: Unit) -> bool:
@@ -198,13 +199,10 @@ class GroupUnit(Unit):
     def _take_parts(self) -> list[GatherItem]:
         """List the parts that were left after forward, to be gathered; none when they are stale."""
         parts, self._parts = self._parts, []
-        if not parts or any(
-            storage.version != version
-            for storage, (version, _) in zip(self.storages, parts, strict=True)
-        ):
+        if not parts or self._part_versions != self._local_versions():
             return []
         items = []
-        for storage, (_, part) in zip(self.storages, parts, strict=True):
+        for storage, part in zip(self.storages, parts, strict=True):
             storage.allocate()
             segment = Segment(storage.full.numel(), part.numel(), 0, 0)
             items.append(GatherItem(segment, part, storage.full.data, False))
@@ -216,9 +214,12 @@ class GroupUnit(Unit):
         if axis is None or any(slot.extension is not None for slot in self.slots):
             return
         if self.leaves_part and self.param_state is ParamState.FULL:
-            self._parts = [
-                (s.version, s.full.data.chunk(axis.size)[axis.rank].clone()) for s in self.storages
-            ]
+            self._part_versions = self._local_versions()
+            self._parts = [s.full.data.chunk(axis.size)[axis.rank].clone() for s in self.storages]
+
+    def _local_versions(self) -> list[int]:
+        """Return numbers that change whenever a sharded parameter is modified."""
+        return [slot.param._local_tensor._version for slot in self.slots]
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules and free the full ones."""
@@ -270,6 +271,9 @@ class GroupUnit(Unit):
         for slot in self.slots:
             slot.drop_grad()
         self.unreduced = None
+        self.has_local_sum = False
+        if self.grad_state is GradState.PARTIAL:
+            self.enter_grad_state(GradState.EMPTY)
 
     # -- names that tools look for on torch's parameter groups
     def post_backward(self) -> None:

@@ -29,10 +29,18 @@ from shardwise.unit.unit import Unit
 class GroupReductions:
     """What the engine gives units to when their backward has passed."""
 
-    def __init__(self, max_in_flight: int, units: Callable[[], Sequence[GroupUnit]]) -> None:
+    def __init__(
+        self,
+        max_in_flight: int,
+        units: Callable[[], Sequence[GroupUnit]],
+        is_last: Callable[[], bool],
+    ) -> None:
         self._units = units
         self._queue: ReduceQueue[GroupUnit, GroupReduction] = ReduceQueue(
-            lambda units: GroupReduction(units[0]), 0, max_in_flight, settles_at_close=True
+            lambda units: GroupReduction(units[0], is_last),
+            0,
+            max_in_flight,
+            settles_at_close=True,
         )
 
     @property
@@ -57,6 +65,7 @@ class GroupReductions:
         for slot in unit.slots:
             slot.keep_grad(slot.reduce_dtype)
         unit.enter_grad_state(GradState.PARTIAL)
+        unit.has_local_sum = True
 
     def close(self) -> None:
         """Complete what is under way, at the end of a backward pass: ``param.grad`` is there."""
@@ -78,14 +87,20 @@ class GroupReductions:
         """Complete every reduction and forget the results, after a pass that was cut short."""
         for reduction in self._queue.in_flight:
             reduction.is_dropped = True
+        for reduction in self._queue.settled:
+            reduction.unsure.clear()
+            for slot in reduction.first_grads:
+                slot.param.grad = None
         self.close()
 
 
 class GroupReduction:
     """One unit's gradients, from where autograd wrote them to ``param.grad``."""
 
-    def __init__(self, unit: GroupUnit) -> None:
+    def __init__(self, unit: GroupUnit, is_last: Callable[[], bool]) -> None:
         self.unit = unit
+        self._is_last = is_last  # micro-batch of a window, whatever its settings say
+        self.first_grads: list[GroupSlot] = []  # that had none before this reduction
         self.out: torch.Tensor | None = None
         self.is_dropped = False
         self.slots: list[GroupSlot] = []
@@ -104,6 +119,7 @@ class GroupReduction:
             wanted = slot.has_grad or (takes_zeros and slot.param.requires_grad)
             if wanted and slot.leaf is not None:
                 self.slots.append(slot)
+        unit.has_local_sum = False
         self.used_here = {slot for slot in self.slots if slot.has_grad or settings.zero_fill}
         if not self.slots:
             return
@@ -174,7 +190,7 @@ class GroupReduction:
         if unit.unreduced is not None:
             values += unit.unreduced
             unit.unreduced = None
-        if not unit.settings.all_reduces:
+        if not unit.settings.all_reduces and not self._is_last():
             unit.unreduced = values
             return None
         site = unit.comm.site("all_reduce", unit.name, unit.index)
@@ -193,6 +209,8 @@ class GroupReduction:
         for slot, piece in zip(self.slots, pieces, strict=True):
             mean = piece[: prod(slot.local_shape)].to(slot.param.dtype)
             if slot in self.used_here:
+                if slot.param.grad is None:
+                    self.first_grads.append(slot)
                 slot.deliver(mean)
             else:
                 self.unsure[slot] = mean

@@ -21,7 +21,7 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.runtime import Engine
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.reduce import GroupReductions
 from shardwise.interop.fsdp2.slot import tie_free
@@ -42,7 +42,10 @@ class GroupEngine(Engine):
         config = ShardConfig(stage, "rows", units[0].precision, stage.reduce_every)
         in_flight = max(unit.settings.max_in_flight for unit in units)
         super().__init__(
-            config, units[0].comm, FullBytes(), GroupReductions(in_flight, lambda: units)
+            config,
+            units[0].comm,
+            FullBytes(),
+            GroupReductions(in_flight, lambda: units, lambda: self.is_last_micro_batch),
         )
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
@@ -68,15 +71,24 @@ class GroupEngine(Engine):
 
     @property
     def is_in_window(self) -> bool:
-        """Tell that there is no window beyond gradients that are kept, which their unit tells."""
-        return False
+        """Tell whether gradients wait for their sum over replicas; units tell of others."""
+        return any(unit.unreduced is not None for unit in self.all_units)
+
+    @property
+    def all_units(self) -> list[GroupUnit]:
+        """The units of all calls."""
+        return [unit for state in self.all_states for unit in state.units]
 
     def rest(self, what: str) -> None:
         """Let the shards alone stand in the modules, and take over what has replaced them.
 
         **Raises** ConfigError, naming the parameter, for what can't be told by ranges of elements.
         """
-        meshes = {unit.spread for state in self.all_states for unit in state.units}
+        if self.is_running():
+            raise StateError(
+                f"{what} inside a forward or backward pass: call it between two passes"
+            )
+        meshes = {unit.spread for unit in self.all_units}
         if len(meshes) > 1:
             raise ConfigError(
                 f"{what}: the modules were sharded over {len(meshes)} meshes; use "
@@ -94,14 +106,15 @@ class GroupEngine(Engine):
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
-        for unit in [unit for state in self.all_states for unit in state.units]:
+        for unit in self.all_units:
             if unit.grad_state is GradState.EMPTY and any(s.has_grad for s in unit.slots):
                 unit.enter_grad_state(GradState.PARTIAL)
         self.on_pass_end()
 
     def reset(self) -> None:
         """Forget a pass that was cut short, with its gradients."""
-        self._recover()
+        self._passes.forget_forward()
+        self.on_cut()
 
 
 def _kind_of(slot: Any) -> str:

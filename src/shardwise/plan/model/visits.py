@@ -146,5 +146,8 @@ class Visitor:
             if self._passes.is_open(unit):
                 self._passes.close(unit)
 
+    def on_cut(self) -> None:
+        """Do nothing: what raises ends the trace."""
+
     def on_double(self) -> None:
         """Do nothing: a pass with create_graph=True is not traced."""
