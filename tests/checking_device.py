@@ -241,14 +241,19 @@ class CheckingDevice:
         given = _named(func, args, kwargs)
         reads, writes = map(self._memory_under, _read_and_written(func, given))
         like = [t for n in arguments.like for t in _tensors(given.get(n)) if _has_memory(t)]
+        is_made_of_nothing = not (reads or writes or like)
         where = self._where(reads, writes or [self.memory_of(t) for t in like])
         on_host = [m for m in (*reads, *writes) if m.on_host and not m.is_scalar]
         if on_host and where is not self.host and name not in _TRANSFERS:
             self._fail(f"{_here(name)} uses memory of the host and of the device")
+        if where is not self.host:  # scalars of the host are read when it makes the call
+            scalars = [m for m in reads if m.on_host and m.is_scalar]
+            self._use(self.host, scalars, [], name)
+            reads = [m for m in reads if m not in scalars]
         if reads or writes:
             self._use(where, reads, writes, name)
         out = func(*args, **kwargs)
-        made = self._adopt(out, where is self.host, bool(reads or writes or like))
+        made = self._adopt(out, where is self.host, is_made_of_nothing)
         if made and all(memory.on_host for memory in made):
             where = self.host  # a scalar made of nothing
         if name in _UNWRITTEN:
@@ -302,7 +307,7 @@ class CheckingDevice:
         reads, writes = _read_and_written(func, given)
         stream, on_host = self._start_collective(group, reads, writes, name)
         out = func(*args, **kwargs)
-        self._use(stream, [], self._adopt(out, on_host, True), name)
+        self._use(stream, [], self._adopt(out, on_host, False), name)
         for tensor in _tensors(out):
             self.memory_of(tensor).collective = dict(stream.clock)
         return out
@@ -425,13 +430,13 @@ class CheckingDevice:
             what = f"{_here('memory')} of {memory.shape} was freed"
             owner.freed.append((what, left))
 
-    def _adopt(self, out: Any, on_host: bool, has_inputs: bool) -> list[Memory]:
+    def _adopt(self, out: Any, on_host: bool, is_made_of_nothing: bool) -> list[Memory]:
         """Return the memory of an operation's outputs that is new."""
         made = []
         for tensor in _tensors(out):
             if not _has_memory(tensor) or tensor.untyped_storage()._cdata in self._memory:
                 continue
-            is_host_scalar = not has_inputs and tensor.dim() == 0
+            is_host_scalar = is_made_of_nothing and tensor.dim() == 0
             made.append(self._register(tensor, on_host or is_host_scalar))
             if not made[-1].on_host:
                 made[-1].allocated = self._now("the allocation")
@@ -446,6 +451,8 @@ class CheckingDevice:
         self, stream: CheckingStream, reads: list[Memory], writes: list[Memory], name: str
     ) -> None:
         """Note that a timeline uses memory, and check what must be ordered before."""
+        if not reads and not writes:
+            return
         stream.join(self.host.clock)
         self._check_freed(stream)
         stream.clock[stream.name] = stream.clock.get(stream.name, 0) + 1

@@ -249,6 +249,7 @@ def use_scalars(rank: int, world_size: int) -> None:
         factor.add_(1)
         assert int(factor) and int(torch.tensor(2))
         values.mul_(factor)
+        factor.add_(1)  # it was read when the product was called
         assert device.current.name not in device.host.clock
         assert values.sum().item()
         assert device.current.name in device.host.clock

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from checking_device import CheckingDevice, StreamError
@@ -199,6 +200,11 @@ def by_block(
     return train(model, rank, on_own_stream=on_own_stream)
 
 
+def along_the_longer_dim(param: nn.Parameter) -> Shard | None:
+    """Cut a matrix along its second dim where any number of ranks divides it."""
+    return Shard(1) if param.ndim > 1 and param.shape[1] == 8 else None
+
+
 def between_steps(rank: int, world_size: int) -> list[Tensor]:
     """Read and change parameters between steps; cut a pass short; leave one without backward."""
     model = shard(Stack())
@@ -254,6 +260,8 @@ for stage in (1, 3):
     add(f"stage {stage}, on a stream", partial(sharded, stage=stage, on_own_stream=True))
 add("slices at home, on a stream", partial(at_home, on_own_stream=True))
 add("by block, on a stream", partial(by_block, on_own_stream=True))
+add("by block, cut along other dims", partial(by_block, shard_placement_fn=along_the_longer_dim))
+add("by block, spread over two ranks", partial(by_block, reshard_after_forward=2))
 add("by block, checkpointing", partial(by_block, make=partial(Checkpointed, False)))
 
 
@@ -277,7 +285,10 @@ def check_scenario(rank: int, world_size: int, name: str, is_nccl: bool) -> str:
     assert world_size == 1 or device.num_collectives > 5
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+FOUR_RANKS = ["stage 3, replicas", "by block, spread over two ranks"]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != FOUR_RANKS[1]])
 def test_everything_is_ordered_before_it_is_used(name: str) -> None:
     run_sizes(check_scenario, {1: (name, True), 2: (name, True)})
 
@@ -287,8 +298,9 @@ def test_everything_is_ordered_before_it_is_used_on_gloo(name: str) -> None:
     run_ranks(check_scenario, 3, name, False)
 
 
-def test_everything_is_ordered_before_it_is_used_over_two_axes() -> None:
-    run_ranks(check_scenario, 4, "stage 3, replicas", True)
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_everything_is_ordered_before_it_is_used_over_two_axes(name: str) -> None:
+    run_ranks(check_scenario, 4, name, True)
 
 
 # Mistakes, each put into the engine: what is patched, in which scenario, and what must be found.
