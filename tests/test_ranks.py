@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ranks as module
+from programs import run_program
 from ranks import RankError, run_ranks, run_sizes, start_ranks
 
 
@@ -236,3 +237,21 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_program_has_the_place_that_torchrun_gives_and_its_own_words_and_code(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, sys\n"
+        "assert __name__ == '__main__' and sys.argv[1:] == ['7']\n"
+        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')\n"
+        "print(*(os.environ.get(name) for name in names), file=sys.stderr, flush=True)\n"
+        "sys.exit(3 if os.environ.get('RANK') == '1' else None)\n"
+    )
+    done = run_program(script, 7, num_ranks=2)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert sorted(done.stderr.splitlines()) == ["0 0 2", "1 1 2"]
+    alone = run_program(script, 7)
+    assert (alone.returncode, alone.stderr) == (0, "None None None\n")

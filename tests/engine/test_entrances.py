@@ -85,7 +85,7 @@ def test_calls_of_any_wrapped_module_send_hold_and_compute_what_the_model_alone_
 def checkpointed(rank: int, world_size: int) -> None:
     """Recompute from outside the wrapper, from inside, and on the way past it."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    for stage in range(4):
+    for stage in (1, 3):  # where full parameters stay, and where they are freed
         truth = None
         for reentrant in (False, True):
             again = partial(checkpoint, use_reentrant=reentrant)

@@ -214,7 +214,8 @@ def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
     assert len(ranks) >= 2
     process.kill()
     code, out, err = finish(process)  # when the ranks, too, have closed the pipes
-    assert code == -signal.SIGKILL and all(line.startswith("step ") for line in err.splitlines())
+    assert code == -signal.SIGKILL
+    assert all(line.startswith("step ") for line in err.splitlines()), err
     lines = metrics(tiny.parent / "run")
     last = int(max(line["step"] for line in lines))
     assert f"stopped after step {last}, the launcher is gone; it is saved" in out
