@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import shardwise
 from ranks import run_ranks
+from roundings import assert_rounded_alike
 from shardwise.errors import ConfigError, ReplicaError, StateError
 from shardwise.interop.fsdp2 import fully_shard
 
@@ -236,3 +238,90 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
 
 def test_what_cannot_be_saved_says_why_and_what_to_use(tmp_path: Path) -> None:
     run_ranks(refusals, 2, str(tmp_path))
+
+
+def step_of(model: nn.Module, number: int) -> None:
+    tokens = torch.arange(8).add(number) % 7
+    nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+
+
+def windows(rank: int, world_size: int, folder: str) -> None:
+    """A window under torch's own switches, ended by ours; nothing in it can be saved."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for switch in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model, plain = sharded("fully_shard", mesh), sharded("fully_shard", mesh)
+        getattr(model, switch)(False)
+        step_of(model, 0)
+        with pytest.raises(StateError, match="accumulation window"):
+            shardwise.save(folder, model)
+        with shardwise.accumulate(model, last=True):
+            step_of(model, 1)
+        step_of(plain, 0)
+        step_of(plain, 1)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            grads = [p.grad.full_tensor() for p in (mine, theirs)]  # type: ignore[union-attr]
+            assert_rounded_alike(*grads, 8, switch)  # one reduction of a sum, or a sum of two
+
+
+def moments(rank: int, world_size: int) -> None:
+    """A context inside a forward pass is refused; gradients of one rank alone have one dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mp_policy=policy)
+
+    def inside(*_: Any) -> None:
+        with shardwise.gathered(model):
+            pass
+
+    handle = model[1].register_forward_pre_hook(inside)
+    with pytest.raises(StateError, match="inside a forward or backward pass"):
+        model(torch.ones(2, 4))
+    handle.remove()
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    with shardwise.gathered(model):
+        used = model[0].weight if rank == 0 else model[0].bias
+        used.square().sum().backward()
+        expected = [(p.detach().clone(), i == 0) for i, p in enumerate(model[0].parameters())]
+    for param, (full, of_first) in zip(model[0].parameters(), expected, strict=True):
+        users = 1 if of_first or world_size > 1 else 0
+        assert (param.grad is not None) == bool(users)
+        if param.grad is not None:
+            assert torch.equal(param.grad.full_tensor(), 2 * full / world_size)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_moments_that_would_be_wrong_are_refused(world_size: int) -> None:
+    run_ranks(moments, world_size)
+
+
+def test_windows_of_torchs_switches_are_closed_by_ours_and_cannot_be_saved(tmp_path: Path) -> None:
+    run_ranks(windows, 2, str(tmp_path))
+
+
+def spread(rank: int, world_size: int) -> None:
+    """What a rank keeps of a forward pass is dropped when the parameters change."""
+    torch.manual_seed(3)
+    model, plain = nn.Linear(8, 8), nn.Linear(8, 8)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, reshard_after_forward=2)
+    x = torch.ones(1, 8)
+    for _ in range(2):
+        model.unshard()
+        model.reshard()
+        output = model(x)
+        assert torch.equal(output, plain(x))
+        with shardwise.gathered(model, writeback=True):
+            model.weight.data.mul_(2)
+        with torch.no_grad():
+            plain.weight.mul_(2)
+            for each in (model, plain):
+                each.bias.add_(1)
+        model.reshard()
+        assert torch.equal(model(x), plain(x))
+
+
+def test_parts_that_are_kept_from_a_forward_pass_go_stale() -> None:
+    run_ranks(spread, 4)
