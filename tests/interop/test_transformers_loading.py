@@ -122,6 +122,7 @@ def peak_of_loading(rank: int, world_size: int, path: Path, out: Path) -> dict[s
         "load": trace.peak("load") - held,
         "save": trace.peak("save") - held,
         "largest": largest,
+        "parameter": max(p.numel() * p.element_size() for p in model.parameters()),
         "total": total,
     }
 
@@ -141,7 +142,9 @@ def test_neither_loading_nor_saving_holds_more_than_a_layer_beside_the_shards(
     facts = run_ranks(peak_of_loading, 2, tmp_path / "plain", tmp_path / "out")
     for fact in facts:
         assert fact["load"] < 2.5 * fact["largest"] < fact["total"] / 2
-        assert fact["save"] < 2.5 * fact["largest"]
+        # The layer that is written, and one parameter on its way: its rows, stacked, put together.
+        # Each of gloo's two threads frees what it has sent some time after the wait for it is over.
+        assert fact["save"] < fact["largest"] + (3 + 2) * fact["parameter"] < fact["total"] / 2
 
 
 def load_real(rank: int, world_size: int) -> None:

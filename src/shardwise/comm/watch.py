@@ -28,7 +28,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -172,12 +172,14 @@ class Watch:
 
     def fail(self, meeting: Meeting, reason: str) -> str:
         """Note that a group has failed; return why, which may be what the watch has found."""
-        found = self._verdicts.pop(threading.get_ident(), None) or _told(meeting) or reason
+        found = self._verdicts.pop(threading.get_ident(), None) or self._told(meeting) or reason
         self._failed.setdefault(id(meeting.group), (meeting.group, found))
         return found
 
     # -- the thread
     def _start(self) -> None:
+        with suppress(RuntimeError, ValueError):  # now: the store may end before this process does
+            self._board_of_now()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         self._thread.start()
         atexit.register(self._stop.set)
@@ -216,6 +218,16 @@ class Watch:
         if self._board is None or self._board[0] is not store:
             self._board = store, _Board(store)
         return self._board[1]
+
+    def _told(self, meeting: Meeting) -> str | None:
+        """Return the circle that another rank has found, and broken off; None without one.
+
+        Replicas wait for a rank of the circle in a group of their own: it fails with that rank.
+        """
+        try:
+            return self._board_of_now().told(meeting.group_name, meeting.ranks)
+        except (RuntimeError, ValueError):  # the process group, or its store, is gone
+            return None
 
     def _record(self, wait: _Wait) -> dict[str, Any]:
         return {
@@ -346,18 +358,6 @@ def _where(thread: int) -> str:
             return f" ({Path(name).name}:{frame.f_lineno})"
         frame = frame.f_back
     return ""
-
-
-def _told(meeting: Meeting) -> str | None:
-    """Return the circle that another rank has found, and broken off; None where there is none.
-
-    Replicas wait for a rank of the circle in a group of their own: it fails when that rank ends.
-    """
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        return _Board(store).told(meeting.group_name, meeting.ranks)
-    except (RuntimeError, ValueError):  # the process group, or its store, is gone
-        return None
 
 
 def _break_off(meeting: Meeting) -> bool:
