@@ -213,6 +213,22 @@ def engine_of(model: nn.Module) -> Engine:
     return found
 
 
+def engine_of_shard(model: nn.Module) -> Engine:
+    """Return the engine of a model of `shard`; one of `fully_shard` is a ConfigError."""
+    engine = engine_of(model)
+    if not is_sharded(model):
+        raise ConfigError(
+            f"model: this {type(model).__name__} is a model of fully_shard(); this call takes a "
+            "model that was given to shardwise.shard()"
+        )
+    return engine
+
+
+def is_sharded(model: object) -> bool:
+    """Tell whether a model was given to `shard`."""
+    return isinstance(model, nn.Module) and ATTRIBUTE in vars(model)
+
+
 def _engine_of_calls(model: nn.Module) -> Engine | None:
     """Return the engine of a model of `fully_shard`, whose state makes it when it is needed."""
     state: Any = _get_module_state(model)

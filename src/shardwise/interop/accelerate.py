@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.single import NOTHING, collect_together, load, save
 from shardwise.checkpoint.together import together
+from shardwise.engine import api
 from shardwise.engine.accumulate import accumulate
-from shardwise.engine.api import engine_of
+from shardwise.engine.api import engine_of_shard
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.unit.tensor import ShardTensor
 from shardwise.versions import load_neighbour
@@ -61,7 +62,7 @@ class Accelerator(_Accelerator):
                 "model is sharded already; take FSDP, DeepSpeed and Megatron out of its config"
             )
         for model in sharded:
-            num_ranks = engine_of(_inner(model)).comm.control.num_ranks
+            num_ranks = engine_of_shard(_inner(model)).comm.control.num_ranks
             if num_ranks != self.num_processes:
                 raise ConfigError(
                     f"Accelerator: it sees {self.num_processes} processes, and the model is "
@@ -164,7 +165,9 @@ class Accelerator(_Accelerator):
         """
         sharded = [_inner(m) for m in self._models if is_sharded(m)]
         if sharded:
-            together(engine_of(sharded[0]).comm.control, lambda: self._check_folder(input_dir))
+            together(
+                engine_of_shard(sharded[0]).comm.control, lambda: self._check_folder(input_dir)
+            )
         with self._optimizers_apart():
             super().load_state(input_dir, *args, **kwargs)
 
@@ -222,11 +225,7 @@ class Accelerator(_Accelerator):
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether the module, compiled or not, was given to ``shard()``."""
-    try:
-        engine_of(_inner(model))
-    except ConfigError:
-        return False
-    return True
+    return api.is_sharded(_inner(model))
 
 
 def _inner(model: nn.Module) -> nn.Module:

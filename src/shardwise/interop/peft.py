@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.checkpoint.together import together
-from shardwise.engine.api import engine_of
+from shardwise.engine.api import engine_of_shard
 from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
 from shardwise.unit.tensor import ShardTensor
@@ -32,7 +32,7 @@ def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | N
     CheckpointError on all ranks where the first cannot write.
     """
     peft = load_neighbour("peft", "save_adapter()")
-    control = engine_of(model).comm.control
+    control = engine_of_shard(model).comm.control
     names = list(adapters) if adapters is not None else list(_configs_of(model))
     wanted = {name: p for adapter in names for name, p in _params_of(peft, model, adapter).items()}
 
@@ -58,7 +58,7 @@ def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -
     them; CheckpointError on all ranks where one cannot read. Nothing is changed then.
     """
     peft = load_neighbour("peft", "load_adapter()")
-    control = engine_of(model).comm.control
+    control = engine_of_shard(model).comm.control
     wanted = _params_of(peft, model, adapter)
     if _is_prompt(model, adapter) and len(wanted) > 1:
         raise ConfigError(
@@ -152,7 +152,7 @@ def _is_prompt(model: nn.Module, adapter: str) -> bool:
 @contextmanager
 def _whole(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) -> Iterator[None]:
     """Put full, ordinary parameters in the place of the wanted ones, for a while."""
-    engine = engine_of(model)
+    engine = engine_of_shard(model)
     params = list({id(p): p for p in wanted.values()}.values())
     with gathered(*params, writeback=writeback) as fulls:
         by_id = {id(p): full for p, full in zip(params, fulls, strict=True)}

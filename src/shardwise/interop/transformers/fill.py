@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.engine.api import engine_of
+from shardwise.engine.api import engine_of_shard
 from shardwise.interop.transformers.recipes import Part, Recipe, convert
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
         if not isinstance(tensor, torch.nn.Parameter):
             shape = tuple(tensor.shape)
             places[name] = Place(tensor.detach().view(-1), 0, tensor.numel(), shape)
-    for slot in (slot for unit in engine_of(model).units for slot in unit.slots):
+    for slot in (slot for unit in engine_of_shard(model).units for slot in unit.slots):
         data = slot.param.to_local().view(-1)
         for use in slot.uses:
             places[use.name] = Place(data, slot.cut.lo, slot.cut.hi, slot.cut.shape)

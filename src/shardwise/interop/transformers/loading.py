@@ -28,7 +28,7 @@ from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.together import together
 from shardwise.config import PrecisionLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
-from shardwise.engine.api import engine_of, shard
+from shardwise.engine.api import engine_of_shard, shard
 from shardwise.engine.model import sharded_class
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError
@@ -114,7 +114,7 @@ def load_weights(model: Any, path: str | Path) -> None:
 
     **Raises** CheckpointError when there are no such weights, or one has another shape.
     """
-    engine = engine_of(model)
+    engine = engine_of_shard(model)
     source = open_huggingface(Path(path))
     report = _new_report(model)
     is_theirs = isinstance(model, transformers.PreTrainedModel)
@@ -167,14 +167,14 @@ class _Loader:
         _tie(model, source, recipes, report)
         dtypes = _dtypes_of(model)
         shard(model, init=_leave, **self._settings)
-        engine = engine_of(model)
+        engine = engine_of_shard(model)
         _read(engine, model, source, recipes, dtypes, report)
         initialise_missing(model, recipes.keys(), dtypes)
         return report, None
 
     def finalize(self, model: Any, load_config: Any, report: Any) -> Any:
         """Report what was missing, unexpected or of another shape, as transformers does."""
-        where, engine = str(load_config.pretrained_model_name_or_path), engine_of(model)
+        where, engine = str(load_config.pretrained_model_name_or_path), engine_of_shard(model)
         _finish_report(engine, model, where, report, load_config.ignore_mismatched_sizes)
         return report
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from shardwise.comm.control import Control
-from shardwise.engine.api import engine_of
+from shardwise.engine.api import engine_of_shard
 from shardwise.unit.tensor import ShardTensor
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def initialise_missing(
     for name in loaded:
         setattr(state[name], _DONE, True)
     drawn = {id(state[name]): dtypes[name] for name in state if name not in loaded}
-    control = engine_of(model).comm.control
+    control = engine_of_shard(model).comm.control
     with torch.no_grad(), _generator_of_rank_0(control), guard_torch_init_functions():
         _visit(model, model, drawn)
 

@@ -34,7 +34,7 @@ from shardwise.checkpoint.container import (
 )
 from shardwise.checkpoint.together import together
 from shardwise.convert.export import split_into_shards
-from shardwise.engine.api import engine_of
+from shardwise.engine.api import engine_of_shard
 from shardwise.errors import ConfigError, StateError
 from shardwise.quantities import parse_size
 from shardwise.unit.tensor import ShardTensor
@@ -68,7 +68,7 @@ def save_pretrained(
     **Raises** ConfigError for what cannot be done; on all ranks when a write fails on one.
     """
     stock = type(model).save_pretrained
-    engine = engine_of(model)
+    engine = engine_of_shard(model)
     options = {k: v for k, v in options.items() if v is not None}
     if state_dict is not None or engine.suspended:
         options |= {} if is_main_process is None else {"is_main_process": is_main_process}
@@ -128,12 +128,12 @@ def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
             if writer is not None:
                 writer.finish(plan.model)
 
-        together(engine_of(plan.model).comm.control, finish)
+        together(engine_of_shard(plan.model).comm.control, finish)
 
 
 def _check(model: Any, options: Mapping[str, Any]) -> None:
     """Refuse what would be wrong, before anything is written."""
-    broken = engine_of(model).conditions.unusable
+    broken = engine_of_shard(model).conditions.unusable
     if broken is not None:
         raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
     for name in ("push_to_hub", "variant", "distributed_checkpoint"):

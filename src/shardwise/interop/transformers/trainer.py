@@ -29,10 +29,11 @@ from transformers.trainer import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shardwise.checkpoint.single import load, save
+from shardwise.engine.api import is_sharded
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
-from shardwise.interop.transformers.prepared import is_sharded, prepare
+from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.saving import save_weights
 from shardwise.unit.tensor import ShardTensor
 from shardwise.versions import load_neighbour
