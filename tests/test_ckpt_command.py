@@ -340,6 +340,8 @@ def test_a_damaged_tensor_is_never_exported(run: Path, tmp_path: Path) -> None:
     ("options", "part"),
     [
         (["--max-shard-size", "5 apples"], "5 apples"),
+        (["--max-shard-size", "5iB"], "expected a size such as 5GB"),
+        (["--max-shard-size", "-5GB"], "expected a size such as 5GB"),
         (["--max-shard-size", "0"], "max_shard_bytes"),
         (["--dtype", "int8"], "int8"),
         (["--to", "dcp", "--dtype", "bf16"], "--to hf only"),

@@ -47,12 +47,13 @@ def parse_size(value: Any) -> Any:
     """Return the bytes of a size such as ``40GiB``, ``80GB`` or ``1e9``; leave other types be."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*([0-9.eE+-]+)\s*([KMGT]?I?)B?\s*", value.upper())
+    match = re.fullmatch(r"\s*\+?([0-9.]+(?:E[+-]?[0-9]+)?)\s*((?:[KMGT]I?)?)B?\s*", value.upper())
     try:
-        assert match is not None
-        return round(float(match[1]) * SIZES[match[2]])
-    except (AssertionError, ValueError, OverflowError):
-        raise ValueError("expected a size such as 40GiB or 80e9") from None
+        if match is not None:
+            return round(float(match[1]) * SIZES[match[2]])
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError("expected a size such as 40GiB or 80e9")
 
 
 def parse_count(value: int | float | str, name: str = "params") -> int:

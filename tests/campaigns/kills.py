@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -69,9 +70,14 @@ def spread(rng: random.Random, number: int, trials: int) -> Trial:
         drawn,
         ranks=1 + number // len(MODES) % 4,
         mode=MODES[(number + number // 16) % len(MODES)],
-        moment=1.1 * ((7 * number) % trials + rng.random()) / trials,
+        moment=1.1 * ((_step(trials) * number) % trials + rng.random()) / trials,
         look_with=drawn.ranks if number % 8 == 5 else 0,
     )
+
+
+def _step(trials: int) -> int:
+    """Return how far the moments of neighbours lie apart: every moment is met once."""
+    return next(step for step in (7, 11, 13, 17, 1) if gcd(step, trials) == 1)
 
 
 # ------------------------------------------------------------------------------- what the ranks do

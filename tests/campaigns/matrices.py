@@ -1,4 +1,4 @@
-"""The full matrices of which the suite runs covering samples: `make soak CAMPAIGN=matrices`."""
+"""Every cell of five matrices of which the suite has samples: `make soak CAMPAIGN=matrices`."""
 
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_every_function_of_torch_on_every_kind_of_tensor() -> None:
     functions.check_sweep([trials] * len(functions.WAYS))
 
 
-def test_every_hostile_checkpoint_on_every_way_in(tmp_path: Path) -> None:
+def test_every_hostile_checkpoint_by_every_call(tmp_path: Path) -> None:
     hostile.test_a_hostile_checkpoint_gives_an_error_and_nothing_else(
         hostile.attack(tmp_path, every=True)
     )

@@ -63,7 +63,7 @@ def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ca
     kill, power = (tmp_path_factory.mktemp(name) for name in ("kill", "power"))
     started = {"kill": Campaign("kill", 25, 2, 1, kill, "--spread")}
     if not os.geteuid():
-        started["power"] = Campaign("power", 6, 3, 2, power)
+        started["power"] = Campaign("power", 6, 3, 2, power, "--spread")
     yield started
     for campaign in started.values():
         campaign.end()

@@ -69,7 +69,7 @@ def test_two_ranks_train_with_the_losses_of_the_same_settings_in_our_yaml(tmp_pa
     converted = tmp_path / "converted.yaml"
     assert convert([str(file), "--ranks", "2", "-o", str(converted)]) == 0
     assert yaml.safe_load(converted.read_text()) == {**OURS, "optimizer": "adamw", "ranks": 2}
-    out = run(shape, "--deepspeed", file, "--output", tmp_path / "theirs", num_ranks=2)
+    out = run(shape, "--deepspeed", file, "--ranks", 2, "--output", tmp_path / "theirs")
     run(whole, "--output", tmp_path / "ours", num_ranks=2)
     theirs, ours = metrics(tmp_path / "theirs"), metrics(tmp_path / "ours")
     assert theirs == ours and len(theirs) == 6

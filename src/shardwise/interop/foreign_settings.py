@@ -328,12 +328,13 @@ class _Accelerate:
             name_of("dp_shard"): _count(reader, sizes, "shards"),
         }
         reader.walk(block, f"{block_name}.", PARALLELISM, handlers, _BECOMES)
-        given = [block.get(name_of(axis)) for axis in ("tp", "cp", "sp", "dp_replicate")]
-        for axis, size in zip(("tp", "cp", "sp"), given, strict=False):
+        given = [block.get(name_of(axis)) for axis in ("tp", "cp", "sp")]
+        for axis, size in zip(("tp", "cp", "sp"), given, strict=True):
             if size not in (None, 1, "auto") and not reader.plans:
                 why = f"only data is parallel here; expected 1, got {size!r}"
                 raise reader.refusal(f"{block_name}.{name_of(axis)}", why)
-        product = math.prod(s for s in (*sizes.values(), *given) if isinstance(s, int))
+        found = (*sizes.values(), self.values.get("replicas"), *given)
+        product = math.prod(size for size in found if isinstance(size, int))
         ranks = self.values.get("ranks")
         if sizes and ranks is not None and product != ranks:
             why = f"expected sizes whose product is num_processes {ranks}, got {product}"

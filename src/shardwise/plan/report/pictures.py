@@ -69,7 +69,7 @@ def memory_svg(plan: Planned) -> str:
         parts += _limit(_LEFT + plan.capacity_bytes * scale, 40, top, "device")
     low, high = (_LEFT + b * scale for b in (plan.memory.low_bytes, plan.memory.high_bytes))
     said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
-    parts.append(_bar(low, top, high - low, "#7a828c", f"interval of the whole: {said}", 6))
+    parts.append(_bar(low, top, max(high - low, 2), "#7a828c", f"interval of the whole: {said}", 6))
     parts.append(svg.text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
     shown = [name for name in _LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
     legend, bottom = _legend([(n.replace("_", " "), _LINE_COLOURS[n]) for n in shown], top + 26)

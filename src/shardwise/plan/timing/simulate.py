@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -65,8 +65,10 @@ class _OfSlowest(Generic[T]):
     def __init__(self, get: Callable[[RankRun], T]) -> None:
         self._get = get
 
-    def __get__(self, simulated: "Simulated", owner: type) -> T:
-        return self._get(simulated.slowest)
+        self.__doc__ = getattr(RankRun, get.__code__.co_names[0]).__doc__
+
+    def __get__(self, simulated: "Simulated | None", owner: type) -> Any:
+        return self if simulated is None else self._get(simulated.slowest)
 
 
 @dataclass(frozen=True)
