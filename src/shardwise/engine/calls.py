@@ -102,6 +102,11 @@ class Call:
         """Tell whether autograd records it."""
         return self.forward_pass is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether the pass under way has begun with it."""
+        return self.state in (CallState.BACKWARD, CallState.PASSED)
+
     def enter(self, state: CallState) -> None:
         """Move along the table of calls; its forward pass counts the open ones."""
         was_open = self.state in _OPEN

@@ -80,8 +80,7 @@ class OptionalUnits:
             return
         begin = parent.inside.index(call) + 1 if call in parent.inside else 0
         for skipped in reversed(parent.inside[begin:]):
-            has_begun = skipped.state in (CallState.BACKWARD, CallState.PASSED)
-            if skipped.was_skipped and not has_begun:
+            if skipped.was_skipped and not skipped.has_begun:
                 self._passes.begin_call(skipped)
                 self._schedule.before_backward(skipped.unit)
                 self.visit_backward(skipped)

@@ -31,7 +31,7 @@ apart, so no hook tells when a unit is through: all units are closed at its end.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -127,11 +127,10 @@ class Passes:
         self._forward_pass: ForwardPass | None = None
         self._forward_passes: list[ForwardPass] = []  # made, and no backward pass was theirs yet
         self._reached: list[ForwardPass] = []  # by the backward pass under way
-        self._goes_through_one = False  # though several were alive
+        self._goes_through_one = False  # though several were made
         self._goes_through_several = False
         self._unhooked: list[tuple[Call, int]] = []
-        self._task: int | None = None
-        self._lives: Callable[[], _Life | None] = lambda: None
+        self._life: weakref.ref[_Life] | None = None  # of the backward pass under way
         self._creates_graph = False  # the backward pass under way has create_graph=True
         self._second_is_due = False  # the one before had
 
@@ -145,10 +144,6 @@ class Passes:
     def stack(self) -> Sequence[Call]:
         """The calls under way, outermost first."""
         return self._stack
-
-    def is_recorded(self, unit: PassUnit) -> bool:
-        """Tell whether a graph is alive that holds a call of the unit."""
-        return bool(self._progress[unit.index].calls)
 
     def enter(self, unit: PassUnit) -> Call:
         """Begin a call."""
@@ -228,7 +223,7 @@ class Passes:
     @property
     def is_under_way(self) -> bool:
         """Tell whether a backward pass has begun and was not closed."""
-        return self._task is not None
+        return self._life is not None
 
     @property
     def creates_graph(self) -> bool:
@@ -261,16 +256,15 @@ class Passes:
         self._progress[unit.index].num_grads += 1
 
     def _begin_pass(self, call: Call | None = None) -> None:
-        if self._task is not None and self._lives() is None:
+        if self._life is not None and self._life() is None:
             self._listener.on_cut()
         if call is not None and call.forward_pass not in self._reached:
             assert call.forward_pass is not None
             self._reached.append(call.forward_pass)
-        if self._task is None:
+        if self._life is None:
             self._listener.on_pass(self._order())
-            self._task = torch._C._current_graph_task_id()
             life = _Life()
-            self._lives = weakref.ref(life)
+            self._life = weakref.ref(life)
             Variable._execution_engine.queue_callback(partial(self._end_pass, life))
 
     def _order(self) -> list[int]:
@@ -283,7 +277,7 @@ class Passes:
     def _reach(self, call: Call, node: int) -> None:
         """Begin the backward of a call, at a node of the graph."""
         self._begin_pass(call)
-        if call.state in (CallState.BACKWARD, CallState.PASSED):
+        if call.has_begun:
             return
         if torch.is_grad_enabled():
             self._creates_graph = True
@@ -321,7 +315,7 @@ class Passes:
 
     def end_call(self, call: Call) -> None:
         """Close one call; the last open one closes the unit."""
-        if call.state in (CallState.FORWARD, CallState.PASSED) or self._task is None:
+        if call.state in (CallState.FORWARD, CallState.PASSED) or self._life is None:
             return
         if self._creates_graph or self._second_is_due:
             return  # see Note [Double backward]
@@ -341,7 +335,7 @@ class Passes:
     def begun_calls(self, unit: PassUnit) -> Iterator[Call]:
         """Iterate over the unit's calls that the pass has begun with."""
         for call in list(self._progress[unit.index].calls):
-            if call.state in (CallState.BACKWARD, CallState.PASSED):
+            if call.has_begun:
                 yield call
 
     def _end_pass(self, life: "_Life") -> None:
@@ -367,7 +361,7 @@ class Passes:
                     call.end_pass()
         self._reached = []
         self._unhooked.clear()
-        self._task = None
+        self._life = None
         self._second_is_due, self._creates_graph = self._creates_graph, False
 
     def forget_forward(self) -> None:
