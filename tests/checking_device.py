@@ -44,9 +44,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
-from shardwise.comm.collectives import Comm
 from shardwise.comm.control import GroupControl
-from shardwise.comm.packed import PackedComm
 
 Clock = dict[str, int]
 Work = torch._C._distributed_c10d.Work
@@ -191,8 +189,6 @@ class CheckingDevice:
         ):
             patched = mock.patch.object(target, name, make(getattr(target, name)))
             self._context.enter_context(patched)
-        # It asks the backend itself, which a dispatch mode does not see.
-        self._context.enter_context(mock.patch.object(PackedComm, "_start_max", Comm._start_max))
         self._context.enter_context(mock.patch.object(collectives, "time_of", lambda _: self))
         self._context.enter_context(_Operations(self))
         return self

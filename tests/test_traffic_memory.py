@@ -108,18 +108,19 @@ def expected_traffic(
     """Write the formula down: 2 x model for stages 0 to 2, 3 x model for stage 3 less what is kept.
 
     At stage 0 the mean gradient is gathered, at the others the parameters. At stage 3 the root and
-    the last unit of the forward pass are gathered once only.
+    the last unit of the forward pass are gathered once only. One number for each parameter goes
+    with its gradient, to every rank.
     """
     gathers = list(UNITS)
     if stage == 3:
         gathers += UNITS[1:-1]
+    counts = num_params * (num_ranks - 1) * 4
     sent = {
         "shard.all_gather": gather_bytes(gathers, layout, num_ranks, rank),
-        "shard.reduce_scatter": reduce_bytes(UNITS, layout, num_ranks, rank),
-        "shard.flags": num_params * (num_ranks - 1),
+        "shard.reduce_scatter": reduce_bytes(UNITS, layout, num_ranks, rank) + counts,
     }
     # The buckets of 1 MiB hold all of this model's gradients.
-    num = {"shard.all_gather": len(gathers), "shard.reduce_scatter": 1, "shard.flags": 1}
+    num = {"shard.all_gather": len(gathers), "shard.reduce_scatter": 1}
     return ({k: v for k, v in sent.items() if v}, num) if num_ranks > 1 else ({}, {})
 
 
@@ -159,7 +160,8 @@ def model_bytes_per_rank(rank: int, world_size: int, stage: int) -> tuple[int, i
 
     step()
     sent, _ = sent_in(model, step)
-    return sum(v for k, v in sent.items() if k != "shard.flags"), model_bytes(model)
+    counts = len(list(model.parameters())) * (world_size - 1) * 4
+    return sum(sent.values()) - counts, model_bytes(model)
 
 
 class Even(nn.Module):
@@ -204,9 +206,8 @@ def check_hybrid(rank: int, world_size: int) -> None:
             # reduced as they lie, padding included; at stage 0 there are none.
             count = padded if stage else partial(owned, rank=rank % 2)
             slices = sum(count(u, layout, 2) for u in UNITS) * 4
-            assert sent["replicate.all_reduce"] == slices, (stage, layout)
-            assert sent["replicate.flags"] == num_params
-            assert set(sent) <= {*expected, "replicate.all_reduce", "replicate.flags"}, sent
+            assert sent["replicate.all_reduce"] == slices + num_params * 4, (stage, layout)
+            assert set(sent) <= {*expected, "replicate.all_reduce"}, sent
 
 
 def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis() -> None:

@@ -7,16 +7,18 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from ranks import run_ranks
 from shardwise import shard
-from shardwise.comm.watch import WATCH, Meeting
+from shardwise.comm.watch import WATCH, Meeting, _Board
 from shardwise.errors import CollectiveError
 
 LIMIT_S = 300.0  # against hangs only
@@ -80,6 +82,46 @@ def test_ranks_that_run_different_units_end_with_both_named(num_ranks, how, widt
         assert "rank 0 waits in" in text and "optional=" in text
         assert "of unit 'layers.1'" in text and text.count("of unit '") >= 3
         assert "test_waits.py:" in text
+
+
+def leave_the_finding_to_one_rank(rank, world_size):
+    """Let rank 1 alone find who waits for whom; ranks 0 and 2 wait for each other as well."""
+    if rank != 1:
+        WATCH._find_circle = lambda board, wait: None
+    return choose_different_layers(rank, world_size, "fully_shard", (8, 8))
+
+
+def test_a_rank_that_has_not_found_the_circle_itself_is_told():
+    found = run_ranks(leave_the_finding_to_one_rank, 3, timeout_s=LIMIT_S, fresh=True)
+    assert all("rank 0 waits in" in text and "for each other" in text for text in found), found
+
+
+def open_slowly(rank, world_size):
+    """Let one rank take its time in the group that all ranks of a mesh with two axes open."""
+    WATCH.look_every_s = 0.1
+    looks = threading.Event()
+    make, publish = dist.ProcessGroupGloo, _Board.publish
+
+    def published(board, record):
+        publish(board, record)
+        if "the opening of a group" in record["text"] and record["look"] > 20:
+            looks.set()
+
+    def make_late(*args):
+        if rank == 0:
+            looks.wait()
+        return make(*args)
+
+    with (
+        mock.patch.object(_Board, "publish", published),
+        mock.patch.object(dist, "ProcessGroupGloo", make_late),
+    ):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        shard(nn.Linear(4, 4), mesh=mesh)
+
+
+def test_a_slow_opening_of_a_group_over_two_axes_accuses_nobody():
+    run_ranks(open_slowly, 4, timeout_s=LIMIT_S, fresh=True)
 
 
 def save_on_rank_0_only(rank, world_size, folder):

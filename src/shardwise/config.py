@@ -46,7 +46,8 @@ class ShardConfig:
     ``prefetch_bytes`` bounds the full parameters gathered ahead of their use (``None``: the
     largest unit; 0: none, which makes every gather blocking). ``bucket_bytes`` is how many bytes
     of gradients are collected before a reduction starts. ``reduces_in_flight`` bounds reductions
-    that run behind the backward pass.
+    that run behind the backward pass. ``offload="cpu"`` keeps what each rank owns in host memory:
+    slices, their gradients, the optimizer's state and its step.
     """
 
     stage: Stage
@@ -56,6 +57,7 @@ class ShardConfig:
     prefetch_bytes: int | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     reduces_in_flight: int = 2
+    offload: Literal["cpu"] | None = None
 
 
 def resolve_config(
@@ -65,6 +67,7 @@ def resolve_config(
     reduce_every: str | None,
     prefetch_bytes: int | None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    offload: str | None = None,
 ) -> ShardConfig:
     """Check the settings and resolve their defaults.
 
@@ -90,6 +93,11 @@ def resolve_config(
             f"bucket_bytes={bucket_bytes!r}: expected 0 (each unit alone) or more bytes, as a "
             "number"
         )
+    if offload not in (None, "cpu"):
+        raise ConfigError(
+            f"offload={offload!r}: expected 'cpu' (what a rank owns, and the optimizer's step, are "
+            "in host memory) or None"
+        )
     row = STAGES[int(stage)]
     return ShardConfig(
         stage=row,
@@ -98,6 +106,7 @@ def resolve_config(
         reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
         prefetch_bytes=prefetch_bytes,
         bucket_bytes=bucket_bytes,
+        offload=offload,  # type: ignore[arg-type]
     )
 
 

@@ -39,6 +39,9 @@ class UnitSettings:
 
     ``keeps_last``: the root, and the unit whose backward comes next, stay full after forward.
     ``optional``: some ranks may skip it while others run it.
+    ``stands_while_full``: the modules hold the full parameters from the gather until they are freed
+    (FSDP2's contract), else for each call.
+    ``reads_in_backward``: backward needs the full parameters; an embedding's needs the ids alone.
     ``stays_full``: backward's end leaves the full parameters, for the next forward of a window.
     ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: those that
     the recorded order expects).
@@ -48,5 +51,7 @@ class UnitSettings:
     keeps_last: bool = True
     stays_full: bool = False
     optional: bool = False
+    stands_while_full: bool = False
+    reads_in_backward: bool = True
     forward_prefetch: Sequence[Any] | None = None
     backward_prefetch: Sequence[Any] | None = None

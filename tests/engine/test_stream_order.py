@@ -29,12 +29,10 @@ from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Pending
 from shardwise.device import follow_current
-from shardwise.engine.reductions import Reductions
 from shardwise.interop.fsdp2 import fully_shard
-from shardwise.interop.fsdp2.group import GroupUnit
-from shardwise.interop.fsdp2.reduce import GroupReduction
-from shardwise.unit import home, materialize
-from shardwise.unit.reduce import Reduction, _Part
+from shardwise.unit import backend_sum, home
+from shardwise.unit.rank_order import _Part
+from shardwise.unit.reduce import Reduction
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -143,16 +141,12 @@ def sharded(
 
 
 def at_home(rank: int, world_size: int, **options: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
-        return sharded(rank, world_size, **options)
+    return sharded(rank, world_size, offload="cpu", **options)
 
 
 def change_at_home(rank: int, world_size: int) -> list[Tensor]:
     """Change the slices on the host as soon as a pass without gradients has read them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
-        model: Any = shard(Stack())
+    model: Any = shard(Stack(), offload="cpu")
     found = []
     with torch.no_grad():
         for _ in range(2):
@@ -164,9 +158,7 @@ def change_at_home(rank: int, world_size: int) -> list[Tensor]:
 
 def drop(rank: int, world_size: int) -> list[Tensor]:
     """Let a model go whose reductions are under way; its slices, and their means, are at home."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(materialize, "Storage", partial(Storage, home=CPU))
-        model: Any = shard(Stack(), bucket_bytes=1)
+    model: Any = shard(Stack(), bucket_bytes=1, offload="cpu")
     loss = model(torch.ones(2, 8)).sum()
     loss.backward()
     value = loss.detach()
@@ -336,7 +328,7 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         r"the compute stream, reads .* while allgather_into_tensor_coalesced_",
     ),
     "parameters of fully_shard are read before they are gathered": (
-        blind(GroupUnit, "finish_unshard"),
+        blind(Unit, "finish_unshard"),
         "by block",
         r"the compute stream, reads .* while _allgather_base_",
     ),
@@ -351,7 +343,7 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         r"the compute stream, writes .* while reduce_scatter_tensor_coalesced_",
     ),
     "means of fully_shard are read before they are reduced": (
-        blind(GroupReduction, "settle"),
+        blind(backend_sum._Running, "settle"),
         "by block, offloaded",
         r"the evict stream, reads .* while _reduce_scatter_base_",
     ),
@@ -360,10 +352,10 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         "stage 0, replicas",
         r"while reduce_scatter_tensor_coalesced_",
     ),
-    "flags are read before they are there": (
-        blind(Reductions, "_used_elsewhere"),
+    "who had a gradient is read before it is counted": (
+        blind(Reduction, "settle"),
         "ranks differ",
-        r"a read of all elements .* reads .* while allreduce_",
+        r"a read of all elements .* reads .* while reduce_scatter_tensor_coalesced_",
     ),
     "the host steps before the means are at home": (
         blind(_Part, "evicted"),

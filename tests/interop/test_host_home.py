@@ -1,6 +1,5 @@
 """Slices with a home on the host: other memory than the full copies, the same training."""
 
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,22 +11,25 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ranks import run_ranks
-from shardwise import ShardTensor, shard
+from shardwise import shard
+from shardwise.device import HostTime
+from shardwise.engine.api import engine_of
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.layout.segments import build_layout
 from shardwise.stages import STAGES
 from shardwise.trace import FullBytes
-from shardwise.unit import materialize
+from shardwise.unit.home import Home
 from shardwise.unit.storage import Storage
 
 CPU = torch.device("cpu")
 FP32 = (torch.float32, torch.float32)
+HOME = Home(CPU, CPU, HostTime())
 BF16 = (torch.float32, torch.bfloat16)
 
 
 def make_storage(stage: int, num_ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Storage:
     layout = build_layout("rows", [(5, 3), (4,)], num_ranks)
-    return Storage(layout, 0, STAGES[stage], dtypes, CPU, FullBytes(), home=CPU)
+    return Storage(layout, 0, STAGES[stage], dtypes, CPU, FullBytes(), HOME)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -48,7 +50,7 @@ def test_slices_at_home_share_no_memory_with_the_full_copy(
     assert torch.equal(local, full[: shape[0]])
     storage.prepare_gather()  # alone, this rank's own rows are all that it brings
     storage.finish_fetch()
-    leaf = storage.leaf(0, False)
+    leaf = storage.view(0)
     assert torch.equal(leaf[: shape[0]], full[: shape[0]].to(dtypes[1]))
     with torch.no_grad():
         leaf.zero_()
@@ -59,7 +61,7 @@ def test_slices_at_home_share_no_memory_with_the_full_copy(
 
 def test_slices_with_a_storage_of_their_own_are_the_same_memory() -> None:
     layout = build_layout("rows", [(5, 3), (4,), (0, 2)], 2)
-    for home in (None, CPU):
+    for home in (None, HOME):
         storage = Storage(layout, 1, STAGES[3], FP32, CPU, FullBytes(), home)
         for index, shape in enumerate([(2, 3), (2,), (0, 2)]):
             apart, local = storage.local_apart(index, shape), storage.local(index, shape)
@@ -89,7 +91,7 @@ def gather(storages: list[Storage]) -> None:
     st.integers(1, 6),
     st.integers(1, 3),
     st.sampled_from([FP32, BF16]),
-    st.sampled_from([None, CPU]),
+    st.sampled_from([None, HOME]),
 )
 def test_full_copies_follow_the_slices_wherever_those_live(
     shapes: list[tuple[int, ...]],
@@ -97,7 +99,7 @@ def test_full_copies_follow_the_slices_wherever_those_live(
     num_ranks: int,
     stage: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    home: torch.device | None,
+    home: Home | None,
 ) -> None:
     layout = build_layout(kind, shapes, num_ranks)
     ledger = FullBytes()
@@ -108,7 +110,7 @@ def test_full_copies_follow_the_slices_wherever_those_live(
     for storage in storages:
         for index, value in enumerate(values):
             storage.fill(index, value)
-    leaves = [[s.leaf(i, True) for i in range(len(shapes))] for s in storages]
+    leaves = [[s.view(i) for i in range(len(shapes))] for s in storages]
     for added in (0, 1):
         for rank, storage in enumerate(storages):
             for index in range(len(shapes)):
@@ -191,17 +193,11 @@ def train_shard_with_and_without_a_home(rank: int, world_size: int) -> None:
     for stage in (0, 1, 2, 3):
         for precision in ("fp32", "bf16"):
             results = []
-            for home in (None, CPU):
+            for offload in (None, "cpu"):
                 torch.manual_seed(0)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(materialize, "Storage", partial(Storage, home=home))
-                    model = shard(Net(), stage=stage, precision=precision)
-                homes = {
-                    p._owner.storage.home  # type: ignore[union-attr]
-                    for p in model.parameters()
-                    if isinstance(p, ShardTensor)
-                }
-                assert homes == {home}
+                model = shard(Net(), stage=stage, precision=precision, offload=offload)
+                places = {u.home.place if u.home else None for u in engine_of(model).units}
+                assert places == {None if offload is None else CPU}
                 results.append(train(model, rank))
             assert_same_bits(results[0], results[1], (stage, precision))
 
@@ -215,13 +211,11 @@ def train_on_a_gpu_with_and_without_a_home(rank: int, world_size: int) -> None:
     """Steps of half the gradient: the same bits whichever processor takes them."""
     for precision in ("fp32", "bf16"):
         results = []
-        for home in (None, CPU):
+        for offload in (None, "cpu"):
             torch.manual_seed(0)
-            layers = [nn.Linear(512, 512) for _ in range(6)]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(materialize, "Storage", partial(Storage, home=home))
-                model = shard(nn.Sequential(*layers).cuda(), precision=precision, units=nn.Linear)
-            assert all(p.to_local().is_cuda == (home is None) for p in model.parameters())
+            made = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
+            model = shard(made, precision=precision, units=nn.Linear, offload=offload)
+            assert all(p.to_local().is_cuda == (offload is None) for p in model.parameters())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             for _ in range(4):
                 model(torch.randn(64, 512, device="cuda")).square().mean().backward()

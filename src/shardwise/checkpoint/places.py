@@ -22,7 +22,7 @@ from shardwise.comm.control import Control, SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-from shardwise.unit.unit import Slot
+from shardwise.unit.slot import Slot
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +54,11 @@ class Place:
             if fits and before.dtype == dtype and before.device == self.data.device:
                 return before
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        if self.slot.is_alike(before) and before.dtype == dtype:
+        if self.slot.form.is_alike(before) and before.dtype == dtype:
             found: torch.Tensor = before
             return found
         local = torch.empty(self.slot.cut.local_shape, dtype=dtype, device=self.data.device)
-        return self.slot.like(local)
+        return self.slot.form.like(local)
 
 
 class Host(Protocol):

@@ -30,8 +30,8 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.unit.plain_state import cut_plain_state
+from shardwise.unit.slot import Slot
 from shardwise.unit.states import GradState
-from shardwise.unit.unit import Slot
 
 # Wrappers that put a part of their own into the names of what they wrap.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
@@ -229,7 +229,7 @@ def _collect_optimizer(
         cut = cuts[id(slot)]
         for key, value in optimizer.state.get(slot.param, {}).items():
             if isinstance(value, DTensor):
-                if not slot.is_alike(value):
+                if not slot.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)
                 sharded.append(_sliced(cut, key, value))
             elif isinstance(value, torch.Tensor):

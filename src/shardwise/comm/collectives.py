@@ -1,9 +1,9 @@
 """The collectives of the engine: which transport, and the few that both transports share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import count
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from shardwise.comm.pending import (
     Pending,
     ReduceItem,
     Site,
-    blame,
     meeting_of,
     meets,
 )
@@ -35,34 +34,40 @@ _UNITS_PER_MODEL = 1 << 12
 _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
+class Transport(Protocol):
+    """How gathers are made: in place, by one of the two modules, or `packed.Packed`."""
+
+    def start_all_gather(
+        self, items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+    ) -> Pending:
+        """Start gathering segments along ``axis`` into place."""
+
+
 class Comm:
     """The collectives over the axes of one sharded model, with counts of what they sent.
 
-    ``control`` carries small exchanges on a group apart from training's; without one, this rank
-    stands for itself.
+    ``control`` carries small exchanges on a group apart from training's, which ``make_control``
+    makes when it is first asked for; without one, this rank stands for itself.
     """
 
-    def __init__(self, axes: Axes, device: torch.device, control: Control | None = None) -> None:
+    def __init__(
+        self, axes: Axes, device: torch.device, make_control: Callable[[], Control] = SoloControl
+    ) -> None:
         self.axes = axes
         self.device = device
-        self._control = control
+        self._make_control = make_control
         self.time = time_of(device)
         self.traffic = Traffic()
         self._number = 0
-        self._transports = self._choose_transports()
 
-    def _choose_transports(self) -> dict[str, ModuleType]:
+    @cached_property
+    def _transports(self) -> dict[str, Any]:
         return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
 
-    @property
+    @cached_property
     def control(self) -> Control:
         """The small exchanges over all ranks of the axes."""
-        if self._control is None:
-            self._control = self._make_control()
-        return self._control
-
-    def _make_control(self) -> Control:
-        return SoloControl()
+        return self._make_control()
 
     def agree_on_number(self, device: torch.device) -> None:
         """Take rank 0's count of sharded models as this one's number, for `site`."""
@@ -85,12 +90,16 @@ class Comm:
             kind, unit, (self._number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
         )
 
-    def start_all_gather(self, items: Sequence[GatherItem], axis: Axis, site: Site) -> Pending:
+    def start_all_gather(
+        self,
+        items: Sequence[GatherItem],
+        axis: Axis,
+        site: Site,
+        transport: Transport | None = None,
+    ) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""
-        pending: Pending = self._transports[axis.name].start_all_gather(
-            items, axis, site, self.traffic
-        )
-        return pending
+        by: Transport = transport or self._transports[axis.name]
+        return by.start_all_gather(items, axis, site, self.traffic)
 
     def start_reduce_scatter(
         self, items: Sequence[ReduceItem], axis: Axis, site: Site, divisor: int
@@ -127,26 +136,6 @@ class Comm:
         """Tell whether slots may differ in length, and so lie in place in any buffer."""
         return all(t is point_to_point for t in self._transports.values())
 
-    def start_any(self, flags: torch.Tensor, site: Site) -> list[Pending]:
-        """Start an elementwise maximum of uint8 ``flags`` over all axes, in place.
-
-        The second axis is started only when the first was waited for, by the caller's order.
-        """
-        pendings: list[Pending] = []
-        for axis in self.axes.all:
-            if axis.size > 1:
-                self.traffic.add(f"{axis.name}.flags", site.unit, flags.nbytes * (axis.size - 1))
-                meeting = meeting_of(site, axis)
-                with blame(meeting):
-                    if pendings:
-                        pendings[-1].wait()
-                    work = self._start_max(flags, axis)
-                pendings.append(Pending(meeting, (work,), keep=flags))
-        return pendings[-1:]
-
-    def _start_max(self, flags: torch.Tensor, axis: Axis) -> Any:
-        return dist.all_reduce(flags, dist.ReduceOp.MAX, axis.group, async_op=True)
-
     def sum_in_rank_order(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
         """Return the elementwise sum of a small tensor over ``axis``, the same bits everywhere."""
         return self.gather_rows(values, axis, site).sum(dim=0)
@@ -174,7 +163,7 @@ class Comm:
                     dist.broadcast(tensor, group=axis.group, group_src=first)
 
 
-def _transport(axis: Axis, device: torch.device) -> ModuleType:
+def _transport(axis: Axis, device: torch.device) -> Any:
     """Choose the transport by the backend that serves ``device``."""
     backend = axis.group._get_backend(torch.device(device.type)).name().lower()
     return point_to_point if backend == "gloo" else coalesced

@@ -221,14 +221,12 @@ def control_over(axes: Axes) -> Control:
     rank = ranks.index(dist.get_rank())
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
+    name += f"/{store.add(f'{name}/{rank}', 1)}"  # each rank counts its own calls, all alike
     opening = Meeting("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
     with _agreeing(opening):
         for axis in axes.all:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
-        number = store.add(f"{name}/{rank}", 1)  # each rank counts its own calls, all alike
-        own_store = dist.PrefixStore(f"{name}/{number}", store)
         timeout = timeout_of(axes)
-        group = dist.ProcessGroupGloo(own_store, rank, len(ranks), timeout)
-    name = f"{name}/{number}"
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), timeout)
     return GroupControl(group, rank, ranks, timeout, name)  # type: ignore[arg-type]  # a Backend does too

@@ -12,7 +12,7 @@ number, straight into place. Ranks that differ then wait, and are told (watch.py
 """
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise.comm import point_to_point
-from shardwise.comm.collectives import Comm
-from shardwise.comm.control import Control, control_over
 from shardwise.comm.pending import GatherItem, Pending, Site, blame, meeting_of, meets
 from shardwise.mesh import Axis
+from shardwise.trace import Traffic
 
 
 class Transfer(Protocol):
@@ -38,39 +37,38 @@ class Transfer(Protocol):
         """Start the collective; return its work, or None when it is done."""
 
 
-class PackedComm(Comm):
-    """The collectives of one unit, each on one packed buffer."""
+@dataclass(frozen=True)
+class Packed:
+    """The transport of one unit: each collective on one packed buffer, by torch's or the user's."""
 
-    def _choose_transports(self) -> dict[str, ModuleType]:
-        return {}  # whatever backend the group has
+    all_gather: Transfer | None = None
+    reduce_scatter: Transfer | None = None
 
-    def _make_control(self) -> Control:
-        return control_over(self.axes)
-
-    def gather_packed(
-        self, items: Sequence[GatherItem], axis: Axis, site: Site, transfer: Transfer | None
+    def start_all_gather(
+        self, items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
     ) -> Pending:
         """Gather the segments along ``axis`` into place.
 
         **Cost** (ranks - 1) x the slots; two more copies of what is gathered, but for a segment
         that is alone. Segments of several dtypes travel as bytes.
         """
+        transfer = self.all_gather
         items = [item for item in items if item.segment.slot_numel]
         if not items:
             return Pending(meeting_of(site, axis), ())
         is_gloo = "gloo" in axis.backend
         if is_gloo and transfer is None and _GATHER is _gather_function() and not _is_traced():
-            return point_to_point.start_all_gather(items, axis, site, self.traffic)
+            return point_to_point.start_all_gather(items, axis, site, traffic)
         as_bytes = len({item.full.dtype for item in items}) > 1
         sources = [_flat(item.source, as_bytes) for item in items]
         dtype, device = sources[0].dtype, sources[0].device
         if len(items) == 1 and transfer is None:
             packed, output = sources[0], items[0].full
         else:
-            packed = _allocate(transfer, sum(s.numel() for s in sources), dtype, device)
+            packed = allocate(transfer, sum(s.numel() for s in sources), dtype, device)
             torch.cat(sources, out=packed)
-            output = _allocate(transfer, packed.numel() * axis.size, dtype, device)
-        self.traffic.add(f"{axis.name}.{site.kind}", site.unit, packed.nbytes * (axis.size - 1))
+            output = allocate(transfer, packed.numel() * axis.size, dtype, device)
+        traffic.add(f"{axis.name}.{site.kind}", site.unit, packed.nbytes * (axis.size - 1))
         meeting = meeting_of(site, axis)
         with blame(meeting):
             work = _all_gather(transfer, output, packed, axis.group)
@@ -83,18 +81,19 @@ class PackedComm(Comm):
         finish = None if output is items[0].full else unpack
         return Pending(meeting, [work] if work else [], finish, (packed, output))
 
-    def scatter_packed(
+    def start_sum(
         self,
         packed: torch.Tensor,
         out: torch.Tensor,
         axis: Axis,
         site: Site,
+        traffic: Traffic,
         op: Any,
-        transfer: Transfer | None,
     ) -> Pending:
         """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
-        self.traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
+        traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
         meeting = meeting_of(site, axis)
+        transfer = self.reduce_scatter
         with blame(meeting):
             if transfer is not None:
                 work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
@@ -104,16 +103,11 @@ class PackedComm(Comm):
                 )
         return Pending(meeting, [work] if work else [], keep=(packed, out))
 
-    def _start_max(self, flags: torch.Tensor, axis: Axis) -> Any:
-        """Ask the backend itself, so that it is not among the collectives that tools count."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
-        backend: Any = axis.group._get_backend(flags.device)
-        return backend.allreduce([flags], options)
-
-    def sum_replicas(self, values: torch.Tensor, axis: Axis, site: Site, op: Any) -> None:
+    def sum_replicas(
+        self, values: torch.Tensor, axis: Axis, site: Site, traffic: Traffic, op: Any
+    ) -> None:
         """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
-        self.traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
+        traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
         with meets(meeting_of(site, axis)):
             dist.all_reduce(values, group=axis.group, op=op)
 
@@ -127,9 +121,10 @@ def _flat(tensor: torch.Tensor, as_bytes: bool) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8) if as_bytes else tensor.view(-1)
 
 
-def _allocate(
+def allocate(
     transfer: Transfer | None, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
+    """Return memory for a collective, from the user's own where there is one."""
     if transfer is None:
         return torch.empty(numel, dtype=dtype, device=device)
     return transfer.allocate((numel,), dtype=dtype, device=device)

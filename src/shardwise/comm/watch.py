@@ -65,7 +65,8 @@ _REMEDY = (
 class Meeting:
     """A collective of one group. The n-th that a rank begins meets the n-th of all other ranks.
 
-    ``members`` are the global ranks of a group that torch's registry does not know.
+    ``members`` are the global ranks of a group that torch's registry does not know; ``unit`` is its
+    name then.
     """
 
     kind: str
@@ -82,8 +83,8 @@ class Meeting:
 
     @property
     def group_name(self) -> str:
-        """Return the name that torch gave the group, the same on its ranks."""
-        return str(getattr(self.group, "group_name", ""))
+        """Return the group's name, the same on its ranks and no other group's."""
+        return self.unit if self.members else str(getattr(self.group, "group_name", ""))
 
     @property
     def text(self) -> str:
@@ -207,7 +208,9 @@ class Watch:
             mine.looks += 1
             board.publish(self._record(mine))
             self._published = True
-            self._find_circle(board, main or 0, mine)
+            verdict = board.told_of(mine.meeting.group_name) or self._find_circle(board, mine)
+            if verdict is not None:
+                self._end(main or 0, mine, verdict)
         for thread, wait in waits:
             if not wait.told and now - wait.begun_s > self.patience_s:
                 wait.told = True
@@ -240,7 +243,8 @@ class Watch:
             "begun": dict(self._begun),
         }
 
-    def _find_circle(self, board: "_Board", thread: int, wait: _Wait) -> None:
+    def _find_circle(self, board: "_Board", wait: _Wait) -> str | None:
+        """Return what to say of a circle that this rank is in or waits for; None without one."""
         rank = dist.get_rank()
         found = board.circle(rank, self._record(wait))
         before = self._suspected
@@ -249,14 +253,22 @@ class Watch:
         }:
             self._suspected = before = found
         if not found or any(found[r]["look"] == before[r]["look"] for r in found):
-            return  # somebody has not looked again yet, and may have gone on meanwhile
+            return None  # somebody has not looked again yet, and may have gone on meanwhile
+        parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
+        verdict = f"{', and '.join(parts)}, for each other. {_REMEDY}"
+        board.tell(wait.meeting.group_name, sorted(found), verdict)
+        return verdict
+
+    def _end(self, thread: int, wait: _Wait, verdict: str) -> None:
+        """Break off a wait that cannot end, as this rank has found, or another one of its group.
+
+        Who has found it may be gone, and gloo wakes nobody who waits for a third rank.
+        """
         if self._waits.get(thread) is not wait or thread in self._verdicts:
             return
-        parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
-        self._verdicts[thread] = f"{', and '.join(parts)}, for each other. {_REMEDY}"
-        board.tell(wait.meeting.group_name, sorted(found), self._verdicts[thread])
+        self._verdicts[thread] = verdict
         if not _break_off(wait.meeting):
-            _LOG.error("shardwise: %s", self._verdicts[thread])
+            _LOG.error("shardwise: %s", verdict)
 
     def _notice(self, board: "_Board", thread: int, wait: _Wait) -> str:
         meeting, rank = wait.meeting, dist.get_rank()
@@ -296,10 +308,13 @@ class _Board:
 
     def told(self, group: str, ranks: Sequence[int]) -> str | None:
         """Return what was told of a group; else of a rank in it, that waits in another one."""
-        for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
-            if self._store.check([key]):
-                return self._store.get(key).decode()
-        return None
+        members = (self.told_of(f"of {rank}") for rank in ranks)
+        return self.told_of(group) or next((text for text in members if text), None)
+
+    def told_of(self, whom: str) -> str | None:
+        """Return what was told of a group."""
+        key = f"verdict/{whom}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def read(self, rank: int) -> dict[str, Any] | None:
         """Return what a rank that waits has published, else None; never waits for it."""

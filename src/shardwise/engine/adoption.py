@@ -17,8 +17,9 @@ from shardwise.comm.pending import Site
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.unit.replaced import retire
+from shardwise.unit.slot import Slot
 from shardwise.unit.tensor import ShardTensor
-from shardwise.unit.unit import Slot, Unit
+from shardwise.unit.unit import Unit
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

@@ -47,6 +47,7 @@ def shard(
     init: Init | None = None,
     optional: UnitChoice | Iterable[UnitChoice] = (),
     optimizer: Optimizers = None,
+    offload: str | None = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
@@ -66,7 +67,7 @@ def shard(
     ranks when they differ in version, setting or model, or when one of them refuses.
     """
     try:
-        wanted = stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes
+        wanted = stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
         config = resolve_config(*wanted)
         _check_model(model, init)
         specs = partition_into_units(model, units, optional)
@@ -77,9 +78,8 @@ def shard(
         raise
     device_type = device.type if device is not None else _default_device_type(mesh)
     axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
-    comm = Comm(axes, device := device or current_device(device_type), control_over(axes))
-    if comm.control.num_ranks > 1:
-        agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
+    comm = Comm(axes, device := device or current_device(device_type), lambda: control_over(axes))
+    agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
     comm.agree_on_number(device)
     ledger = FullBytes()
     engine = Engine(config, comm, ledger)

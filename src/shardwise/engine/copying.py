@@ -20,8 +20,10 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import StateError
 from shardwise.trace import FullBytes
 from shardwise.unit.cut import make_cut
+from shardwise.unit.forms import AsShardTensor
+from shardwise.unit.slot import Slot
 from shardwise.unit.storage import Storage
-from shardwise.unit.unit import Slot, Unit
+from shardwise.unit.unit import Unit
 
 Memo = dict[int, Any]
 
@@ -38,7 +40,8 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
         )
     engine.conditions.check_usable("copy.deepcopy: ")
     axes = engine.comm.axes
-    comm = Comm(axes, engine.comm.device, control_over(axes))
+    control = control_over(axes)
+    comm = Comm(axes, engine.comm.device, lambda: control)
     comm.agree_on_number(engine.comm.device)
     ledger = FullBytes()
     made = Engine(engine.config, comm, ledger)
@@ -47,38 +50,39 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
 
 
 def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: Memo) -> Unit:
-    made = Unit(unit.name, unit.index, unit.module, comm, engine, unit.settings, unit.precision)
+    made = Unit(
+        unit.name,
+        unit.index,
+        unit.modules,
+        comm,
+        engine,
+        unit.settings,
+        unit.precision,
+        unit.sums,
+        home=replace(unit.home, time=comm.time) if unit.home is not None else None,
+    )
     storages: dict[int, Storage] = {}
     for storage in unit.storages:
-        made.storages.append(_copy_storage(storage, ledger))
-        storages[id(storage)] = made.storages[-1]
+        storages[id(storage)] = _copy_storage(storage, made, ledger)
     for slot in unit.slots:
-        layout = slot.cut.layout
-        made.slots.append(
-            Slot(
-                made,
-                slot.uses,
-                storages[id(slot.storage)],
-                slot.index,
-                make_cut(slot.cut.shape, layout, slot.cut.index, comm),
-                nn.Parameter(torch.empty(0), requires_grad=False),
-                slot.param.requires_grad,
-            )
-        )
-        param = made.slots[-1].param
-        for name, value in vars(slot.param).items():  # what the user has noted on the parameter
-            if not name.startswith("_"):
-                vars(param).setdefault(name, value)
-        memo[id(slot.param)] = param
-    for copied in made.storages:  # only now: the slots' full parameters are views
-        copied.free()
+        cut = make_cut(slot.shape, slot.cut.layout, slot.index, comm)
+        trains = slot.param.requires_grad
+        copied = Slot(made, slot.uses, AsShardTensor(cut), slot.shape, trains, cut=cut)
+        copied.lie_in(storages[id(slot.storage)], slot.index)
+        copied.keep_notes({k: v for k, v in vars(slot.param).items() if not k.startswith("_")})
+        made.slots.append(copied)
+        memo[id(slot.param)] = copied.param
+    made.lay_out(list(storages.values()))
+    for storage in made.storages:  # only now: the slots' full parameters are views
+        storage.free()
     return made
 
 
 @torch.no_grad()
-def _copy_storage(storage: Storage, ledger: FullBytes) -> Storage:
+def _copy_storage(storage: Storage, unit: Unit, ledger: FullBytes) -> Storage:
     dtypes = storage.master.dtype, storage.full.dtype
-    made = Storage(storage.layout, storage.rank, storage.stage, dtypes, storage.full.device, ledger)
+    stage, home = unit.settings.stage, unit.home
+    made = Storage(storage.layout, storage.rank, stage, dtypes, storage.full.device, ledger, home)
     made.master.copy_(storage.master)
     return made
 
@@ -86,7 +90,7 @@ def _copy_storage(storage: Storage, ledger: FullBytes) -> Storage:
 def place_units(units: list[Unit], memo: Memo) -> None:
     """Let copied units take their places in the copied modules."""
     for unit in units:
-        unit.module = memo[id(unit.module)]
+        unit.modules = tuple(memo[id(module)] for module in unit.modules)
         slots, unit.slots = unit.slots, []
         for slot in slots:
             slot.uses = tuple(replace(use, module=memo[id(use.module)]) for use in slot.uses)

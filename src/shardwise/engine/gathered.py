@@ -19,8 +19,8 @@ from shardwise.comm.pending import Site
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
+from shardwise.unit.slot import Slot
 from shardwise.unit.tensor import ShardTensor
-from shardwise.unit.unit import Slot
 
 _SITE = Site("gather", "(gathered)", 0)
 

@@ -22,9 +22,10 @@ from shardwise.engine.agreement import find_difference
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ReplicaError
+from shardwise.unit.slot import Slot
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
-from shardwise.unit.unit import Slot, Unit
+from shardwise.unit.unit import Unit
 
 _DIGEST_BYTES = 16
 _MAX_SHOWN = 3

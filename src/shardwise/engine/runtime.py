@@ -23,7 +23,7 @@ from shardwise.engine.misuse import (
 from shardwise.engine.nest import map_tensors
 from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
-from shardwise.engine.reductions import Collected, Reductions
+from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import CollectiveError, ShardError, StateError
 from shardwise.trace import FullBytes, mark
@@ -43,30 +43,26 @@ class Engine:
         config: ShardConfig,
         comm: Comm,
         ledger: FullBytes,
-        reductions: Collected | None = None,
     ) -> None:
         self.config = config
         self.comm = comm
         self.ledger = ledger
-        self.units: list[Unit] = []
-        self._comms = [comm]  # of all units
         self.conditions = Conditions(is_last_micro_batch=not self.each_unit_alone)
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self._passes = Passes(self)
         self._runs_grad_hooks = False
-        self._reductions: Collected = reductions or Reductions(config, comm)
-        shared = comm.axes.num_ranks > 1 and not self.each_unit_alone
-        budget = config.prefetch_bytes
-        self._schedule = Schedule[Unit](budget, self._reductions, has_peers=shared)
-        self._shares_order = False
-        self._optional = OptionalUnits((), self._schedule, self._passes)
         self._num_calls = 0
+        self.settle([])
 
     def settle(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
+        config = self.config
         self.units = units
         self._comms = list({id(unit.comm): unit.comm for unit in units}.values())
         self._passes.settle(units)
+        self._reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight)
+        shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
+        self._schedule = Schedule(config.prefetch_bytes, self._reductions, has_peers=shared)
         self._schedule.settle(units, order)
         self._shares_order = self._schedule.reduces_in_turn
         self._optional = OptionalUnits(units, self._schedule, self._passes)
@@ -304,9 +300,9 @@ class Engine:
         """Bytes of the means that are not in ``p.grad`` yet."""
         return self._reductions.nbytes
 
-    def finish_reductions(self) -> None:
-        """Complete every reduction under way and set ``p.grad``."""
-        self._reductions.finish()
+    def finish_reductions(self, unit: Unit | None = None) -> None:
+        """Complete the reductions under way and set ``p.grad``: those up to one unit's, or all."""
+        self._reductions.finish(unit)
 
     def forget_cut_pass(self) -> None:
         """Clean up after a backward pass that raised, if the last one did."""

@@ -5,7 +5,7 @@ so a plan cannot differ from the run. What autograd needs (calls, hooks, version
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from shardwise.engine.order import Order
@@ -40,10 +40,6 @@ class ScheduledUnit(Protocol):
     def is_trained(self) -> bool:
         """Tell whether any of its parameters has a gradient."""
 
-    @property
-    def backward_reads_params(self) -> bool:
-        """Tell whether backward needs the full parameters."""
-
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
 
@@ -72,8 +68,9 @@ R = TypeVar("R", bound=StartedReduction)
 class ReduceQueue(Generic[U, R]):
     """Gradients in buckets: when one is full it starts, and only a few are in flight.
 
-    ``settles_at_close``: something comes after a reduction (stage 0, a replicate axis), so it is
-    waited for at the end of the pass, and no collective is left for the first reader of ``p.grad``.
+    ``mesh_of``: units share a bucket where it is equal. ``settles_at_close``: something comes after
+    a reduction (stage 0, a replicate axis), so it is waited for at the end of the pass, and no
+    collective is left for the first reader of ``p.grad``.
     """
 
     def __init__(
@@ -82,51 +79,68 @@ class ReduceQueue(Generic[U, R]):
         bucket_bytes: int,
         reduces_in_flight: int,
         settles_at_close: bool,
+        mesh_of: Callable[[U], Hashable] = lambda unit: None,
     ) -> None:
         self._make = make
         self._bucket_bytes = bucket_bytes
         self._reduces_in_flight = reduces_in_flight
         self._settles_at_close = settles_at_close
-        self.bucket: list[U] = []
-        self.in_flight: list[R] = []
-        self.settled: list[R] = []
+        self._mesh_of = mesh_of
+        self._buckets: dict[Hashable, list[U]] = {}
+        self._in_flight: list[R] = []
+        self._settled: list[R] = []
 
     @property
     def all(self) -> list[R]:
         """Reductions that were started and not taken, oldest first."""
-        return self.settled + self.in_flight
+        return self._settled + self._in_flight
+
+    def holds(self, unit: U) -> bool:
+        """Tell whether a unit is in a bucket that is not full yet."""
+        return any(unit in bucket for bucket in self._buckets.values())
 
     def add(self, unit: U) -> None:
         """Take a unit's gradients; a full bucket starts, which may wait for the oldest reduction.
 
         **Cost** small units share one reduction of ``bucket_bytes``.
         """
-        if unit in self.bucket:
+        mesh = self._mesh_of(unit)
+        bucket = self._buckets.setdefault(mesh, [])
+        if unit in bucket:
             return
-        self.bucket.append(unit)
-        if sum(u.full_bytes for u in self.bucket) >= self._bucket_bytes:
-            self._start_bucket()
+        bucket.append(unit)
+        if sum(u.full_bytes for u in bucket) >= self._bucket_bytes:
+            self._start_bucket(mesh)
 
-    def _start_bucket(self) -> None:
-        if not self.bucket:
-            return
-        reduction = self._make(self.bucket)
-        self.bucket = []
+    def _start_bucket(self, mesh: Hashable) -> None:
+        reduction = self._make(self._buckets.pop(mesh))
         reduction.start()
-        self.in_flight.append(reduction)
-        self.settle(self._reduces_in_flight)
+        self._in_flight.append(reduction)
+        self._settle(self._reduces_in_flight)
 
-    def settle(self, num_left: int = 0) -> None:
+    def _settle(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions until ``num_left`` are in flight."""
-        while len(self.in_flight) > num_left:
-            self.in_flight[0].settle()
-            self.settled.append(self.in_flight.pop(0))
+        while len(self._in_flight) > num_left:
+            self._in_flight[0].settle()
+            self._settled.append(self._in_flight.pop(0))
 
     def close(self) -> None:
         """Start what is left, at the end of a backward pass."""
-        self._start_bucket()
+        for mesh in list(self._buckets):
+            self._start_bucket(mesh)
         if self._settles_at_close:
-            self.settle()
+            self._settle()
+
+    def take(self, last: R | None = None) -> list[R]:
+        """Wait for the reductions up to ``last``, or for all; hand them over, oldest first."""
+        num_taken = len(self.all) if last is None else self.all.index(last) + 1
+        self._settle(len(self.all) - max(num_taken, len(self._settled)))
+        taken, self._settled = self._settled[:num_taken], self._settled[num_taken:]
+        return taken
+
+    def forget_buckets(self) -> None:
+        """Forget the units whose reduction is not started, after a pass that was cut short."""
+        self._buckets = {}
 
 
 class Collector(Protocol[V]):
@@ -322,13 +336,13 @@ class Schedule(Generic[U]):
     def before_backward(self, unit: U) -> None:
         """Unshard the unit for its backward, start gathering those that follow."""
         self._in_backward.add(unit.index)
-        if unit.backward_reads_params:
+        if unit.settings.reads_in_backward:
             unit.start_unshard()
         self._ahead.discard(unit.index)
         upcoming = self._order.visit_backward(unit.index) or ()
-        upcoming = [i for i in upcoming if self.units[i].backward_reads_params]
+        upcoming = [i for i in upcoming if self.units[i].settings.reads_in_backward]
         self._gather_ahead(unit.settings.backward_prefetch, upcoming)
-        if unit.backward_reads_params:
+        if unit.settings.reads_in_backward:
             unit.finish_unshard()
 
     def reduces(self, unit: U, is_last: bool) -> bool:

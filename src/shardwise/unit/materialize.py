@@ -25,8 +25,12 @@ from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.stages import UnitSettings
 from shardwise.trace import FullBytes
 from shardwise.unit.cut import make_cut
+from shardwise.unit.forms import AsShardTensor
+from shardwise.unit.home import Home
+from shardwise.unit.rank_order import RankOrderSum
+from shardwise.unit.slot import Scheduler, Slot
 from shardwise.unit.storage import Storage
-from shardwise.unit.unit import Scheduler, Slot, Unit
+from shardwise.unit.unit import Unit
 
 Init = Callable[[nn.Module], object]
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -50,6 +54,9 @@ class Materializer:
         self._ledger = ledger
         self._scheduler = scheduler
         self._init = init
+        self._home = None
+        if config.offload is not None:
+            self._home = Home(torch.device(config.offload), device, comm.time)
         self._seed = self._seed_of_rank_0()
 
     def _seed_of_rank_0(self) -> int:
@@ -72,11 +79,23 @@ class Materializer:
         **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
         """
         config = self._config
-        stage = replace(config.stage, reduce_every=config.reduce_every)
-        settings = UnitSettings(stage, optional=spec.optional)
-        unit = Unit(
-            spec.name, index, spec.module, self._comm, self._scheduler, settings, config.precision
+        settings = UnitSettings(
+            replace(config.stage, reduce_every=config.reduce_every),
+            optional=spec.optional,
+            reads_in_backward=type(spec.module).forward is not nn.Embedding.forward,
         )
+        unit = Unit(
+            spec.name,
+            index,
+            [spec.module],
+            self._comm,
+            self._scheduler,
+            settings,
+            config.precision,
+            RankOrderSum(),
+            home=self._home,
+        )
+        storages: list[Storage] = []
         groups: dict[tuple[Dtypes, bool], list[ParamSpec]] = {}
         for param in spec.params:  # frozen ones apart: they need no gradients, and never go stale
             key = self._dtypes(param.param), param.param.requires_grad
@@ -89,13 +108,13 @@ class Materializer:
             storage = Storage(
                 layout,
                 axis.rank,
-                self._config.stage,
+                config.stage,
                 dtypes,
                 self._device,
                 self._ledger,
-                time=self._comm.time,
+                self._home,
             )
-            unit.storages.append(storage)
+            storages.append(storage)
             for number, param in enumerate(params):
                 value = values.pop(param.name, None)
                 if value is None:
@@ -105,8 +124,12 @@ class Materializer:
                 cut_layout = layout if self._config.stage.shards_state else None
                 cut = make_cut(shapes[number], cut_layout, number, self._comm)
                 grad = param.param.requires_grad
-                unit.add(Slot(unit, param.uses, storage, number, cut, param.param, grad))
+                slot = Slot(unit, param.uses, AsShardTensor(cut), cut.shape, grad, cut=cut)
+                slot.lie_in(storage, number)
+                slot.keep_notes(vars(param.param))
+                unit.add(slot)
             storage.free()
+        unit.lay_out(storages)
         return unit
 
     def _dtypes(self, param: nn.Parameter) -> Dtypes:

@@ -14,13 +14,10 @@ gives them version counters of their own (FSDP2 does the same, by resetting the 
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
 
 from shardwise.comm.pending import GatherItem, Pending
-from shardwise.device import DeviceTime, HostTime
 from shardwise.layout.segments import Layout
 from shardwise.stages import Stage
 from shardwise.trace import FullBytes
@@ -42,30 +39,28 @@ class Storage:
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         ledger: FullBytes,
-        home: torch.device | None = None,
-        pins_home: bool = True,
-        time: DeviceTime | None = None,
+        home: Home | None = None,
     ) -> None:
         master_dtype, compute_dtype = dtypes
         self.layout = layout
         self.rank = rank
-        self.stage = stage
+        self.shards_state = stage.shards_state
         self.home = home
-        self._home = Home(home, device, time or HostTime(), pins_home) if home is not None else None
         self._ledger = ledger
         keeps = home is None and (not stage.frees_after_backward or layout.num_ranks == 1)
         self.aliased = keeps and master_dtype == compute_dtype
         self.frees = not self.aliased and stage.frees_after_backward
+        self._is_for_memory = stage.frees_after_backward
         make = torch.zeros if self.aliased else torch.empty
         self.full = make(layout.full_numel, dtype=compute_dtype, device=device)
         if self.aliased:
             self.master = self.full
         else:
             numel = layout.shard_numel if stage.shards_state else layout.full_numel
-            if self._home is None:
+            if self.home is None:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
             else:
-                self.master = self._home.memory(numel, master_dtype).zero_()
+                self.master = self.home.memory(numel, master_dtype).zero_()
         self._full_data, self._master_data = self.full.data, self.master.data
         self._plan_gather()
         self._places = [
@@ -91,7 +86,7 @@ class Storage:
     @property
     def needs_gather(self) -> bool:
         """Tell whether ranks must exchange anything to make the full copy whole."""
-        return self.stage.shards_state and self.layout.num_ranks > 1
+        return self.shards_state and self.layout.num_ranks > 1
 
     @property
     def is_fresh(self) -> bool:
@@ -116,7 +111,7 @@ class Storage:
         """Return what this rank owns of parameter ``index``, sharing memory with ``master``."""
         piece = self.layout.piece(index, self.rank)
         begin, numel = self._places[index], piece.numel
-        if not self.stage.shards_state:
+        if not self.shards_state:
             numel = self.layout.params[index].numel
         elif self.aliased:
             begin = self.layout.full_offset(index) + piece.lo
@@ -134,15 +129,12 @@ class Storage:
         apart = torch.empty(0, dtype=local.dtype, device=local.device)
         return apart.set_(own, 0, local.shape, local.stride())
 
-    def leaf(self, index: int, requires_grad: bool) -> nn.Parameter:
-        """Return the full parameter that the layers read; see Note [Freed storage ...]."""
-        placed = self.layout.params[index]
-        begin = self.layout.full_offset(index)
-        with torch.no_grad():
-            view = self.full.data.as_strided(
-                placed.shape, torch.empty(placed.shape, device="meta").stride(), begin
-            )
-        return nn.Parameter(view, requires_grad=requires_grad)
+    @torch.no_grad()
+    def view(self, index: int) -> torch.Tensor:
+        """Return where the full parameter lies; see Note [Freed storage comes back to life]."""
+        shape = self.layout.params[index].shape
+        stride = torch.empty(shape, device="meta").stride()
+        return self.full.data.as_strided(shape, stride, self.layout.full_offset(index))
 
     def allocate(self) -> None:
         """Give the full copy its memory."""
@@ -163,7 +155,7 @@ class Storage:
         """Allocate the full copy and cast this rank's slots into it; list what to gather."""
         self.allocate()
         self._gathered_version = self.master._version
-        if not self.stage.shards_state:
+        if not self.shards_state:
             if not self.aliased:
                 self._fill_full([self._full_data], [self._master_data])
             return ()
@@ -172,14 +164,10 @@ class Storage:
         return self._gather_items
 
     def _fill_full(self, places: list[torch.Tensor], slices: list[torch.Tensor]) -> None:
-        if self._home is None:
+        if self.home is None:
             torch._foreach_copy_(places, slices)
         else:
-            self._fetch = self._home.start_fetch(places, slices)
-
-    def after_fetch(self) -> AbstractContextManager[None]:
-        """Enqueue inside what needs slices on the device that come from their home."""
-        return nullcontext() if self._home is None else self._home.after_fetch()
+            self._fetch = self.home.start_fetch(places, slices)
 
     def finish_fetch(self) -> None:
         """Wait until slices that live at a home have been read."""
@@ -193,7 +181,7 @@ class Storage:
         self._gather_items: list[GatherItem] = []
         other_dtype = self.master.dtype != self.full.dtype
         self._casts = not self.aliased and (other_dtype or self.home is not None)
-        if not self.stage.shards_state:
+        if not self.shards_state:
             return
         for segment in self.layout.segments:
             slot, full = segment.slot_numel, segment.full_offset
@@ -208,20 +196,25 @@ class Storage:
                 GatherItem(segment, own if in_place else shard, whole, in_place)
             )
 
-    def grad_buffer(self, dtype: torch.dtype) -> torch.Tensor:
+    def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
         """Return uninitialised memory for the means of the gradients: [S], or [P] at stage 0.
+
+        And for ``behind`` elements more.
 
         On the CPU the buffer of the step before is used again unless something still refers to it
         (``p.grad``, or a tensor that the user kept): fresh memory costs a page fault per 4 KiB,
         a tenth of a training step. On other devices the allocator does this itself, and a stage
         that frees its parameters is chosen for memory, not for speed.
         """
-        numel = self.layout.shard_numel if self.stage.shards_state else self.layout.full_numel
+        numel = self.layout.shard_numel if self.shards_state else self.layout.full_numel
+        numel += behind
         device = self.full.device
-        if device.type != "cpu" or self.stage.frees_after_backward:
+        if device.type != "cpu" or self._is_for_memory:
             return torch.empty(numel, dtype=dtype, device=device)
         kept = self._grad_buffer
-        if kept is None or kept.dtype != dtype or _num_references(kept) > self._grad_references:
+        if kept is not None and (kept.numel(), kept.dtype) != (numel, dtype):
+            kept = None
+        if kept is None or _num_references(kept) > self._grad_references:
             kept = torch.empty(numel, dtype=dtype)
             self._grad_buffer, self._grad_references = kept, _num_references(kept)
         return kept[:]  # another reference, which counts as long as a reduction holds it
@@ -231,9 +224,9 @@ class Storage:
 
         Return where they will be: a copy where the slices live at a home.
         """
-        if self._home is None:
+        if self.home is None:
             return means, Pending.of_copies()
-        return self._home.start_evict(means, self.master.dtype)
+        return self.home.start_evict(means, self.master.dtype)
 
     def forget_grad_buffer(self) -> None:
         """Do not keep the gradient buffer for the next step."""
@@ -245,7 +238,7 @@ class Storage:
         placed = self.layout.params[index]
         flat = full.detach().reshape(-1)
         begin = self.layout.full_offset(index)
-        if self.aliased or not self.stage.shards_state:
+        if self.aliased or not self.shards_state:
             self.master[begin : begin + placed.numel].copy_(flat)
             return
         piece = self.layout.piece(index, self.rank)
@@ -256,7 +249,7 @@ class Storage:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's slices, padding included, wherever they lie."""
-        if not self.stage.shards_state:
+        if not self.shards_state:
             return self.master.nbytes
         return self.layout.shard_numel * self.master.element_size()
 

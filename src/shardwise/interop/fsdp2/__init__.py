@@ -1,8 +1,8 @@
 """``fully_shard`` with the signature and the meaning of torch's, on Shardwise's engine.
 
-Reading order: ``meshes`` (which axes, which placements), ``settings`` (what differs per call),
-``slot`` (one parameter), ``group`` (the unit of one call), ``reduce`` (its gradients), ``state``
-(what a call leaves on its modules), ``module`` (FSDPModule's methods), ``api``.
+Reading order: ``meshes`` (which axes, which placements), ``units`` (what a call asks for, as the
+values of a unit), ``state`` (what a call leaves on its modules), ``module`` (FSDPModule's methods),
+``api``.
 """
 
 from shardwise.interop.fsdp2.api import fully_shard

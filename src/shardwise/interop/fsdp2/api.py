@@ -1,6 +1,7 @@
 """``fully_shard``: from a module, or several, to sharded ones, in place."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
 from shardwise.errors import ConfigError
-from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.meshes import (
     Spread,
     axes_of,
@@ -27,11 +27,12 @@ from shardwise.interop.fsdp2.meshes import (
     spread_over,
 )
 from shardwise.interop.fsdp2.module import sharded_class
-from shardwise.interop.fsdp2.settings import group_settings
 from shardwise.interop.fsdp2.state import State, state_of
+from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
 from shardwise.unit.replaced import retire
+from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -101,28 +102,28 @@ def fully_shard(
     params = list(_managed_params(managed, ignored_params or set()))
     _move(managed, params, device)
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-    units: dict[Spread, GroupUnit] = {}
+    asked = Asked(device, mp_policy, offload, None if reshard_after_forward is None else True)
+    units: dict[Spread, Unit] = {}
     uses = _uses_of(modules, params)
 
-    def unit_on(where: Spread) -> GroupUnit:
+    def unit_on(where: Spread) -> Unit:
         if where not in units:
-            settings = group_settings(*_checked_reshard(reshard_after_forward, where), mp_policy)
-            units[where] = GroupUnit(modules, where, device, offload, settings)
+            frees, nearby = _checked_reshard(reshard_after_forward, where)
+            of_mesh = replace(asked, frees_after_forward=frees, nearby=nearby)
+            units[where] = make_unit(modules, where, of_mesh)
         return units[where]
 
-    def take(param: nn.Parameter) -> None:
+    def take_over(param: nn.Parameter) -> None:
         dim, where = chosen_placement(param, shard_placement_fn, spread)
-        unit_on(where).take(uses[param], param, dim)
+        take(unit_on(where), where, uses[param], param, dim)
         retire(param, uses.pop(param)[0].name, "fully_shard()")
 
     if not params:
         unit_on(spread)  # for its hooks: the root may have nothing of its own
     while params:  # the values as they came are freed before the buffers of the units are made
-        take(params.pop(0))
-    for unit in units.values():
-        unit.adopt()
+        take_over(params.pop(0))
     state: State = fully_shard.state(modules[0])
-    state.attach(modules, list(units.values()))
+    state.attach(modules, list(units.values()), asked)
     _mark(managed, modules, state)
     return module
 

@@ -4,6 +4,7 @@ The setters live here alone: each replaces the frozen settings of units, between
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -11,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
-from shardwise.interop.fsdp2.group import GroupUnit
 from shardwise.interop.fsdp2.state import State, state_of
+from shardwise.unit.unit import Unit
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -20,7 +21,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 class Handle(UnshardHandle):
     """What ``unshard(async_op=True)`` returns."""
 
-    def __init__(self, units: Sequence[GroupUnit]) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
 
     def wait(self) -> None:
@@ -50,7 +51,9 @@ class FSDPModule(TorchFSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's full parameters and register them; not recursive."""
-        units = list(self._get_fsdp_state().units)
+        state: State = self._get_fsdp_state()
+        state.make_ready()
+        units = list(state.units)
         for unit in units:
             unit.start_unshard()
         handle = Handle(units)
@@ -88,12 +91,12 @@ class FSDPModule(TorchFSDPModule):
         every = "micro_batch" if requires_gradient_sync else "step"
         for state in self._states(recurse):
             state.change_stage(reduce_every=every)
-            state.change(all_reduces=requires_gradient_sync)
+            state.change_sums(all_reduces=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over replicas (HSDP), or over shards only for now."""
         for state in self._states(recurse):
-            state.change(all_reduces=requires_all_reduce)
+            state.change_sums(all_reduces=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free full parameters after forward, or keep them for backward."""
@@ -103,7 +106,9 @@ class FSDPModule(TorchFSDPModule):
             )
         for state in self._states(recurse):
             state.change_stage(frees_after_forward=reshard_after_forward)
-            state.change(auto_reshard=False, nearby=None)
+            state.asked = replace(state.asked, frees_after_forward=reshard_after_forward)
+            for unit in state.units:
+                unit.nearby = None
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -128,25 +133,25 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the current stream wait for the optimizer's event; gathers follow that stream."""
-        stream = torch.get_device_module(self._get_fsdp_state().units[0].device).current_stream()
+        stream = torch.get_device_module(self._get_fsdp_state().asked.device).current_stream()
         if hasattr(stream, "wait_event"):
             stream.wait_event(event)
 
     # -- how gradients are reduced
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the ranks' gradients by ``factor`` instead of their number."""
-        self._get_fsdp_state().change(divisor=factor)
+        self._get_fsdp_state().change_sums(divisor=factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let collectives only sum, and divide apart."""
-        self._get_fsdp_state().change(sums_only=enable)
+        self._get_fsdp_state().change_sums(sums_only=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Reduce parameters without a gradient as zeros, as ranks may differ in which they are."""
         for state in self._states(recurse):
-            state.change(zero_fill=reduce_scatter_unused_params)
+            state.change_sums(zero_fill=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -159,22 +164,24 @@ class FSDPModule(TorchFSDPModule):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for state in self._states(recurse):
-            state.change(max_in_flight=max_input_buffers)
+            state.max_in_flight = max_input_buffers
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with the caller's own collective."""
-        self._sole_unit("set_custom_all_gather").change(all_gather=comm)
+        unit = self._sole_unit("set_custom_all_gather").units[0]
+        unit.transport = replace(unit.transport, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with the caller's own collective."""
-        self._sole_unit("set_custom_reduce_scatter").change(reduce_scatter=comm)
+        unit = self._sole_unit("set_custom_reduce_scatter").units[0]
+        unit.sums = replace(unit.sums, transport=replace(unit.sums.transport, reduce_scatter=comm))
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients, before they are divided."""
         state = self._sole_unit("set_all_reduce_hook")
-        if stream is not None and state.units[0].spread.axes.replicate is not None:
+        if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
-        state.change(after_reduce=hook)
+        state.change_sums(after_reduce=hook)
 
     def _sole_unit(self, method: str) -> State:
         state: State = self._get_fsdp_state()
@@ -214,7 +221,7 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accept it, but not beside the caller's own collectives."""
         for unit in self._get_fsdp_state().units:
-            if unit.settings.all_gather is not None or unit.settings.reduce_scatter is not None:
+            if unit.transport.all_gather or unit.sums.transport.reduce_scatter:
                 raise AssertionError(
                     "cannot call set_allocate_memory_from_process_group() after "
                     "set_custom_all_gather() or set_custom_reduce_scatter(): those allocate"
@@ -227,8 +234,8 @@ class FSDPModule(TorchFSDPModule):
         """Accept it: every gather runs in the background."""
 
 
-def _units_of(modules: Iterable[Any]) -> tuple[GroupUnit, ...]:
-    units: list[GroupUnit] = []
+def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
+    units: list[Unit] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")

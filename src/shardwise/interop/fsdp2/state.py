@@ -6,6 +6,7 @@ module runs that is inside no other: it is the root, and all units below it get 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
-from shardwise.interop.fsdp2.group import GroupUnit
-from shardwise.interop.fsdp2.reduce import GroupReductions
-from shardwise.interop.fsdp2.slot import tie_free
+from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.units import ParamUse
 from shardwise.trace import FullBytes
 from shardwise.unit.states import GradState
@@ -37,24 +36,23 @@ class GroupEngine(Engine):
     def __init__(self, states: "Sequence[State]") -> None:
         self.all_states = states
         units = [unit for state in states for unit in state.units]
-        settings = units[0].settings
-        stage = settings.stage
-        config = ShardConfig(stage, "rows", units[0].precision, stage.reduce_every)
-        in_flight = max(unit.settings.max_in_flight for unit in units)
-        super().__init__(
-            config,
-            units[0].comm,
-            FullBytes(),
-            GroupReductions(in_flight, lambda: units, lambda: self.is_last_micro_batch),
+        stage = units[0].settings.stage
+        config = ShardConfig(
+            stage,
+            "rows",
+            units[0].precision,
+            stage.reduce_every,
+            bucket_bytes=0,
+            reduces_in_flight=max(state.max_in_flight for state in states),
         )
+        super().__init__(config, units[0].comm, FullBytes())
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
             for slot in unit.slots:
                 slot.watch()
             for storage in unit.storages:
                 storage.count_in(self.ledger)
-            unit.ledger = self.ledger
-        self.settle(list(units), order=())
+        self.settle(units, order=())
 
     where_full = "on a copy of the model that is not sharded"
     each_unit_alone = True  # and its settings say in which micro-batch it reduces
@@ -72,12 +70,7 @@ class GroupEngine(Engine):
     @property
     def is_in_window(self) -> bool:
         """Tell whether gradients wait for their sum over replicas; units tell of others."""
-        return any(unit.unreduced is not None for unit in self.all_units)
-
-    @property
-    def all_units(self) -> list[GroupUnit]:
-        """The units of all calls."""
-        return [unit for state in self.all_states for unit in state.units]
+        return any(unit.unreduced is not None for unit in self.units)
 
     def rest(self, what: str) -> None:
         """Let the shards alone stand in the modules, and take over what has replaced them.
@@ -88,7 +81,7 @@ class GroupEngine(Engine):
             raise StateError(
                 f"{what} inside a forward or backward pass: call it between two passes"
             )
-        meshes = {unit.spread for unit in self.all_units}
+        meshes = {tuple(id(axis.group) for axis in u.comm.axes.all) for u in self.units}
         if len(meshes) > 1:
             raise ConfigError(
                 f"{what}: the modules were sharded over {len(meshes)} meshes; use "
@@ -106,8 +99,8 @@ class GroupEngine(Engine):
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
-        for unit in self.all_units:
-            if unit.grad_state is GradState.EMPTY and any(s.has_grad for s in unit.slots):
+        for unit in self.units:
+            if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.slots):
                 unit.enter_grad_state(GradState.PARTIAL)
         self.on_pass_end()
 
@@ -118,9 +111,9 @@ class GroupEngine(Engine):
 
 
 def _kind_of(slot: Any) -> str:
-    if slot.extension is not None:
+    if not slot.encoding.in_storage:
         return "a tensor of a class that defines its own gather"
-    if slot.full_spec is not None:
+    if slot.form.full_spec is not None:
         return "a DTensor of another axis (tensor parallelism)"
     return f"cut along dim {slot.dim}" if slot.dim else "on the meta device still"
 
@@ -140,8 +133,11 @@ class State(_State):
     def __init__(self) -> None:
         super().__init__()
         self.modules: tuple[nn.Module, ...] = ()
-        self.units: list[GroupUnit] = []
+        self.units: list[Unit] = []
         self.engine: GroupEngine | None = None
+        self.max_in_flight = 1
+        self._ledger = FullBytes()
+        self._is_ready = False
         self._modules_to_run_forward: set[nn.Module] = set()
 
     @property
@@ -149,9 +145,10 @@ class State(_State):
         """Tell whether forward passes go unnoticed now."""
         return self.engine is not None and self.engine.suspended
 
-    def attach(self, modules: tuple[nn.Module, ...], units: list[GroupUnit]) -> None:
+    def attach(self, modules: tuple[nn.Module, ...], units: list[Unit], asked: Asked) -> None:
         """Take the units over and watch the modules."""
-        self.modules, self.units = modules, units
+        self.modules, self.units, self.asked = modules, units, asked
+        self.adopt()
         for module in modules:
             _insert_module_state(module, self)
         for module in modules:
@@ -168,7 +165,13 @@ class State(_State):
     def change_stage(self, **changes: Any) -> None:
         """Replace fields of the row of the stage table in the units' settings."""
         for unit in self.units:
-            unit.settings = unit.settings.with_stage(**changes)
+            stage = replace(unit.settings.stage, **changes)
+            unit.settings = replace(unit.settings, stage=stage)
+
+    def change_sums(self, **changes: Any) -> None:
+        """Replace fields of the way in which the units' gradients are summed."""
+        for unit in self.units:
+            unit.sums = replace(unit.sums, **changes)
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules."""
@@ -176,9 +179,20 @@ class State(_State):
             unit.reshard()
 
     def adopt(self) -> None:
-        """Take over what stands in the modules."""
+        """Take over what stands in the modules; it is looked at again before the next gather."""
+        self._is_ready = False
         for unit in self.units:
-            unit.adopt()
+            adopt(unit, self.asked, self._ledger if self.engine is None else self.engine.ledger)
+
+    def make_ready(self) -> None:
+        """Take over what stands in the modules, and check it, unless that was done."""
+        if self._is_ready:
+            return
+        for unit in self.units:
+            if not unit.is_unsharded:
+                adopt(unit, self.asked, self._ledger if self.engine is None else self.engine.ledger)
+            check_device(unit)
+        self._is_ready = True
 
     # -- the root
     def lazy_init(self) -> GroupEngine:
@@ -188,15 +202,11 @@ class State(_State):
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         states = self._states_below()
-        for unit in self.units:
-            if unit.settings.auto_reshard:
-                unit.settings = unit.settings.with_stage(frees_after_forward=False)
-        units = [unit for state in states for unit in state.units]
-        tie_free(slot for unit in units for slot in unit.slots)
-        for unit in units:
-            if not unit.is_unsharded:
-                unit.adopt()
-            unit.check_device()
+        if self.asked.frees_after_forward is None:
+            self.change_stage(frees_after_forward=False)
+        tie_free(slot for state in states for unit in state.units for slot in unit.slots)
+        for state in states:
+            state.make_ready()
         engine = GroupEngine(states)
         for state in states:
             state.engine = engine
@@ -230,13 +240,16 @@ class State(_State):
     def before_forward(self, member: Member, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the units; return the arguments on the device and in the dtype to compute in."""
         engine = self.lazy_init()
-        device = self.units[0].device
+        device = self.asked.device
+        if not engine.is_running():
+            for state in engine.all_states:
+                state.make_ready()
         if not engine.is_running() and device.type != "cpu" and (args or kwargs):
             moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
             args, kwargs = moved[0], moved_kwargs[0]
         if len(self.modules) > 1 and not self._modules_to_run_forward:
             self._modules_to_run_forward.update(self.modules)
-        mp = self.units[0].settings.mp
+        mp = self.asked.mp
         if mp.cast_forward_inputs and mp.param_dtype is not None:
             args, kwargs = _cast(args, mp.param_dtype), _cast(kwargs, mp.param_dtype)
         for unit in self.units:
@@ -251,13 +264,12 @@ class State(_State):
         self._modules_to_run_forward.discard(member.module)
         goes_on = bool(self._modules_to_run_forward)
         for unit in reversed(self.units):
-            unit.leaves_part = torch.is_grad_enabled()
-            engine.after_forward(unit, output, goes_on=goes_on)
-            unit.leaves_part = False
+            with nullcontext() if unit.nearby is None else unit.nearby.leaving():
+                engine.after_forward(unit, output, goes_on=goes_on)
         if not engine.is_running():
             for state in engine.all_states:
                 state._modules_to_run_forward.clear()
-        dtype = self.units[0].settings.mp.output_dtype
+        dtype = self.asked.mp.output_dtype
         return output if dtype is None or output is None else _cast(output, dtype)
 
     # -- names that torch's own code looks for: register_fsdp_forward_method, share_comm_ctx, and
@@ -276,11 +288,11 @@ class State(_State):
         self.lazy_init().reduce_kept()
 
     @property
-    def _fsdp_param_groups(self) -> list[GroupUnit]:
+    def _fsdp_param_groups(self) -> list[Unit]:
         return [unit for unit in self.units if unit.slots]
 
     @property
-    def _fsdp_param_group(self) -> GroupUnit | None:
+    def _fsdp_param_group(self) -> Unit | None:
         return next(iter(self._fsdp_param_groups), None)
 
 

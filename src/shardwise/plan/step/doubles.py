@@ -5,6 +5,7 @@ allocate, in the same order.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.engine.schedule import ReduceQueue
 from shardwise.plan.sizes import DtypeName
@@ -13,7 +14,6 @@ from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.messages import Message, whole
 from shardwise.plan.step.meter import Meter
 from shardwise.plan.step.offloading import Offloading
-from shardwise.plan.step.program import AxisName
 from shardwise.stages import UnitSettings
 
 
@@ -50,7 +50,6 @@ class UnitDouble:
         "_pending",
         "_staging",
         "_state",
-        "backward_reads_params",
         "buffer",
         "full_bytes",
         "grads",
@@ -66,11 +65,10 @@ class UnitDouble:
 
     def __init__(self, index: int, weight: Footprint, reads: bool, board: Board) -> None:
         self.index = index
-        self.settings = board.settings
+        self.settings = replace(board.settings, reads_in_backward=reads)
         self.weight = weight
         self.full_bytes = weight.full_bytes
         self.is_trained = weight.num_trained > 0
-        self.backward_reads_params = reads
         self.in_backward = False
         self.is_fresh = weight.gather is None
         self.grads = self.sums = 0
@@ -266,11 +264,10 @@ class ReductionsDouble:
             reduces_in_flight,
             settles_at_close,
         )
-        self._flags: list[int | None] = []
 
     def is_waiting(self, unit: UnitDouble) -> bool:
         """Tell whether a unit is in the bucket."""
-        return unit in self._queue.bucket
+        return self._queue.holds(unit)
 
     def add(self, unit: UnitDouble) -> None:
         """Reduce a unit's gradients."""
@@ -281,31 +278,13 @@ class ReductionsDouble:
         add_micro_batch(unit, self._board)
 
     def close(self) -> None:
-        """Start what is left, and the flags."""
+        """Start what is left."""
         self._queue.close()
-        units = [u for r in self._queue.all for u in r.units]
-        board = self._board
-        if not units or board.num_shards * board.num_replicas == 1:
-            return
-        count = sum(u.weight.num_trained for u in units)
-        axes: tuple[tuple[AxisName, int], ...] = (
-            ("shard", board.num_shards),
-            ("replicate", board.num_replicas),
-        )
-        for axis, size in axes:
-            if size > 1:
-                flags = Message(count, count * (size - 1), size - 1)
-                op = board.issue.collective("all_reduce", axis, flags, 0, "reduce", label="flags")
-                self._flags.append(op)
 
     def finish(self) -> None:
         """Complete every reduction and book the means as ``p.grad``, or add them to it."""
-        self._queue.settle()
-        for op in self._flags:
-            self._board.issue.wait(op)
-        self._flags = []
         added = 0
-        for reduction in self._queue.settled:
+        for reduction in self._queue.take():
             reduction.finish()
             for unit in reduction.units:
                 out = self._board.offloading.out_on_device(unit.weight)
@@ -319,7 +298,6 @@ class ReductionsDouble:
                     moved = out * 3  # reads both, writes one
                     self._board.issue.move(moved, self._board.dtype, unit.index, "reduce")
                 unit.has_grad = True
-        self._queue.settled = []
         self._board.meter.add("grad_shards", -added)
 
     def zero_grad(self, units: Sequence[UnitDouble]) -> None:

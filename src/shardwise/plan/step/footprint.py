@@ -16,7 +16,7 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.layout.segments import Layout, build_layout
+from shardwise.layout.segments import Layout, Segment, build_layout
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
@@ -305,7 +305,14 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
                     temporary = max(temporary, numel * group.reduce)
             else:
                 messages.append(packed_message(segment, places, num_ranks, wire, group.reduce))
-        buffers = [layout.shard_numel] if sharded else [s.bounds(0)[1] for s, _ in segments]
+        num_counts = sum(group.trained) if num_ranks * setting.num_replicas > 1 else 0
+        if num_counts and num_ranks > 1:
+            messages.append(_counting(num_counts, group.reduce, setting))
+        buffers = [layout.shard_numel + num_counts]
+        if sharded and setting.num_replicas > 1:  # they lie behind the slices
+            out += num_counts * group.reduce
+        if not sharded:
+            buffers = [*(s.bounds(0)[1] for s, _ in segments), num_counts]
         if setting.num_replicas > 1:
             replicas += [
                 replica_message(b, group.reduce, setting.num_replicas, setting.on_cpu)
@@ -315,3 +322,12 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
             items = [(s, group.reduce, True) for s, _ in segments]
             means.append(gather_message(items, num_ranks, setting.on_cpu))
     return Reduce(merge(messages), grads, out, temporary, tuple(replicas), tuple(means))
+
+
+def _counting(num_counts: int, size: int, setting: Setting) -> Message:
+    """Describe what tells on how many ranks each parameter had a gradient; see `unit.sums`."""
+    num_ranks = setting.num_shards
+    segment = Segment(num_counts * num_ranks, num_counts, 0, 0)
+    describe = scattered_message if setting.on_cpu else packed_message
+    message = describe(segment, [(0, segment.numel)], num_ranks, size, size)
+    return message._replace(staging=message.staging + segment.numel * size)

@@ -1,0 +1,230 @@
+"""The units of a ``fully_shard`` call: what FSDP2 asks for, as the values of a `Unit`.
+
+Parameters are taken one by one, each rank keeping its chunk of its own values. Then the unit is
+laid out, and laid out again where ``model.to()``, ``to_empty()`` or a load has replaced what stands
+in the modules.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.control import control_over
+from shardwise.comm.packed import Packed
+from shardwise.config import Precision
+from shardwise.interop.fsdp2.meshes import Spread, sharded_spec
+from shardwise.layout.segments import build_layout
+from shardwise.layout.units import ParamUse
+from shardwise.mesh import Axis
+from shardwise.stages import STAGES, UnitSettings
+from shardwise.trace import FullBytes
+from shardwise.unit.backend_sum import BackendSum
+from shardwise.unit.cut import make_cut
+from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
+from shardwise.unit.forms import AsDTensor, as_dtensor
+from shardwise.unit.home import Home
+from shardwise.unit.nearby import Nearby
+from shardwise.unit.plain_state import FULLY_SHARD
+from shardwise.unit.slot import Slot
+from shardwise.unit.storage import Storage
+from shardwise.unit.unit import Unit
+
+# Without ``reduce_dtype`` torch sums in the dtype of computation before 2.15, and from 2.15 in that
+# of the sharded parameter; so it is here, by the torch that is installed.
+_SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one call asks for, beside what its units hold.
+
+    ``frees_after_forward``: None is "unless this is the root". ``nearby``: over these ranks the
+    full parameters stay spread between forward and backward.
+    """
+
+    device: torch.device
+    mp: MixedPrecisionPolicy
+    offload: CPUOffloadPolicy | None
+    frees_after_forward: bool | None = None
+    nearby: Axis | None = None
+
+
+def make_unit(modules: Sequence[nn.Module], spread: Spread, asked: Asked) -> Unit:
+    """Make the unit of a call on one mesh, without parameters yet."""
+    axes, mp = spread.axes, asked.mp
+    comm = Comm(axes, asked.device, lambda: control_over(axes))
+    stage = replace(STAGES[3], frees_after_forward=asked.frees_after_forward is not False)
+    home = None
+    if asked.offload is not None:
+        home = Home(torch.device("cpu"), asked.device, comm.time, asked.offload.pin_memory)
+    return Unit(
+        "",
+        0,
+        modules,
+        comm,
+        None,
+        UnitSettings(stage, keeps_last=False, stands_while_full=True),
+        Precision(mp.param_dtype, None, mp.reduce_dtype, cast_inputs=False),
+        BackendSum(in_param_dtype=_SUMS_IN_OWN_DTYPE),
+        Packed(),
+        home,
+        Nearby(asked.nearby) if asked.nearby is not None else None,
+    )
+
+
+def take(
+    unit: Unit, spread: Spread, uses: tuple[ParamUse, ...], param: nn.Parameter, dim: int
+) -> None:
+    """Shard one parameter along ``dim``: every rank keeps its chunk of its own values.
+
+    It must be contiguous, and only dim 0 may be cut unevenly.
+    """
+    values = param._local_tensor if isinstance(param, DTensor) else param.detach()
+    shard = spread.axes.shard
+    _check(uses[0].name, param, values, dim, shard.size)
+    spec = sharded_spec(param, uses[0].name, dim, spread)
+    form = AsDTensor(
+        spec,
+        # Tied parameters of two calls are found by it; ids are given to new objects again.
+        vars(param).setdefault("_fully_shard_identity", object()),
+        param._spec if isinstance(param, DTensor) else None,
+        spread.reduced_dims,
+    )
+    slot = Slot(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
+    chunk = _chunk(values, shard.size, shard.rank, dim)
+    slot.param = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
+    vars(slot.param)[FULLY_SHARD] = True
+    unit.add(slot)
+
+
+def _check(name: str, param: nn.Parameter, values: torch.Tensor, dim: int, num_ranks: int) -> None:
+    if not param.is_contiguous() or not values.is_contiguous():
+        raise NotImplementedError(
+            f"FSDP does not support non-contiguous parameters yet: '{name}' has "
+            f"{param.shape=} {param.stride()=}; call .contiguous() on it first"
+        )
+    if dim >= values.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {values.ndim}D tensor: {param.shape}")
+    if dim > 0 and values.shape[dim] % num_ranks:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: '{name}' has "
+            f"{values.shape} (world size: {num_ranks})"
+        )
+
+
+def _chunk(values: torch.Tensor, num_ranks: int, rank: int, dim: int) -> torch.Tensor:
+    """Return this rank's chunk, as ``torch.chunk`` cuts; a copy for a tensor subclass."""
+    size = values.shape[dim]
+    rows = -(-size // num_ranks)
+    begin = min(rank * rows, size)
+    length = min(rows, size - begin)
+    chunk = values.narrow(dim, begin, length)
+    if type(values) is torch.Tensor:
+        return chunk.clone()  # a DTensor made of a view can be neither pickled nor copied
+    padded = list(values.shape)
+    padded[dim] = rows
+    made = values.new_zeros(padded)
+    if length:
+        made.narrow(dim, 0, length).copy_(chunk)
+    return made.narrow(dim, 0, length)
+
+
+@torch.no_grad()
+def adopt(unit: Unit, asked: Asked, ledger: FullBytes) -> None:
+    """Take over what stands in the unit's modules, which must be sharded now.
+
+    On meta there is nothing to lay out yet.
+    """
+    is_new = [_reread(slot) for slot in unit.slots]  # each of them must look
+    if not any(is_new):
+        return
+    storages: list[Storage] = []
+    groups: dict[Any, list[Slot]] = {}
+    for slot in unit.slots:
+        local, slot.cut = slot.param._local_tensor, None
+        if OwnGather.is_of(local):
+            slot.lie_apart(OwnGather(asked.mp))
+            continue
+        slot.lie_apart(AlongDim(slot.dim, slot.shape) if slot.dim else AS_IT_LIES)
+        if not local.is_meta:
+            groups.setdefault((*_dtypes(unit, local), slot.dim > 0), []).append(slot)
+    axis = unit.comm.axes.shard
+    for (master, compute, _), slots in groups.items():
+        shapes = [_shape_in_memory(slot, axis.size) for slot in slots]
+        layout = build_layout("rows", shapes, axis.size)
+        dtypes = master, compute
+        device = unit.comm.device
+        storage = Storage(layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home)
+        for index, slot in enumerate(slots):
+            is_plain = slot.dim == 0 and slot.form.full_spec is None
+            slot.cut = make_cut(slot.shape, layout, index, unit.comm) if is_plain else None
+            slot.lie_in(storage, index)
+        storage.free()
+        storages.append(storage)
+    unit.lay_out(storages)
+
+
+def _reread(slot: Slot) -> bool:
+    """Take what stands in the module for the sharded parameter; tell whether it is new."""
+    found: Any = slot.uses[0].module._parameters[slot.uses[0].attribute]
+    if not isinstance(found, DTensor):
+        raise AssertionError(f"parameter '{slot.name}': expected DTensor, got {type(found)}")
+    slot.param = found
+    vars(found)[FULLY_SHARD] = True
+    local = found._local_tensor
+    return local is not slot.local or OwnGather.is_of(local) == slot.encoding.in_storage
+
+
+def _shape_in_memory(slot: Slot, num_ranks: int) -> tuple[int, ...]:
+    """Return the shape that is cut along dim 0 in memory: one row per rank, for another dim."""
+    if slot.dim == 0:
+        return slot.shape
+    return num_ranks, torch.Size(slot.shape).numel() // num_ranks
+
+
+def _dtypes(unit: Unit, local: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
+    compute = unit.precision.param
+    if compute is None or not local.is_floating_point():
+        compute = local.dtype
+    return local.dtype, compute
+
+
+def check_device(unit: Unit) -> None:
+    """Refuse parameters that are on meta still, or away from their home."""
+    on_meta = [s.name for s in unit.slots if s.param.device.type == "meta"]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {on_meta}\nFor example, call "
+            "module.to_empty(device) to materialize to device and call "
+            "module.reset_parameters() on each module to initialize values."
+        )
+    if unit.home is None:
+        return
+    away = [(s.name, s.param.device) for s in unit.slots if s.param.device != unit.home.place]
+    if away:
+        raise RuntimeError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For "
+            'example, load a CPU state dict or call module.to_empty(device="cpu"). Found '
+            f"following parameters on non-CPU device: {away}\n"
+        )
+
+
+def tie_free(slots: Iterable[Slot]) -> None:
+    """Check that no parameter is in two groups. **Raises** ValueError, naming it."""
+    seen: set[object] = set()
+    for slot in slots:
+        identity = getattr(slot.form, "identity", None)
+        if identity in seen:
+            raise ValueError(
+                f"Parameter '{slot.name}' is shared with a parameter already managed by another "
+                "FSDP group. For shared/tied parameters, use fully_shard([module_a, module_b]) to "
+                "place them in the same FSDP group."
+            )
+        seen.add(identity)

@@ -1,0 +1,247 @@
+"""Sums by one reduce-scatter of the backend, on one packed buffer per unit, as FSDP2 makes them.
+
+Note [Units of one size]
+gloo matches reductions by their order alone. So a unit's number goes with its gradients, one
+element for each bit, beside an element that is one on every rank: a bit that is set on some ranks
+only tells that they have reduced different units.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.packed import Packed, allocate
+from shardwise.comm.pending import Pending
+from shardwise.errors import CollectiveError
+from shardwise.unit.slot import Slot
+from shardwise.unit.sums import counted_anywhere
+
+_NUMBER_BITS = 12  # of a unit's number; 1 << 12 units are told apart, as in comm.collectives
+_COUNTS_ROUND_TO = 32  # so that units of equal size have equally many counts
+
+
+@dataclass(frozen=True)
+class BackendSum:
+    """One unit's gradients, reduced alone.
+
+    ``divisor``: of the sum; None is the number of ranks. ``sums_only``: the collective sums, and
+    the division is apart. ``all_reduces``: over the replicate axis too, in every micro-batch.
+    ``after_reduce`` is called with the reduced values before they are divided.
+    """
+
+    transport: Packed = field(default_factory=Packed)
+    divisor: float | None = None
+    sums_only: bool = False
+    zero_fill: bool = False
+    all_reduces: bool = True
+    in_param_dtype: bool = False
+    after_reduce: Callable[[torch.Tensor], Any] | None = None
+
+    def start(self, units: Sequence[Any]) -> "_Running":
+        """Pack the gradients and hand them to the transport."""
+        (unit,) = units
+        return _Running(unit, self)
+
+
+class _Running:
+    """The sum of one unit."""
+
+    def __init__(self, unit: Any, how: BackendSum) -> None:
+        self._unit = unit
+        self._how = how
+        self._comm = unit.comm
+        self._completes = how.all_reduces or unit.scheduler.is_last_micro_batch
+        self._out: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        self._is_shared = self._comm.axes.num_ranks > 1  # another rank may have a gradient
+        takes_zeros = how.zero_fill or self._is_shared
+        self._slots: list[Slot] = []
+        for slot in unit.slots:
+            wanted = slot.has_partial or (takes_zeros and slot.is_trained)
+            if wanted and slot.leaf is not None:
+                self._slots.append(slot)
+        self._used_here = {s for s in self._slots if s.has_partial or how.zero_fill}
+        if self._slots:
+            self._start()
+
+    def _start(self) -> None:
+        axis = self._comm.axes.shard
+        packed = self._pack(axis.size)
+        self._before, self._after, self._op = _division(self._how, self._comm.axes, packed.dtype)
+        if self._before != 1:
+            packed.div_(self._before)
+        if axis.size == 1:
+            self._out = packed
+            return
+        self._out = self._allocate(packed.numel() // axis.size, packed.dtype)
+        site = self._comm.site("reduce_scatter", self._unit.name, self._unit.index)
+        self._pending = self._how.transport.start_sum(
+            packed, self._out, axis, site, self._comm.traffic, self._op
+        )
+
+    def _pack(self, num_ranks: int) -> torch.Tensor:
+        """Return the gradients, chunk by chunk, in the dtype that they are reduced in."""
+        grads = [slot.take_partial() for slot in self._slots]
+        dtypes = [
+            slot.reduce_dtype or (slot.leaf if grad is None else grad).dtype
+            for slot, grad in zip(self._slots, grads, strict=True)
+        ]
+        dtype = reduce(torch.promote_types, dtypes)
+        counts = self._counts()
+        widths = [*self._widths(), len(counts)]
+        packed = self._allocate(sum(widths) * num_ranks, dtype)
+        places: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        *columns, behind = packed.view(num_ranks, -1).split(widths, dim=1)
+        for slot, grad, column in zip(self._slots, grads, columns, strict=True):
+            if grad is None:
+                column.zero_()
+                continue
+            for rank, chunk in enumerate(_chunks(grad, num_ranks, slot)):
+                place = column[rank]
+                if chunk.numel():
+                    places.append(place[: chunk.numel()].view(chunk.shape))
+                    sources.append(chunk)
+                place[chunk.numel() :].zero_()
+        if places:
+            torch._foreach_copy_(places, sources)
+        if counts:
+            behind.copy_(torch.tensor(counts, dtype=dtype))
+        return packed
+
+    def _widths(self) -> list[int]:
+        return [prod(slot.padded_size) for slot in self._slots]
+
+    def _counts(self) -> list[float]:
+        """Return one, the bits of the unit's number, and for each parameter whether it was used."""
+        if not self._is_shared:
+            return []
+        number = [self._unit.index >> bit & 1 for bit in range(_NUMBER_BITS)]
+        counts = [1.0, *number, *(slot in self._used_here for slot in self._slots)]
+        return counts + [0.0] * (-len(counts) % _COUNTS_ROUND_TO)
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate(self._how.transport.reduce_scatter, numel, dtype, self._comm.device)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the sums over shards."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    @torch.no_grad()
+    def finish(self) -> dict[Slot, torch.Tensor]:
+        """Complete the sum and divide; return this rank's slices of the means.
+
+        **Raises** CollectiveError where ranks have reduced different units: on the CPU only, as
+        elsewhere the host would wait for the device.
+        """
+        self.settle()
+        values, self._out = self._out, None
+        if values is None or not self._over_replicas(values):
+            return {}
+        widths = self._widths()
+        values, counts = values.split([sum(widths), values.numel() - sum(widths)])
+        if self._how.after_reduce is not None:
+            self._how.after_reduce(values)
+        if self._after != 1:
+            values.div_(self._after)
+        used = self._used_here
+        if counts.numel():
+            if counts.device.type == "cpu":
+                self._check_number(counts.tolist())
+            first = 1 + _NUMBER_BITS
+            counts = counts[first : first + len(self._slots)]
+            used = counted_anywhere(self._slots, used, counts)
+        pieces = self._at_home(values).split(widths)
+        return {
+            slot: _mean(slot, piece)
+            for slot, piece in zip(self._slots, pieces, strict=True)
+            if slot in used
+        }
+
+    def drop(self) -> None:
+        """Wait; the sum is not completed over replicas."""
+        self.settle()
+        self._out = None
+
+    def _over_replicas(self, values: torch.Tensor) -> bool:
+        """Complete the sum over the replicate axis; False while only shards are to be summed."""
+        unit = self._unit
+        axis = self._comm.axes.replicate
+        if axis is None:
+            return True
+        if unit.unreduced is not None:
+            values += unit.unreduced
+            unit.unreduced = None
+        if not self._completes:
+            unit.unreduced = values
+            return False
+        site = self._comm.site("all_reduce", unit.name, unit.index)
+        op = dist.ReduceOp.SUM if self._how.divisor else self._op
+        self._how.transport.sum_replicas(values, axis, site, self._comm.traffic, op)
+        return True
+
+    def _check_number(self, counts: list[float]) -> None:
+        """Refuse a sum of different units. See Note [Units of one size]."""
+        one, *number = counts[: 1 + _NUMBER_BITS]
+        if any(bit not in (0, one) for bit in number):
+            name = self._unit.name or "(root)"
+            raise CollectiveError(
+                f"rank {dist.get_rank()}: the gradients of '{name}' have met those of another "
+                "module, which other ranks reduced meanwhile: all gradients of this pass are "
+                "wrong. Every rank must run the same modules of fully_shard, in the same order"
+            )
+
+    def _at_home(self, values: torch.Tensor) -> torch.Tensor:
+        home = self._unit.home
+        if home is None:
+            return values
+        brought, arrival = home.start_evict(values, values.dtype)
+        arrival.wait()
+        found: torch.Tensor = brought
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means."""
+        return 0 if self._out is None else self._out.nbytes
+
+
+def _mean(slot: Slot, piece: torch.Tensor) -> torch.Tensor:
+    local_shape = slot.param._local_tensor.shape
+    return piece[: local_shape.numel()].to(slot.param.dtype).view(local_shape)
+
+
+def _chunks(grad: torch.Tensor, num_ranks: int, slot: Slot) -> list[torch.Tensor]:
+    """Return every rank's part of a full gradient."""
+    rows = slot.padded_size[slot.dim]
+    found = list(grad.split(rows, dim=slot.dim)) if rows else []
+    return found + [grad.new_empty(0)] * (num_ranks - len(found))
+
+
+def _division(how: BackendSum, axes: Any, dtype: torch.dtype) -> tuple[float, float, Any]:
+    """Return what the addends and the sums are divided by, and the operation of the collective.
+
+    In fp32 and bf16 the backend takes the mean. Half precision divides by about the root of the
+    number of ranks before and after, so that neither addends nor sums leave its range.
+    """
+    num_ranks, divisor = axes.num_ranks, how.divisor
+    is_wide = dtype in (torch.float32, torch.bfloat16)
+    if divisor is None and is_wide and not how.sums_only and num_ranks > 1:
+        return 1, 1, dist.ReduceOp.AVG
+    if num_ranks == 1:
+        return 1, divisor or 1, dist.ReduceOp.SUM
+    divisor = float(num_ranks) if divisor is None else divisor
+    if is_wide:
+        return 1, divisor, dist.ReduceOp.SUM
+    before = 1.0
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return before, divisor / before, dist.ReduceOp.SUM

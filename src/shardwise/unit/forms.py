@@ -1,0 +1,174 @@
+"""What stands in the model for a parameter between its uses: a `ShardTensor`, or torch's DTensor.
+
+`shard()` uses the first, which asks its unit for the gradient when that is read. `fully_shard` uses
+the second, as torch's does: its gradient is an attribute, set as soon as it is reduced.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from shardwise.comm.packed import waited_for
+from shardwise.unit.cut import Cut
+from shardwise.unit.storage import Storage
+from shardwise.unit.tensor import ShardTensor
+
+
+class Form(Protocol):
+    """How a parameter looks in the model; ``asks_unit``: its gradient is asked of the unit."""
+
+    asks_unit: bool
+
+    def place(self, slot: Any, storage: Storage) -> None:
+        """Let what stands in the model have its elements in a storage."""
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a tensor that is cut as the parameter is, of which ``local`` is this rank's."""
+
+    def is_alike(self, value: Any) -> bool:
+        """Tell whether a tensor is cut as the parameter is."""
+
+    def full(self, view: torch.Tensor) -> torch.Tensor:
+        """Return what the layers read, of the full parameter's memory."""
+
+    def full_grad(self, grad: Any) -> torch.Tensor:
+        """Return the memory of a full gradient."""
+
+    def grad_of(self, slot: Any) -> torch.Tensor | None:
+        """Return the reduced gradient."""
+
+    def add_to_grad(self, slot: Any, mean: torch.Tensor) -> None:
+        """Give the parameter a mean of gradients, or add it to what is there."""
+
+
+@dataclass(frozen=True)
+class AsShardTensor:
+    """A `ShardTensor`, cut as ``cut`` says."""
+
+    cut: Cut
+    asks_unit = True
+
+    def place(self, slot: Any, storage: Storage) -> None:
+        """Make the parameter."""
+        local = storage.local(slot.index, self.cut.local_shape)
+        slot.param = nn.Parameter(
+            ShardTensor.wrap(local, self.cut, slot), requires_grad=slot.requires_grad
+        )
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a ShardTensor that no unit owns."""
+        return ShardTensor.wrap(local, self.cut)
+
+    def is_alike(self, value: Any) -> bool:
+        """Compare the elements that every rank has."""
+        return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
+
+    def full(self, view: torch.Tensor) -> torch.Tensor:
+        """Return it as it is."""
+        return view
+
+    def full_grad(self, grad: Any) -> torch.Tensor:
+        """Return it as it is."""
+        found: torch.Tensor = grad
+        return found
+
+    def grad_of(self, slot: Any) -> torch.Tensor | None:
+        """Return what the slot keeps."""
+        found: torch.Tensor | None = slot.mean
+        return found
+
+    def add_to_grad(self, slot: Any, mean: torch.Tensor) -> None:
+        """Keep the mean in the slot, or add it to what is there, as autograd would."""
+        slot.grad_hooks.is_due = True
+        if slot.mean is None:
+            slot.mean = ShardTensor.wrap(mean, self.cut)
+        else:
+            slot.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+            grad = slot.mean
+            (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
+
+
+@dataclass(frozen=True)
+class AsDTensor:
+    """A DTensor of torch, as ``spec`` says.
+
+    ``full_spec``: the parameter was a DTensor before (tensor parallelism), and its full form is one
+    too; gradients may be sums that are not complete over ``summed_dims`` of its mesh, which are
+    data-parallel axes. ``identity`` tells tied parameters of two calls.
+    """
+
+    spec: DTensorSpec
+    identity: object
+    full_spec: DTensorSpec | None = None
+    summed_dims: Sequence[int] = ()
+    asks_unit = False
+
+    def place(self, slot: Any, storage: Storage) -> None:
+        """Move the local tensor's elements into the storage."""
+        local_shape = tuple(slot.param._local_tensor.shape)
+        shape = local_shape if slot.dim == 0 else (1, torch.Size(local_shape).numel())
+        place = storage.local_apart(slot.index, shape).view(local_shape)
+        place.copy_(slot.param._local_tensor)
+        slot.param._local_tensor = place
+
+    def like(self, local: torch.Tensor) -> DTensor:
+        """Return a DTensor of the same mesh and placements."""
+        assert self.spec.tensor_meta is not None
+        meta = self.spec.tensor_meta._replace(dtype=local.dtype)
+        return as_dtensor(local, replace(self.spec, tensor_meta=meta))
+
+    def is_alike(self, value: Any) -> bool:
+        """Compare mesh and placements."""
+        meta = self.spec.tensor_meta
+        if not isinstance(value, DTensor) or meta is None or value.shape != meta.shape:
+            return False
+        return (value.device_mesh, value.placements) == (self.spec.mesh, self.spec.placements)
+
+    def full(self, view: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor where the parameter was one."""
+        if self.full_spec is None:
+            return view
+        spec, meta = self.full_spec, self.full_spec.tensor_meta
+        if meta is not None and meta.dtype != view.dtype:
+            spec = replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, view.dtype))
+        return as_dtensor(view, spec)
+
+    def full_grad(self, grad: Any) -> torch.Tensor:
+        """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
+        if self.full_spec is not None:
+            grad = waited_for(grad)
+            wanted = list(self.full_spec.placements)
+            for dim in self.summed_dims:  # a sum over them is ours to complete
+                wanted[dim] = grad.placements[dim]
+            if tuple(wanted) != tuple(grad.placements):
+                grad = grad.redistribute(placements=wanted)
+            grad = grad._local_tensor
+        found: torch.Tensor = grad
+        return found
+
+    def grad_of(self, slot: Any) -> torch.Tensor | None:
+        """Return the attribute."""
+        found: torch.Tensor | None = slot.param.grad
+        return found
+
+    def add_to_grad(self, slot: Any, mean: torch.Tensor) -> None:
+        """Set the attribute, or add to it; run the user's hooks."""
+        param = slot.param
+        mean = mean.to(param.device)
+        if param.grad is None:
+            param.grad = as_dtensor(mean, param._spec)
+        else:
+            param.grad._local_tensor.add_(mean)
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for hook in hooks.values():
+            hook(param)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor of ``local``, without a copy."""
+    return DTensor(local, spec, requires_grad=local.requires_grad)

@@ -1,0 +1,216 @@
+"""Sums in rank order, from where autograd wrote the gradients to slices of their mean.
+
+The bits depend neither on timing nor on the stage nor on the transport of the slices.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm.pending import GatherItem, Pending, ReduceItem
+from shardwise.layout.segments import Segment
+from shardwise.unit.slot import Slot
+from shardwise.unit.storage import Storage
+from shardwise.unit.sums import counted_anywhere
+
+
+@dataclass(frozen=True)
+class RankOrderSum:
+    """One reduce-scatter in place for a bucket of units; over replicas the slices come second."""
+
+    in_param_dtype = True
+    zero_fill = False
+
+    def start(self, units: Sequence[Any]) -> "_Running":
+        """Hand the gradients to the transport."""
+        return _Running(units)
+
+
+@dataclass
+class _Part:
+    """The sum of one storage: which slots take part, and where their means will lie.
+
+    ``out`` is the buffer of this rank's slices ([S]), or of everything where state is replicated
+    ([P]); ``wholes`` are then the segments in it, each to be gathered. ``counts`` are those of
+    Note [Gradients of some ranks only].
+    """
+
+    unit: Any
+    storage: Storage
+    slots: list[Slot]
+    out: torch.Tensor
+    counts: torch.Tensor
+    wholes: list[tuple[Segment, torch.Tensor]]
+    brought: tuple[torch.Tensor, Pending] | None = None  # on their way to the slices' home
+
+    def start_evict(self) -> None:
+        """Start bringing the means to where the slices live, unless they are on their way."""
+        if self.brought is None:
+            self.brought = self.storage.start_evict(self.out)
+
+    def evicted(self) -> torch.Tensor:
+        """Return the means where the slices live, once they are there."""
+        assert self.brought is not None
+        self.brought[1].wait()
+        return self.brought[0]
+
+
+class _Running:
+    """The sum of one bucket."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        self._comm = units[0].comm
+        self._parts: list[_Part] = []
+        self._gathers: list[Pending] = []
+        self._used_here: set[Slot] = set()
+        items: list[ReduceItem] = []
+        for unit in units:
+            for storage in unit.storages:
+                items += self._start_storage(unit, storage)
+        site = self._comm.site("reduce_scatter", units[0].name, units[0].index)
+        axes = self._comm.axes
+        divisor = 1 if axes.replicate else axes.num_ranks
+        self._pending: Pending | None = self._comm.start_reduce_scatter(
+            items, axes.shard, site, divisor
+        )
+
+    def _start_storage(self, unit: Any, storage: Storage) -> list[ReduceItem]:
+        slots = [s for s in unit.slots if s.storage is storage and s.leaf.requires_grad]
+        if not slots:
+            return []
+        dtype = slots[0].sum_dtype
+        wire_dtype = dtype if unit.has_local_sum else storage.full.dtype
+        grads = [self._take(slot, wire_dtype) for slot in slots]
+        replicated = not storage.shards_state
+        layout = storage.layout
+        num_counts = len(slots) if self._comm.axes.num_ranks > 1 else 0
+        # Over replicas the counts are summed with the slices, so they lie behind them.
+        behind = num_counts if self._comm.axes.replicate and not replicated else 0
+        buffer = storage.grad_buffer(dtype, behind)
+        out, counts = buffer.split([buffer.numel() - behind, behind])
+        if num_counts != behind:
+            counts = buffer.new_empty(num_counts)
+        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for slot, grad in zip(slots, grads, strict=True):
+            placed = layout.params[slot.index]
+            parts.setdefault(placed.segment, []).append((placed.offset, grad))
+        items, wholes = [], []
+        for number, segment in enumerate(layout.segments):
+            if number in parts and segment.numel:
+                begin = segment.shard_offset
+                if replicated:
+                    begin = segment.full_offset + storage.rank * segment.slot_numel
+                    end = segment.full_offset + segment.slot_numel * layout.num_ranks
+                    wholes.append((segment, out[segment.full_offset : end]))
+                place = out[begin : begin + segment.slot_numel]
+                items.append(ReduceItem(segment, tuple(parts[number]), place))
+        if num_counts:
+            items.append(self._count(slots, counts))
+        self._parts.append(_Part(unit, storage, slots, out, counts, wholes))
+        return items
+
+    def _take(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
+        grad = slot.take_partial()
+        if grad is None:
+            return torch.zeros(slot.leaf.numel(), dtype=dtype, device=slot.leaf.device)
+        self._used_here.add(slot)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype)
+        return grad.contiguous().view(-1)
+
+    def _count(self, slots: list[Slot], counts: torch.Tensor) -> ReduceItem:
+        """Return what counts the ranks on which each parameter had a gradient.
+
+        Every rank is to know it, so every rank's slot of the segment is the same row.
+        """
+        num_ranks = self._comm.axes.shard.size
+        here = counts.new_ones(num_ranks * len(slots))
+        missing = [i for i, slot in enumerate(slots) if slot not in self._used_here]
+        if missing:
+            here.view(num_ranks, -1)[:, missing] = 0
+        segment = Segment(here.numel(), len(slots), 0, 0)
+        return ReduceItem(segment, ((0, here),), counts)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Wait for the addends and sum them; start what comes second.
+
+        Over a replicate axis the slices are summed second; at stage 0 the mean is gathered, so
+        that every rank has all of it.
+        """
+        if self._pending is None:
+            return
+        self._pending.wait()
+        self._pending = None
+        for part in self._parts:
+            if self._comm.axes.replicate is not None:
+                self._sum_over_replicas(part)
+            if part.wholes:
+                self._gathers.append(self._start_gather(part))
+            else:
+                part.start_evict()
+
+    @torch.no_grad()
+    def finish(self) -> dict[Slot, torch.Tensor]:
+        """Wait; return this rank's slices of the means."""
+        self.settle()
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers = []
+        for part in self._parts:
+            part.start_evict()
+        found: dict[Slot, torch.Tensor] = {}
+        for part in self._parts:
+            found.update(self._means(part))
+        return found
+
+    def drop(self) -> None:
+        """Wait, as the memory must outlive what is under way."""
+        self.finish()
+
+    def _sum_over_replicas(self, part: _Part) -> None:
+        axis = self._comm.axes.replicate
+        assert axis is not None
+        site = self._comm.site("all_reduce", part.unit.name, part.unit.index)
+        summed = [
+            whole[slice(*segment.bounds(part.storage.rank))] for segment, whole in part.wholes
+        ]
+        if summed:
+            summed.append(part.counts)
+        else:  # the counts lie behind the slices
+            summed = [part.out.as_strided((part.out.numel() + part.counts.numel(),), (1,))]
+        for each in summed:
+            self._comm.all_reduce(each, axis, site, self._comm.axes.num_ranks)
+
+    def _start_gather(self, part: _Part) -> Pending:
+        axis = self._comm.axes.shard
+        items = []
+        for segment, whole in part.wholes:
+            begin = axis.rank * segment.slot_numel
+            own = whole[begin : begin + segment.slot_numel]
+            items.append(GatherItem(segment, own, whole, True))
+        site = self._comm.site("all_gather", part.unit.name, part.unit.index)
+        pending: Pending = self._comm.start_all_gather(items, axis, site)
+        return pending
+
+    def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
+        means = {}
+        dtype = part.storage.master.dtype
+        out = part.evicted()
+        counts = part.counts if part.counts.numel() else None
+        used = counted_anywhere(part.slots, self._used_here, counts)
+        for slot in part.slots:
+            if slot in used:
+                cut = slot.cut
+                assert cut is not None
+                begin = part.storage.place_in_shards(slot.index)
+                mean = out[begin : begin + cut.hi - cut.lo].view(cut.local_shape)
+                means[slot] = mean if mean.dtype == dtype else mean.to(dtype)
+        return means
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means."""
+        return sum(part.out.nbytes for part in self._parts)

@@ -1,0 +1,268 @@
+"""One parameter of a unit: what stands for it in the model, its full form, and its gradient.
+
+How it looks in the model is its `forms.Form`, how it is gathered its `encodings.Encoding`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.errors import StateError
+from shardwise.layout.units import ParamUse
+from shardwise.unit.cut import Cut
+from shardwise.unit.encodings import AS_IT_LIES, Encoding
+from shardwise.unit.forms import Form
+from shardwise.unit.grad_hooks import GradHooks
+from shardwise.unit.partial import PartialGrad
+from shardwise.unit.states import GradState
+from shardwise.unit.storage import Storage
+from shardwise.unit.tensor import ShardTensor
+
+
+class Scheduler(Protocol):
+    """What a slot asks of the engine: things that concern more than its own unit."""
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Tell whether the step comes after the micro-batch under way."""
+
+    def finish_reductions(self, unit: Any = None) -> None:
+        """Complete the reductions under way, those up to one unit's or all."""
+
+    def use_outside(self, unit: Any) -> None:
+        """Unshard a unit whose parameter is used outside its module, until backward ends."""
+
+    def is_running(self) -> bool:
+        """Tell whether a forward pass is under way."""
+
+    def watch_grad(self, unit: Any, leaf: torch.Tensor) -> None:
+        """Hear when autograd has written the gradient of a full parameter."""
+
+
+class Slot:
+    """A parameter in its sharded form (``param``) and its full one (``leaf``, autograd's).
+
+    ``mean`` is the reduced gradient where the form asks the unit for it, ``partial`` the sum of
+    unreduced ones that autograd does not keep in the leaf. ``dim`` is the one it is cut along.
+    """
+
+    def __init__(
+        self,
+        unit: Any,
+        uses: tuple[ParamUse, ...],
+        form: Form,
+        shape: tuple[int, ...],
+        requires_grad: bool,
+        *,
+        cut: Cut | None = None,
+        dim: int = 0,
+    ) -> None:
+        self.name = uses[0].name
+        self.unit = unit
+        self.uses = uses
+        self.form: Any = form
+        self.shape = shape
+        self.requires_grad = requires_grad
+        self.cut: Any = cut  # None where ranges of elements cannot tell how it is cut
+        self.dim = dim
+        self.encoding: Encoding = AS_IT_LIES
+        self.storage: Any = None  # None where its elements lie in no storage
+        self.index = 0
+        self.param: Any = None
+        self.leaf: Any = None
+        self.local: Any = None  # this rank's elements, as they were last laid out
+        self.mean: torch.Tensor | None = None
+        self.partial: torch.Tensor | None = None
+        self.grad_hooks = GradHooks()
+        self._watched = False
+
+    # -- memory
+    def lie_in(self, storage: Storage, index: int) -> None:
+        """Let the sharded parameter's elements lie in ``storage``, as its ``index``-th."""
+        self.storage, self.index = storage, index
+        self.form.place(self, storage)
+        self.local = self.param._local_tensor
+        self._make_leaf(self.encoding.attach(storage.view(index), tuple(self.local.shape)))
+
+    def lie_apart(self, encoding: Encoding) -> None:
+        """Let the sharded parameter stay where it is, in no storage, or in none yet."""
+        self.storage, self.encoding, self.leaf = None, encoding, None
+        self.local = self.param._local_tensor
+
+    def _make_leaf(self, view: torch.Tensor) -> None:
+        is_trained = self.param.requires_grad
+        self.leaf = nn.Parameter(self.form.full(view), requires_grad=is_trained)
+        self._watched = False
+        self.watch()
+
+    def watch(self) -> None:
+        """Let the engine, if there is one, hear when autograd has written the gradient."""
+        engine: Scheduler | None = self.unit.scheduler
+        if engine is None or self._watched or self.leaf is None:
+            return
+        if self.leaf.requires_grad:
+            engine.watch_grad(self.unit, self.leaf)
+            self._watched = True
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Make the full parameter whole after the gather, and as trainable as the sharded one."""
+        made = self.encoding.finish(self)
+        if made is not None:
+            stride = torch.empty(self.shape, device="meta").stride()
+            self._make_leaf(torch.as_strided(made, self.shape, stride, 0))
+        if self.leaf.requires_grad != self.param.requires_grad:
+            self.leaf.requires_grad_(self.param.requires_grad)
+            self.watch()
+
+    @property
+    def padded_size(self) -> torch.Size:
+        """The shape of the largest rank's part."""
+        num_ranks = self.unit.comm.axes.shard.size
+        sizes = enumerate(self.shape)
+        return torch.Size(-(-s // num_ranks) if d == self.dim else s for d, s in sizes)
+
+    def keep_notes(self, notes: Mapping[str, Any]) -> None:
+        """Take over what the user has noted on the parameter that this one stands for."""
+        ours = ("_cut", "_owner", "_is_param", "_local_tensor", "_spec")
+        for name, value in notes.items():
+            if name not in ours:
+                vars(self.param).setdefault(name, value)
+
+    def put(self, param: Any) -> None:
+        """Put a parameter into every module that uses this one."""
+        for use in self.uses:
+            if type(use.module).__setattr__ is nn.Module.__setattr__:
+                use.module._parameters[use.attribute] = param
+            else:
+                setattr(use.module, use.attribute, param)
+
+    # -- what ShardTensor asks (sliced.Owner)
+    def read_grad(self) -> torch.Tensor | None:
+        """Return the reduced gradient, finishing its reduction; see `PartialGrad`."""
+        state = self.unit.grad_state
+        if state is GradState.REDUCING:
+            self._finish_reduction()
+        elif state is GradState.PARTIAL and self.has_partial:
+            return PartialGrad.of(self)
+        return self.mean
+
+    def write_grad(self, value: torch.Tensor | None) -> None:
+        """Replace the gradient; None drops it. A full tensor is cut."""
+        state = self.unit.grad_state
+        if state is GradState.EMPTY and value is None:
+            return
+        if state is GradState.REDUCING:
+            self._finish_reduction()
+        elif state is GradState.PARTIAL:
+            self.leaf.grad = self.partial = None
+        if value is None:
+            self.mean = None
+            self.unit.forget_grads_if_none()
+            return
+        if not isinstance(value, ShardTensor):
+            value = ShardTensor.wrap(self.cut.slice_of(value).clone(), self.cut)
+        if not value._cut.matches(self.cut) or value.dtype != self.param.dtype:
+            raise StateError(
+                f"gradient of '{self.name}': expected {self.cut.shape} {self.param.dtype}, got "
+                f"{tuple(value.shape)} {value.dtype}"
+            )
+        self.mean = value
+        self.unit.enter_grad_state(GradState.REDUCED)
+
+    def _finish_reduction(self) -> None:
+        self.unit.scheduler.finish_reductions(self.unit)
+
+    def whole(self) -> torch.Tensor:
+        """Return the full parameter for a use outside its module."""
+        self.unit.scheduler.use_outside(self.unit)
+        found: torch.Tensor = self.leaf
+        return found
+
+    def in_use(self) -> bool:
+        """Tell whether a forward pass of the model is under way."""
+        return bool(self.unit.scheduler.is_running())
+
+    def set_requires_grad(self, requires_grad: bool) -> None:
+        """Freeze or thaw the full parameter along with its shard."""
+        self.leaf.requires_grad_(requires_grad)
+        self.watch()
+
+    def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
+        return self.grad_hooks.add(hook, self.leaf)
+
+    # -- what checkpoints and contexts ask
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The reduced gradient, as far as reductions are finished."""
+        return self.form.grad_of(self)
+
+    @property
+    def is_trained(self) -> bool:
+        """Tell whether the parameter gets gradients."""
+        of = self.leaf if self.form.asks_unit else self.param
+        return bool(of.requires_grad)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype that gradients are summed in; None is that in which they come."""
+        asked: torch.dtype | None = self.unit.precision.reduce
+        if asked is None and self.unit.sums.in_param_dtype:
+            asked = self.param.dtype
+        return asked
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype in which unreduced gradients are summed that came on another way."""
+        return self.reduce_dtype or self.param.dtype
+
+    # -- gradients on their way
+    @property
+    def has_partial(self) -> bool:
+        """Tell whether this rank has a gradient of this parameter that is not reduced."""
+        return self.partial is not None or (self.leaf is not None and self.leaf.grad is not None)
+
+    @property
+    def keeps_grad(self) -> bool:
+        """Tell whether the unit holds a gradient, reduced or not."""
+        return self.mean is not None or self.has_partial
+
+    def drop_partial(self) -> None:
+        """Forget the unreduced gradient."""
+        self.forget_partial()
+        self.unit.forget_grads_if_none()
+
+    def forget_partial(self) -> None:
+        """Forget the unreduced gradient; the unit's state is the caller's to change."""
+        self.partial = None
+        if self.leaf is not None:
+            self.leaf.grad = None
+
+    def keep_partial(self) -> None:
+        """Add the micro-batch's gradient to the unreduced sum."""
+        grad = None if self.leaf is None else self.leaf.grad
+        dtype = self.reduce_dtype
+        if grad is None or (self.partial is None and dtype in (None, grad.dtype)):
+            return
+        self.leaf.grad = None
+        self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
+
+    def take_partial(self) -> torch.Tensor | None:
+        """Return the unreduced gradient, a strided tensor of this rank's memory, and forget it."""
+        if self.leaf is None:
+            return None
+        grad, self.leaf.grad = self.leaf.grad, None
+        partial, self.partial = self.partial, None
+        if partial is not None:
+            grad = partial if grad is None else partial.add_(grad)
+        if grad is None:
+            return None
+        grad = self.form.full_grad(grad)
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        found: torch.Tensor = grad
+        return found

@@ -1,0 +1,64 @@
+"""What it takes to sum the gradients of a bucket of units over the ranks.
+
+`rank_order` and `backend_sum` are the two ways. A unit holds one of them as a value.
+
+Note [Gradients of some ranks only]
+A parameter may get a gradient on one rank and none on another. Every rank reduces every unit that
+ran, with zeros where it has nothing; a few numbers more in the same collective count the ranks on
+which each parameter had a gradient. A parameter that had none anywhere keeps ``grad`` None, and so
+its value and its optimizer state. The counts are read only by a rank that missed a gradient, so
+there is no synchronisation with the device in the usual case.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.unit.slot import Slot
+
+
+class Running(Protocol):
+    """One sum under way."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the means, as long as the sum is under way."""
+
+    def settle(self) -> None:
+        """Wait for the sums over shards; start, or complete, what comes second."""
+
+    def finish(self) -> dict[Slot, torch.Tensor]:
+        """Return this rank's slice of the mean of every parameter that had a gradient anywhere."""
+
+    def drop(self) -> None:
+        """Wait for what is under way, and forget it."""
+
+
+class Sum(Protocol):
+    """How gradients are summed.
+
+    ``in_param_dtype``: in the sharded parameter's dtype where none is asked for, else in that in
+    which they come. ``zero_fill``: a parameter without any gradient gets zeros.
+    """
+
+    @property
+    def in_param_dtype(self) -> bool:
+        """Tell in which dtype they are summed where none is asked for."""
+
+    @property
+    def zero_fill(self) -> bool:
+        """Tell what becomes of a parameter without a gradient on any rank."""
+
+    def start(self, units: Sequence[Any]) -> Running:
+        """Take the units' gradients and hand them to the transport."""
+
+
+def counted_anywhere(
+    slots: Sequence[Slot], used_here: set[Slot], counts: torch.Tensor | None
+) -> set[Slot]:
+    """Return the parameters that had a gradient on any rank, of ``slots``, which were counted."""
+    if counts is None or used_here.issuperset(slots):
+        return used_here
+    found = zip(slots, counts.tolist(), strict=True)
+    return used_here.union(slot for slot, count in found if count)
