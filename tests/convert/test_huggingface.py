@@ -131,13 +131,13 @@ def test_a_hostile_name_in_an_index_is_refused_before_it_is_opened(
     save_file({"c": torch.tensor(7)}, tmp_path / "model.safetensors")
     write_index(tmp_path / "model", weight_map | {"c": name})
     opened: list[str] = []
-    real_open = files_module.RealFiles.open
+    real_open = files_module.Files.open
 
-    def watched(self: files_module.RealFiles, path: Path) -> files_module.Reader:
+    def watched(self: files_module.Files, path: Path) -> files_module.Reader:
         opened.append(path.name)
         return real_open(self, path)
 
-    monkeypatch.setattr(files_module.RealFiles, "open", watched)
+    monkeypatch.setattr(files_module.Files, "open", watched)
     with pytest.raises(CheckpointError, match="names the file"):
         open_huggingface(tmp_path / "model")
     assert opened == [INDEX]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
-from shardwise.checkpoint.files import Reader, RealFiles
+from shardwise.checkpoint.files import Files, Reader
 from shardwise.convert.plain_names import ARRAYS, numpy_array
 from shardwise.convert.torch_names import (
     DTYPES,
@@ -214,7 +214,7 @@ class TorchFile:
 def open_file(path: Path) -> Reader:
     """Open a regular file of a checkpoint. **Raises** DamagedCheckpoint if it is not there."""
     try:
-        return RealFiles().open(path)
+        return Files().open(path)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing; load another checkpoint") from None
 
