@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -37,10 +39,21 @@ def run_with_flags(
     command.__doc__ = run.__doc__
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    code = call_command(command, arguments, name)
+    return outcome[0] if outcome else code
+
+
+def call_command(command: Callable[..., None], arguments: Sequence[str], name: str) -> int:
+    """Parse ``arguments`` as typer reads them from a function's signature; return an exit code."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
-    code = typer.main.get_command(app)(list(arguments), prog_name=name, standalone_mode=False)
-    return outcome[0] if outcome else int(code or 0)
+    program = typer.main.get_command(app)
+    return int(program(list(arguments), prog_name=name, standalone_mode=False) or 0)
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print facts for programs."""
+    sys.stdout.write(json.dumps(facts, indent=2) + "\n")
 
 
 def _signature(keys: type[BaseModel], parameters: list[inspect.Parameter]) -> inspect.Signature:

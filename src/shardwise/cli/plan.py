@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.flags import run_with_flags
+from shardwise.cli.flags import print_json, run_with_flags
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.request import PlanRequest, SimulateRequest
@@ -92,7 +91,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
         ranks_per_node=request.gpus_per_node or min(8, request.ranks or 8),
     )
     if request.json_:
-        _print_json(accounting_json(found))
+        print_json(accounting_json(found))
     else:
         from shardwise.cli.tables import open_console
 
@@ -117,7 +116,7 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
     if request.json_:
         from shardwise.plan.report.facts import plan_facts
 
-        _print_json(plan_facts(made))
+        print_json(plan_facts(made))
     else:
         from shardwise.cli.plan_tables import plan_view
         from shardwise.cli.tables import open_console
@@ -168,7 +167,7 @@ def _show_search(result: SearchResult, request: PlanRequest) -> None:
     if request.json_:
         from shardwise.plan.report.facts import search_facts
 
-        _print_json(search_facts(result))
+        print_json(search_facts(result))
     else:
         from shardwise.cli.plan_tables import search_view
         from shardwise.cli.tables import open_console
@@ -215,7 +214,3 @@ def _simulate(model: str | None, flags: Mapping[str, Any]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"shardwise simulate: {error}\n")
         return _BAD_CONFIG
-
-
-def _print_json(facts: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(facts, indent=2) + "\n")

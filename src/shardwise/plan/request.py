@@ -43,11 +43,10 @@ def parse_positive(value: Any) -> Any:
     return value
 
 
-def _split(value: Any) -> Any:
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-_Words = Annotated[tuple[str, ...] | None, BeforeValidator(_split)]
+_Words = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
+]
 
 
 class ModelRequest(BaseModel):

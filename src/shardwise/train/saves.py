@@ -228,11 +228,7 @@ class RunCheckpoints:
 def _settings(run: Run) -> dict[str, Any]:
     """Return the keys of this run as decided, and a fingerprint of its text."""
     header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
-    return {**_dump(run.config), "source": header["source"]}
-
-
-def _dump(config: TrainConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
+    return {**run.config.model_dump(mode="json"), "source": header["source"]}
 
 
 def _saved_settings(loaded: Loaded) -> Mapping[str, Any]:

@@ -127,7 +127,7 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
     50 MiB of them in any run. On other devices it is what the allocator gave out.
     """
     rows = [
-        ("step time", predicted.step_s, _median(result.steps_s[1:]), lambda s: f"{s:.3g} s"),
+        ("step time", predicted.step_s, median(result.steps_s[1:] or [0.0]), "{:.3g} s".format),
         ("state", predicted.state_bytes, max(result.state_bytes_of_ranks, default=0), format_bytes),
         ("peak", predicted.peak_bytes, max(result.added_bytes_of_ranks, default=0), format_bytes),
     ]
@@ -139,10 +139,6 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
         measured = f"measured {write(found)}" if found else "not measured in a single step"
         lines.append(f"{name} {write(expected)}, {measured}{error}")
     return lines
-
-
-def _median(values: list[float]) -> float:
-    return median(values) if values else 0.0
 
 
 def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:

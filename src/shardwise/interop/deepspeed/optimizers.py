@@ -90,13 +90,10 @@ def _choose(reader: Reader, kind: str, params: dict[str, Any]) -> OptimizerChoic
         reader.mapped(f"optimizer.params.{key}", value, f"{title}({key}=)")
     for key in sorted(auto):
         text = f"give {key}= to optimizer(), or auto="
-        text += "" if key == "lr" else f"; {_shown(defaults.get(key))} otherwise"
+        default = f"{defaults[key]:g}" if defaults.get(key) is not None else "torch's default"
+        text += "" if key == "lr" else f"; {default} otherwise"
         reader.add("auto", f"optimizer.params.{key}", "auto", text)
     return OptimizerChoice(name, {**defaults, **arguments}, auto)
-
-
-def _shown(default: Any) -> str:
-    return "torch's default" if default is None else f"{default:g}"
 
 
 def _which_adam(reader: Reader, name: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -100,7 +100,7 @@ def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> Mo
         name=name,
         seq=seq,
         build=lambda checkpointed: _on_meta(lambda: build(checkpointed)),
-        make_batch=_ids_and_targets,
+        make_batch=lambda micro_batch, seq: (_ids(micro_batch, seq), _ids(micro_batch, seq)),
         loss=lambda model, batch: model(*batch),
     )
 
@@ -108,10 +108,6 @@ def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> Mo
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()
-
-
-def _ids_and_targets(micro_batch: int, seq: int) -> tuple[Tensor, Tensor]:
-    return _ids(micro_batch, seq), _ids(micro_batch, seq)
 
 
 def _ids(micro_batch: int, seq: int) -> Tensor:
