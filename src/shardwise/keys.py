@@ -1,7 +1,5 @@
 """Keys that a file or flags give, checked against a pydantic model, with errors for people."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of precisions: ours, and those that torch has for the dtype to compute in."""
 
-from __future__ import annotations
-
 _OURS = {
     "fp32": ("float32", "float"),
     "bf16": ("bfloat16",),

@@ -1,7 +1,5 @@
 """One calibration of this machine: every measurement in turn, with all ranks at once."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What there is to know of checkpoints without reading their tensors, as plain data; no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal

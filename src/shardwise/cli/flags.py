@@ -1,7 +1,5 @@
 """Flags of a command from the keys of a pydantic model: one optional flag per key."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

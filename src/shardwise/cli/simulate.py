@@ -1,7 +1,5 @@
 """What `shardwise simulate` does with a request: scenario, one step or a sweep, what is written."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ user's own state, encoded as `checkpoint.state` does it. There are no random gen
 formats do not keep, or keep as pickles: after a load the ranks go on with those that they have.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace

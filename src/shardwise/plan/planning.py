@@ -20,8 +20,6 @@ and state is sharded over shard x context ranks, as FSDP does it: a step is play
 shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol

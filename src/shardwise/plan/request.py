@@ -1,7 +1,5 @@
 """What the user asks of `shardwise plan` and `simulate`: keys with their limits and meanings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

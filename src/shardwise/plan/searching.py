@@ -10,8 +10,6 @@ flight; those are still played. What is left is played, priced and simulated in 
 second, cheaper model of time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """What would stop a run, found before anything is started; imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from shardwise.checkpoint.files import Files

@@ -5,8 +5,6 @@ up their losses together with what all must know at the same step: a wish to sto
 failed, a step that gave other bits when it was computed again.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

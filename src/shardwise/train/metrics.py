@@ -1,7 +1,5 @@
 """What a run tells: one JSON line per step; a bar on a terminal, lines on stderr without one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -15,8 +15,6 @@ at the end of each step, and all raise after the same step; the library's own ch
 a forward pass, is taken out.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping

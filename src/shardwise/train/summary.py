@@ -1,7 +1,5 @@
 """What a run came to: bytes per rank against plain data parallelism, and the text printed last."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median

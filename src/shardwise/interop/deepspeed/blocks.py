@@ -1,7 +1,5 @@
 """The blocks of a DeepSpeed file: ``zero_optimization``, and keys that stand alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The block ``optimizer``: a class of torch.optim with its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

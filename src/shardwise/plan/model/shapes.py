@@ -8,8 +8,6 @@ attention counts 4 s q per token, forward (scores, and scores times values), as 
 half of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches

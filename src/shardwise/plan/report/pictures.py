@@ -4,8 +4,6 @@ Both are whole documents, may stand inside an HTML page, and follow the reader's
 setting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise import svg
