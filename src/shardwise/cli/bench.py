@@ -25,7 +25,6 @@ _DEFAULT = Path("shardwise-calibration.json")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `shardwise bench` with its arguments; return the exit code."""
-    outcome = 0
 
     def bench(
         calibrate: Annotated[
@@ -47,13 +46,12 @@ def run_command(arguments: Sequence[str]) -> int:
         ] = _DEFAULT,
         quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
-    ) -> None:
+    ) -> int:
         asked = _Asked(calibrate, ranks, threads, output, quick, as_json)
-        nonlocal outcome
-        outcome = _bench(asked, ["bench", *arguments])
+        return _bench(asked, ["bench", *arguments])
 
     bench.__doc__ = _bench.__doc__
-    return call_command(bench, arguments, "shardwise bench") or outcome
+    return call_command(bench, arguments, "shardwise bench")
 
 
 class _Asked(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.plan.searching import SearchResult
     from shardwise.train.config import TrainConfig
 
-_BAD_CONFIG, _NOTHING_FITS = 2, 1
+_NOTHING_FITS = 1
 _ARGUMENT = inspect.Parameter(
     "model",
     inspect.Parameter.KEYWORD_ONLY,
@@ -55,16 +54,12 @@ def _plan(model: str | None, flags: Mapping[str, Any]) -> int:
     phase and line, and the time of a step. With --search: the best ways to run it. Code 1 where
     nothing fits.
     """
-    try:
-        request = check_keys(PlanRequest, {}, flags, None, "plan")
-        if request.list_:
-            return _list_names()
-        if request.params is not None:
-            return _account(model, request)
-        return _search(model, request) if request.search else _plan_one(model, request)
-    except ConfigError as error:
-        sys.stderr.write(f"shardwise plan: {error}\n")
-        return _BAD_CONFIG
+    request = check_keys(PlanRequest, {}, flags, None, "plan")
+    if request.list_:
+        return _list_names()
+    if request.params is not None:
+        return _account(model, request)
+    return _search(model, request) if request.search else _plan_one(model, request)
 
 
 def _account(model: str | None, request: PlanRequest) -> int:
@@ -204,13 +199,9 @@ def _simulate(model: str | None, flags: Mapping[str, Any]) -> int:
     The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks, --svg draws
     them; --trace writes a timeline that Perfetto opens.
     """
-    try:
-        request = check_keys(SimulateRequest, {}, flags, None, "simulate")
-        if request.list_:
-            return _list_names()
-        from shardwise.cli.simulate import simulate_request
+    request = check_keys(SimulateRequest, {}, flags, None, "simulate")
+    if request.list_:
+        return _list_names()
+    from shardwise.cli.simulate import simulate_request
 
-        return simulate_request(model, request)
-    except ConfigError as error:
-        sys.stderr.write(f"shardwise simulate: {error}\n")
-        return _BAD_CONFIG
+    return simulate_request(model, request)

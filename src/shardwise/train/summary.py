@@ -153,18 +153,10 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
         + (f", {result.eval_loss:.3f} held out" if result.eval_loss is not None else ""),
         f"              {result.unigram_entropy:.3f} is the unigram entropy of the data",
         f"parameters    {format_count(state.num_params)}",
-        "state         "
-        + ", ".join(
-            f"rank {rank}: {format_bytes(num_bytes)}"
-            for rank, num_bytes in enumerate(result.state_bytes_of_ranks)
-        ),
+        f"state         {_by_rank(result.state_bytes_of_ranks)}",
         f"              {format_bytes(state.replicated_bytes)} a rank in plain data parallelism "
         f"({per_param:.1f} bytes per parameter): {largest / max(1, state.replicated_bytes):.0%}",
-        "peak memory   "
-        + ", ".join(
-            f"rank {rank}: {format_bytes(num_bytes)}"
-            for rank, num_bytes in enumerate(result.peak_bytes_of_ranks)
-        ),
+        f"peak memory   {_by_rank(result.peak_bytes_of_ranks)}",
     ]
     if result.first_step > 1:
         lines.append(f"resumed       from step {result.first_step - 1}, to step {result.steps}")
@@ -183,6 +175,10 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
             *(f"  {_printable(line.expandtabs(4))}" for line in result.sample.split("\n")),
         ]
     return "\n".join(lines)
+
+
+def _by_rank(sizes: list[int]) -> str:
+    return ", ".join(f"rank {rank}: {format_bytes(size)}" for rank, size in enumerate(sizes))
 
 
 def _printable(line: str) -> str:

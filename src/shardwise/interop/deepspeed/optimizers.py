@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import Reader
 from shardwise.interop.foreign_keys import OPTIMIZER
-from shardwise.keys import nearest
 from shardwise.train.optimizers import OPTIMIZERS, check_options
 
 _MATRICES = "it needs whole matrices, and a rank holds slices"
@@ -67,8 +67,8 @@ def _choose(reader: Reader, kind: str, params: dict[str, Any]) -> OptimizerChoic
         raise reader.refusal("optimizer.type", f"{kind}: {REFUSED[name]}")
     if name not in OPTIMIZERS:
         titles = [title for title, _ in OPTIMIZERS.values()]
-        near = nearest(name, list(OPTIMIZERS))
-        hint = f"; did you mean {OPTIMIZERS[near][0]!r}?" if near else ""
+        near = get_close_matches(name.replace("-", "_"), OPTIMIZERS, n=1)
+        hint = f"; did you mean {OPTIMIZERS[near[0]][0]!r}?" if near else ""
         raise reader.refusal(
             "optimizer.type", f"expected one of {', '.join(titles)}, got {kind!r}{hint}"
         )

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.keys import near_miss
 from shardwise.plan.model.config_keys import check_sizes, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
@@ -185,8 +184,7 @@ def _config_class(config: dict[str, Any], path: Path) -> Any:
 
     kind = str(config["model_type"])
     if kind not in CONFIG_MAPPING:
-        near = get_close_matches(kind, list(CONFIG_MAPPING), n=3)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = did_you_mean(kind, CONFIG_MAPPING, n=3)
         raise ConfigError(
             f"model: {path}: model_type {kind!r} is unknown to the installed transformers{hint}"
         )
