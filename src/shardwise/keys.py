@@ -6,7 +6,8 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -1,6 +1,6 @@
 """Names of precisions: ours, and those that torch has for the dtype to compute in."""
 
-from shardwise.errors import did_you_mean
+from shardwise.spelling import did_you_mean
 
 _OURS = {
     "fp32": ("float32", "float"),

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeVar
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "float64", "int8"]
 

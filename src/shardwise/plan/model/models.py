@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
 from shardwise.keys import near_miss
 from shardwise.plan.model.config_keys import check_sizes, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
+from shardwise.spelling import did_you_mean
 
 MakeBatch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]

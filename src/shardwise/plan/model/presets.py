@@ -6,8 +6,9 @@ Parameter counts follow from the shapes and are tested against the published one
 
 from dataclasses import dataclass, replace
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
 from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
+from shardwise.spelling import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
 
 NormKind = Literal["layer", "rms"]
 

@@ -8,8 +8,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shardwise.errors import ConfigError, did_you_mean
+from shardwise.errors import ConfigError
 from shardwise.plan.step.program import AxisName
+from shardwise.spelling import did_you_mean
 
 JitterKind = Literal["lognormal", "gamma"]
 
