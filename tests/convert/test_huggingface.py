@@ -69,13 +69,13 @@ def test_only_the_asked_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     save_file({"w": torch.randn(1000, 100)}, tmp_path / "model.safetensors")
     source = open_huggingface(tmp_path)
     asked: list[int] = []
-    read_into = files_module._Reader.read_into
+    read_into = files_module.Reader.read_into
 
     def counted(self: object, offset: int, buffer: memoryview) -> None:
         asked.append(buffer.nbytes)
         read_into(self, offset, buffer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(files_module._Reader, "read_into", counted)
+    monkeypatch.setattr(files_module.Reader, "read_into", counted)
     source.read(source.tensors[0], 150, 357)
     assert asked == [4 * 207]
 
