@@ -21,7 +21,7 @@ from checkpoint.saving import Setting, build, take_step
 from convert import fake_deepspeed
 from convert.sources import MemorySource, all_bits, whole_tensors
 from ranks import run_ranks
-from shardwise.checkpoint.files import Entry, Lock, RealFiles
+from shardwise.checkpoint.files import Entry, Files, Lock
 from shardwise.checkpoint.folder import take_lock
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.sealed import seal, unseal
@@ -31,7 +31,7 @@ from shardwise.convert.deepspeed import open_deepspeed
 from shardwise.convert.importing import import_source
 
 SOURCES = Path(__file__).parents[1] / "src"
-FILES = RealFiles()
+FILES = Files()
 NEWEST = "step-00000003"
 TENSORS = "rank00000-0.safetensors"
 
@@ -241,7 +241,7 @@ def test_damage_is_printed_and_ends_with_code_1(run: Path) -> None:
     assert command("verify", run / "step-00000001").exit_code == 0
 
 
-class Rotating(RealFiles):
+class Rotating(Files):
     """A disk from which a run removes its checkpoint of step 2 once it was listed so often."""
 
     def __init__(self, num_lists: int) -> None:
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_damage(
     run: Path, monkeypatch: pytest.MonkeyPatch, name: str, num_lists: int
 ) -> None:
     files = Rotating(num_lists)
-    monkeypatch.setattr("shardwise.checkpoint.files.RealFiles", lambda: files)
+    monkeypatch.setattr("shardwise.checkpoint.files.Files", lambda: files)
     flip(run / "step-00000001" / "manifest.json")
     facts = facts_of(name, run, code=1 if name == "verify" else 0)
     steps = [Path(c["path"]).name for c in facts["checkpoints"]]
@@ -276,7 +276,7 @@ def test_verifying_beside_a_rotation_ends_well_and_says_so(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = Rotating(1)
-    monkeypatch.setattr("shardwise.checkpoint.files.RealFiles", lambda: files)
+    monkeypatch.setattr("shardwise.checkpoint.files.Files", lambda: files)
     result = command("verify", run)
     assert result.exit_code == 0, result.stderr
     assert "step-00000002 was removed meanwhile" in result.stdout

@@ -2,7 +2,9 @@
 
 Reading order, which is also the import order (a file imports only from what stands above it)::
 
+    lazy                      names of a package, imported on first use
     errors, quantities        what is raised; how bytes are written
+    spelling                  which known word an unknown one may have been
     progress                  how far long work is: a bar, or lines
     svg                       what all pictures are drawn with
     versions                  which versions of other libraries were tested
@@ -27,21 +29,25 @@ Reading order, which is also the import order (a file imports only from what sta
 Names are imported on first use, so that the command line answers without loading torch.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.checkpoints import Checkpoints
-    from shardwise.checkpoint.single import load, save
-    from shardwise.config import Precision
-    from shardwise.engine.accumulate import accumulate
-    from shardwise.engine.api import shard, stats
-    from shardwise.engine.describe import describe
-    from shardwise.engine.gathered import gathered
-    from shardwise.engine.replicas import check_replicas
-    from shardwise.engine.uneven import join
-    from shardwise.interop.deepspeed.settings import from_deepspeed
-    from shardwise.interop.fsdp2.api import fully_shard
-    from shardwise.unit.tensor import ShardTensor
+    from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from shardwise.checkpoint.single import load as load
+    from shardwise.checkpoint.single import save as save
+    from shardwise.config import Precision as Precision
+    from shardwise.engine.accumulate import accumulate as accumulate
+    from shardwise.engine.api import shard as shard
+    from shardwise.engine.api import stats as stats
+    from shardwise.engine.describe import describe as describe
+    from shardwise.engine.gathered import gathered as gathered
+    from shardwise.engine.replicas import check_replicas as check_replicas
+    from shardwise.engine.uneven import join as join
+    from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
+    from shardwise.interop.fsdp2.api import fully_shard as fully_shard
+    from shardwise.unit.tensor import ShardTensor as ShardTensor
 
 _HOMES = {
     "Checkpoints": "shardwise.checkpoint.checkpoints",
@@ -61,31 +67,5 @@ _HOMES = {
 }
 
 __version__ = "0.1.0"
-__all__ = [
-    "Checkpoints",
-    "Precision",
-    "ShardTensor",
-    "accumulate",
-    "check_replicas",
-    "describe",
-    "from_deepspeed",
-    "fully_shard",
-    "gathered",
-    "join",
-    "load",
-    "save",
-    "shard",
-    "stats",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

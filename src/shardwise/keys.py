@@ -1,8 +1,5 @@
 """Keys that a file or flags give, checked against a pydantic model, with errors for people."""
 
-from __future__ import annotations
-
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -10,6 +7,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, Field, ValidationError
 
 from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -69,16 +67,9 @@ def _choices(model: type[BaseModel], name: str) -> list[Any]:
     return [choice for part in parts for choice in get_args(part) if isinstance(choice, str)]
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Return the word that is spelt most like it, if one is near."""
-    matches = difflib.get_close_matches(word.replace("-", "_"), list(words), n=1, cutoff=0.6)
-    return matches[0] if matches else None
-
-
 def near_miss(word: str, words: Iterable[str], otherwise: str = "") -> str:
     """Return the end of an error about a word that is none of these: the nearest, if one is."""
-    near = nearest(word, words)
-    return f"; did you mean {near!r}?" if near else otherwise
+    return did_you_mean(word.replace("-", "_"), words) or otherwise
 
 
 def check_names(given: Iterable[str], known: Collection[str], where: str, what: str) -> None:

@@ -1,6 +1,6 @@
 """Names of precisions: ours, and those that torch has for the dtype to compute in."""
 
-from __future__ import annotations
+from shardwise.spelling import did_you_mean
 
 _OURS = {
     "fp32": ("float32", "float"),
@@ -22,7 +22,4 @@ def plain_precision(value: object) -> object:
 
 def nearest_precision(value: object) -> str:
     """Return "; did you mean 'bf16'?" for what is spelt like one of our names, else nothing."""
-    from difflib import get_close_matches  # in the error alone: the accounting starts without it
-
-    near = get_close_matches(str(value).lower(), _OURS, n=1, cutoff=0.8)
-    return f"; did you mean {near[0]!r}?" if near and isinstance(value, str) else ""
+    return did_you_mean(value.lower(), _OURS, cutoff=0.8) if isinstance(value, str) else ""

@@ -1,7 +1,5 @@
 """What all pictures are drawn with: a document that follows light and dark, elements, an axis."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape

@@ -19,7 +19,7 @@ import torch
 
 import shardwise
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.errors import DamagedCheckpoint
@@ -141,7 +141,7 @@ def look(folder: Path, ranks: int) -> str:
 
     **Raises** AssertionError for a checkpoint that verifies and holds anything else.
     """
-    files = RealFiles()
+    files = Files()
     for step in steps_in(files, folder):
         path = folder / step_name(step)
         try:

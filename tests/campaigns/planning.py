@@ -20,7 +20,7 @@ HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "checkpoint")]
 
 from scaling import llama_shapes, manifest_of, part_of, wanted_by  # noqa: E402 - see above
-from shardwise.checkpoint.files import Entry, RealFiles  # noqa: E402
+from shardwise.checkpoint.files import Entry, Files  # noqa: E402
 from shardwise.checkpoint.folder import check_quickly  # noqa: E402
 from shardwise.checkpoint.manifest import IndexRow, Manifest, parse_manifest  # noqa: E402
 from shardwise.checkpoint.read import Checkpoint  # noqa: E402
@@ -30,7 +30,7 @@ from shardwise.checkpoint.write import _index_row, write_rank  # noqa: E402
 T = TypeVar("T")
 
 
-class Listed(RealFiles):
+class Listed(Files):
     """A folder that lists the files of all ranks, though only a few of them are there."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -80,13 +80,13 @@ def main() -> None:
             part = part_of(rank)
             zeros = memoryview(bytes(1 << 28))
             part = type(part)(rank, lambda _, box, z=zeros: z[: 4 * (box.hi - box.lo)], (), {})
-            rows[rank] = _index_row(write_rank(RealFiles(), folder, manifest, part))
+            rows[rank] = _index_row(write_rank(Files(), folder, manifest, part))
         whole = manifest.model_copy(update={"ranks": tuple(rows)})
         (folder / MANIFEST).write_bytes(seal(whole))
         timed("check all sizes (rank 0)", lambda: check_quickly(Listed(whole), folder))
         data = (folder / MANIFEST).read_bytes()
         back = timed("read the manifest", lambda: parse_manifest(data, "manifest"))
-        checkpoint = timed("number its tensors", lambda: Checkpoint(RealFiles(), folder, back))
+        checkpoint = timed("number its tensors", lambda: Checkpoint(Files(), folder, back))
         timed(
             "read the indexes it needs", lambda: [checkpoint.index_of(r).box_places for r in owners]
         )

@@ -17,7 +17,7 @@ from ranks import HANG_S, run_ranks
 from saving import Run, Setting, build, differences, local_bytes, take_step, truth_of
 from shardwise.checkpoint import saving
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.saving import Saving
 from shardwise.errors import CheckpointError
 
@@ -31,7 +31,7 @@ class Gate:
         self._open = threading.Event()
         self._open.set()
         self._main = threading.get_ident()
-        self.files = FaultyFiles(RealFiles(), before=self._pass)
+        self.files = FaultyFiles(Files(), before=self._pass)
 
     def _pass(self) -> None:
         if threading.get_ident() != self._main:
@@ -155,7 +155,7 @@ def test_closing_waits_for_the_save_in_flight(tmp_path: Path, world_size: int) -
 
 def fail_behind(rank: int, world_size: int, root: Path) -> list[Any]:
     """Let the last rank's disk be full during the second save."""
-    files = FaultyFiles(RealFiles())
+    files = FaultyFiles(Files())
     run = build(Setting(world_size))
     take_step(run, 0)
     with Checkpoints(root, run.model, run.optimizer, files=files) as c:
@@ -198,7 +198,7 @@ def fail_and_close(rank: int, world_size: int, root: Path) -> list[str]:
     for call in ("save", "finish", "load", "close", "wait"):
         fault = Fault(0, errno.EIO, op="sync") if rank == 0 else Fault(0, errno.EIO, op="never")
         with pytest.raises(CheckpointError) as caught:  # noqa: SIM117 - it leaves the context
-            with Checkpoints(root, run.model, files=FaultyFiles(RealFiles(), fault)) as c:
+            with Checkpoints(root, run.model, files=FaultyFiles(Files(), fault)) as c:
                 saving = c.save(1, wait=call == "wait")
                 until_done(saving)
                 assert call != "wait"

@@ -26,7 +26,7 @@ from shardwise.checkpoint.container import (
     read_header,
     torch_dtype,
 )
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 SPELLINGS = [
@@ -115,7 +115,7 @@ def test_the_safetensors_library_reads_every_dtype(tmp_path: Path) -> None:
 def test_a_file_of_the_safetensors_library_is_read(tmp_path: Path) -> None:
     tensors = {"b": torch.ones(3, 2), "a": torch.tensor(5), "c": torch.zeros(0, 4).half()}
     st_torch.save_file(tensors, tmp_path / "a", metadata={"format": "pt", "note": "x"})
-    with RealFiles().open(tmp_path / "a") as reader:
+    with Files().open(tmp_path / "a") as reader:
         found, begin = read_header(reader, "x")
         for key, tensor in tensors.items():
             s = found[key]
@@ -185,7 +185,7 @@ def test_a_wrong_header_is_refused_with_its_reason(name: str) -> None:
 )
 def test_a_file_that_is_cut_or_lies_is_refused(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "a").write_bytes(data)
-    with RealFiles().open(tmp_path / "a") as reader, pytest.raises(CheckpointError, match=reason):
+    with Files().open(tmp_path / "a") as reader, pytest.raises(CheckpointError, match=reason):
         read_header(reader, "x")
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardwise
 from ranks import run_ranks
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.verify import verify
 from shardwise.engine.api import engine_of
@@ -209,7 +209,7 @@ class Patient:
         path = self.run / DAMAGED
         with damaged(path, self.rank, self.ways[way], seed) as said:
             row: dict[str, Any] = {"damage": said[0], "seed": seed}
-            findings = verify(RealFiles(), path).findings if self.rank == 0 else ()
+            findings = verify(Files(), path).findings if self.rank == 0 else ()
             row["verify"] = [str(finding) for finding in findings]
             stamp(model, optimizer, "Z")
             loaded, row["asked"], _ = load_caught(self.run, model, optimizer, step=2)

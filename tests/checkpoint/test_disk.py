@@ -25,7 +25,7 @@ from disk import (
     randomly,
 )
 from ranks import HANG_S
-from shardwise.checkpoint.files import Files, RealFiles, read_text
+from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, CollectiveError, DamagedCheckpoint
@@ -63,7 +63,7 @@ class Twins(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._folder = tempfile.TemporaryDirectory()
-        self._real, self._simulated = RealFiles(), SimulatedDisk()
+        self._real, self._simulated = Files(), SimulatedDisk()
         self._writers: list[tuple[Any, Any]] = []
 
     def both(self, action: Callable[[Files, Path], Any]) -> tuple[Any, Any]:
@@ -482,7 +482,7 @@ def test_a_lasting_fault_goes_on_and_another_passes() -> None:
 
 
 def test_a_killed_rank_loses_its_lock_and_runs_no_clean_up(tmp_path: Path) -> None:
-    for disk, root in ((SimulatedDisk(), ROOT), (RealFiles(), tmp_path)):
+    for disk, root in ((SimulatedDisk(), ROOT), (Files(), tmp_path)):
         files = FaultyFiles(disk, Fault(1, op="create"))
         lock = files.lock(root / "lock")
         assert lock is not None and disk.lock(root / "lock") is None
@@ -500,7 +500,7 @@ def test_a_killed_rank_loses_its_lock_and_runs_no_clean_up(tmp_path: Path) -> No
 
 
 def test_faults_work_on_the_real_disk_too(tmp_path: Path) -> None:
-    files = FaultyFiles(RealFiles(), Fault(0, errno.ENOSPC, "write", "middle"))
+    files = FaultyFiles(Files(), Fault(0, errno.ENOSPC, "write", "middle"))
     with pytest.raises(OSError) as caught:
         put(files, tmp_path / "a", b"01234567")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "a"))

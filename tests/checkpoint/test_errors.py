@@ -25,7 +25,7 @@ import shardwise
 from disk import Fault, FaultyFiles
 from ranks import run_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files, RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name
 from shardwise.checkpoint.loading import Request, load_newest
 from shardwise.checkpoint.manifest import Manifest
@@ -247,7 +247,7 @@ def test_a_full_disk_says_how_much_was_wanted_and_what_is_free_and_is_left_as_it
 def save_behind_training(rank: int, world_size: int, folder: str, victim: int) -> list[str]:
     model, optimizer = build()
     faults = [Fault(at, errno.EIO, "sync") for at in range(3)] if rank == victim else []
-    files = FaultyFiles(RealFiles(), *faults)
+    files = FaultyFiles(Files(), *faults)
     said = []
     with Checkpoints(folder, model, optimizer, files=files) as checkpoints:
         stamp(model, optimizer, "A")
@@ -300,7 +300,7 @@ def load_with_each_operation_failing(
     while True:
         stamp(model, optimizer, "Z")
         faults = [Fault(at, errno.ESTALE)] if rank == victim else []
-        files = FaultyFiles(RealFiles(), *faults)
+        files = FaultyFiles(Files(), *faults)
         request = Request(files, control, model, optimizer)
         text = raised(lambda r=request: load_newest(r, Path(folder)))
         if control.exchange(bytes([at >= len(files.operations)]))[victim] != b"\0":
@@ -347,7 +347,7 @@ def load_from_a_bad_sector(rank: int, world_size: int, folder: str) -> list[str]
     at = 3 if world_size > 1 else 2  # after the manifest and the indexes
     faults = [Fault(at, errno.EIO, "read")] if rank == world_size - 1 else []
     request = Request(
-        FaultyFiles(RealFiles(), *faults), engine_of(model).comm.control, model, optimizer
+        FaultyFiles(Files(), *faults), engine_of(model).comm.control, model, optimizer
     )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -15,11 +15,11 @@ import pytest
 
 from shardwise.checkpoint import files as files_module
 from shardwise.checkpoint import linux
-from shardwise.checkpoint.files import RealFiles, read_text
+from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-FILES = RealFiles()
+FILES = Files()
 
 
 def put(path: Path, *parts: bytes) -> None:
@@ -297,13 +297,13 @@ def test_folders_are_made_with_those_above_and_all_names_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    sync = RealFiles.sync_folder
+    sync = Files.sync_folder
 
-    def watch(files: RealFiles, path: Path) -> None:
+    def watch(files: Files, path: Path) -> None:
         synced.append(path.name)
         sync(files, path)
 
-    monkeypatch.setattr(RealFiles, "sync_folder", watch)
+    monkeypatch.setattr(Files, "sync_folder", watch)
     FILES.make_folders(tmp_path / "a" / "b" / "c")
     assert sorted(synced) == sorted([tmp_path.name, "a", "b"])
     synced.clear()
@@ -320,8 +320,8 @@ def test_a_lock_has_one_holder_whichever_process_asks(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 from pathlib import Path
-from shardwise.checkpoint.files import RealFiles
-print(RealFiles().lock(Path({str(path)!r})) is not None)
+from shardwise.checkpoint.files import Files
+print(Files().lock(Path({str(path)!r})) is not None)
 """
 
     def other_process_gets_it() -> bool:

@@ -22,13 +22,13 @@ from torch import nn
 import shardwise
 from hostile import CASES, NAME, PARTS, Case, Target, build, extra, save_good
 from ranks import RankError, run_ranks, start_ranks
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.verify import verify
 from shardwise.errors import CheckpointError
 
-FILES = RealFiles()
+FILES = Files()
 MIB = 1 << 20
 OVER_BYTES = 64 * MIB
 # Each copy of a file that is passed on as text costs its size again; only two cases are so large.

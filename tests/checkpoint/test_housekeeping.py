@@ -19,7 +19,7 @@ import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
 from ranks import run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import Files, RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import (
     LOCK,
     Rotated,
@@ -162,12 +162,12 @@ def test_what_is_not_proved_ours_is_never_removed_and_what_is_kept_is_reported(
     ours.mkdir()
     (ours / "rank00001-0.safetensors").write_bytes(b"half")
     (folder / ".old-step-00000002-87654321").mkdir()
-    left = clean_up(RealFiles(), folder)
+    left = clean_up(Files(), folder)
     assert set(left.removed) == {ours.name, ".old-step-00000002-87654321"}
     given_back = "step-00000001-other-files"  # a removal of ours that a user's folder stopped
     assert set(left.kept) == {FOREIGN[2], given_back, FOREIGN[4], ".tmp-step-00000003-00c0ffee"}
     (folder / given_back).rename(folder / FOREIGN[3])
-    assert rotate(RealFiles(), folder, "run", 1, None, 99) == Rotated()
+    assert rotate(Files(), folder, "run", 1, None, 99) == Rotated()
     assert snapshot(tmp_path) == before
 
 
@@ -189,9 +189,9 @@ def keep_two(rank: int, world_size: int, folder: str) -> tuple[list[int], list[i
         for step in range(1, 9):
             stamp(model, optimizer, "ABCDEFGH"[step - 1])
             checkpoints.save(step, wait=True)
-            seen.append(max(steps_in(RealFiles(), Path(folder))))
+            seen.append(max(steps_in(Files(), Path(folder))))
             dist.barrier()
-    left = steps_in(RealFiles(), Path(folder))
+    left = steps_in(Files(), Path(folder))
     assert shardwise.load(folder, model, optimizer).step == 8
     assert set(count(model, optimizer, "GH")) == {"H"}
     return seen, left
@@ -228,7 +228,7 @@ def go_on_after_damage(rank: int, world_size: int, folder: str) -> list[int]:
         assert set(count(model, optimizer, "DF")) == {"F"}
         with pytest.raises(CheckpointError, match="exists already"):  # a good one is not replaced
             checkpoints.save(4, wait=True)
-    return steps_in(RealFiles(), root)
+    return steps_in(Files(), root)
 
 
 class _nothing:  # noqa: N801
@@ -302,7 +302,7 @@ def test_a_second_run_is_refused_naming_the_first_until_that_one_is_dead(
         assert {text for text, _ in opened} == {""} and not interrupted.exists()
     finally:
         first.close()
-    assert steps_in(RealFiles(), tmp_path) == [2, 1]
+    assert steps_in(Files(), tmp_path) == [2, 1]
 
 
 def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
@@ -310,9 +310,9 @@ def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
 ) -> None:
     code = (
         "import sys, os; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
-        "from shardwise.checkpoint.files import RealFiles\n"
+        "from shardwise.checkpoint.files import Files\n"
         "from shardwise.checkpoint.folder import take_lock\n"
-        "lock = take_lock(RealFiles(), Path(sys.argv[1]), 'their run')\n"
+        "lock = take_lock(Files(), Path(sys.argv[1]), 'their run')\n"
         "print('held', flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path), *sys.path]
@@ -322,24 +322,24 @@ def test_a_lock_is_free_again_when_its_process_is_gone_and_says_whose_it_was(
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         said = rf"process {process.pid} on .* \(run their run\) saves checkpoints there"
         with pytest.raises(CheckpointError, match=said):
-            take_lock(RealFiles(), tmp_path, "our run")
+            take_lock(Files(), tmp_path, "our run")
         process.kill()
-    take_lock(RealFiles(), tmp_path, "our run").release()
+    take_lock(Files(), tmp_path, "our run").release()
     assert json.loads((tmp_path / LOCK).read_text())["run"] == "our run"
     garbled = tmp_path / LOCK
-    lock = RealFiles().lock(garbled)
+    lock = Files().lock(garbled)
     assert lock is not None
     lock.write('{"pid": 1')  # its writer died in the middle
     with pytest.raises(CheckpointError, match="another process saves checkpoints there"):
-        take_lock(RealFiles(), tmp_path, "our run")
+        take_lock(Files(), tmp_path, "our run")
     lock.release()
 
 
-class Asked(RealFiles):
+class Asked(Files):
     """Files of a run that starts while others ask who saves there, again and again."""
 
     def __init__(self, num_asking: int) -> None:
-        self.asking = [RealFiles() for _ in range(num_asking)]
+        self.asking = [Files() for _ in range(num_asking)]
         self.num_tries = 0
 
     def lock(self, path: Path, shared: bool = False) -> Any:
@@ -365,25 +365,25 @@ def test_a_run_starts_however_long_others_hold_the_lock_to_ask_whose_it_is(
     take_lock(files, tmp_path, "mine").release()
     assert files.num_tries == len(pauses) + 1 > 6
 
-    asking = RealFiles().lock(tmp_path / LOCK, shared=True)  # and is stopped
+    asking = Files().lock(tmp_path / LOCK, shared=True)  # and is stopped
     assert asking is not None
-    assert lock_holder(RealFiles(), tmp_path) is None  # two who ask are not each other's holder
+    assert lock_holder(Files(), tmp_path) is None  # two who ask are not each other's holder
     with pytest.raises(CheckpointError, match=r"only ask who saves there .* for a minute"):
-        take_lock(RealFiles(), tmp_path, "mine")
+        take_lock(Files(), tmp_path, "mine")
     assert sum(pauses) > 50
     asking.release()
 
     def hold_while_asked(_: float) -> None:
         assert asking is not None
         asking.release()
-        held.append(take_lock(RealFiles(), tmp_path, "other"))
+        held.append(take_lock(Files(), tmp_path, "other"))
 
     held: list[Any] = []
-    asking = RealFiles().lock(tmp_path / LOCK, shared=True)
+    asking = Files().lock(tmp_path / LOCK, shared=True)
     monkeypatch.setattr("shardwise.checkpoint.folder.time.sleep", hold_while_asked)
     with pytest.raises(CheckpointError, match=r"\(run other\) saves checkpoints there"):
-        take_lock(RealFiles(), tmp_path, "mine")
-    assert "(run other)" in str(lock_holder(RealFiles(), tmp_path))
+        take_lock(Files(), tmp_path, "mine")
+    assert "(run other)" in str(lock_holder(Files(), tmp_path))
     held[0].release()
 
 
@@ -408,4 +408,4 @@ def two_savers(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_a_save_beside_a_background_save_disturbs_neither(tmp_path: Path, world_size: int) -> None:
     for found in run_ranks(two_savers, world_size, str(tmp_path)):
         assert found == {step: "ABCDEFGH"[step - 1] for step in range(1, 9)}
-    assert steps_in(RealFiles(), tmp_path / "aside") == list(range(8, 0, -1))
+    assert steps_in(Files(), tmp_path / "aside") == list(range(8, 0, -1))

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 import shardwise
 from disk import Fault, FaultyFiles
 from ranks import HANG_S, run_ranks
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from stamped import build, count, stamp
 
 
-class SlowFiles(RealFiles):
+class SlowFiles(Files):
     """Files that make nothing before they are let go."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def interrupted_wait(rank: int, world_size: int, folder: str) -> int:
     for step, save in ((1, "A"), (2, "B")):
         shardwise.load(folder, model, optimizer, step=step)
         assert set(count(model, optimizer)) == {save}
-    return len(steps_in(RealFiles(), Path(folder)))
+    return len(steps_in(Files(), Path(folder)))
 
 
 def _interrupted() -> None:
@@ -233,7 +233,7 @@ def failing_rotation(rank: int, world_size: int, folder: str) -> list[int]:
                 raise OSError(5, "Input/output error", str(path))
             super().remove_file(path)
 
-    files = Failing(RealFiles())
+    files = Failing(Files())
     with shardwise.Checkpoints(folder, model, optimizer, keep_last=1, files=files) as checkpoints:
         checkpoints.save(1, wait=True)
         with pytest.warns(UserWarning, match="stay") if rank == 0 else nullcontext():
@@ -241,7 +241,7 @@ def failing_rotation(rank: int, world_size: int, folder: str) -> list[int]:
         checkpoints.save(3, wait=True)
     dist.barrier()  # rank 0 removes behind the others' backs
     assert len(failed) == (rank == 0)
-    return steps_in(RealFiles(), Path(folder))
+    return steps_in(Files(), Path(folder))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -254,7 +254,7 @@ def test_a_rotation_that_fails_is_warned_of_and_the_save_counts(
 def failing_in_the_same_pass(rank: int, world_size: int, folder: str) -> tuple[int, str]:
     model, optimizer = build()
     faults = [Fault(0, 5, "sync")] if rank == world_size - 1 else []
-    files = FaultyFiles(RealFiles(), *faults)
+    files = FaultyFiles(Files(), *faults)
     with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
         checkpoints.save(1)
         for number in range(1000):

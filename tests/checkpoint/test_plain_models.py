@@ -164,7 +164,7 @@ KINDS = {"folder": _as_folder, "pipe": _as_pipe, "link": _as_link, "errno": None
 
 def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
     from shardwise.checkpoint import single
-    from shardwise.checkpoint.files import RealFiles
+    from shardwise.checkpoint.files import Files
 
     problems = []
     run = build(Setting(world_size, 1), 9)
@@ -178,7 +178,7 @@ def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
                     change(newest)
             dist.barrier()
 
-            class Failing(RealFiles):
+            class Failing(Files):
                 """A disk that has lost the sectors of one file."""
 
                 def open(self, path: Path) -> Any:
@@ -186,13 +186,13 @@ def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
                         raise OSError(5, "Input/output error", str(path))
                     return super().open(path)
 
-            real, single.RealFiles = single.RealFiles, Failing
+            real, single.Files = single.Files, Failing
             try:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     loaded = shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
             finally:
-                single.RealFiles = real
+                single.Files = real
             said = [str(w.message) for w in caught if "passed over" in str(w.message)]
             if loaded.step != 1 or part not in str(loaded.skipped):
                 problems.append(f"{part} {kind}: {loaded}")

@@ -27,7 +27,7 @@ from scaling import (
 )
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS
-from shardwise.checkpoint.files import Entry, RealFiles
+from shardwise.checkpoint.files import Entry, Files
 from shardwise.checkpoint.manifest import IndexRow, Manifest, parse_manifest
 from shardwise.checkpoint.rank_index import parse_index
 from shardwise.checkpoint.read import Checkpoint
@@ -40,7 +40,7 @@ from shardwise.layout import boxes
 from shardwise.layout.boxes import owners_of
 
 MANY = 10_000
-FILES = RealFiles()
+FILES = Files()
 
 
 class Recording:
@@ -81,7 +81,7 @@ def table_of(num_ranks: int) -> Table:
     )  # fmt: skip
 
 
-class Alike(RealFiles):
+class Alike(Files):
     """Files in which every other rank seems to have written what rank 0 wrote."""
 
     def __init__(self, num_ranks: int) -> None:

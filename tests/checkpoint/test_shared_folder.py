@@ -18,7 +18,7 @@ import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
 from ranks import run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
 from shardwise.checkpoint.leftovers import (
     clean_up,
@@ -36,7 +36,7 @@ from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from stamped import build, count, stamp
 from tables import NONCE, RUN, disk_with, kept, newest, write
 
-FILES = RealFiles()
+FILES = Files()
 WAIT_S = 240  # against hangs alone
 
 
@@ -454,7 +454,7 @@ class Rotating(FaultyFiles):
     """A disk on which a run that goes on replaces its one checkpoint at some operation of ours."""
 
     def __init__(self, folder: Path, at: int) -> None:
-        super().__init__(RealFiles(), before=self._rotate)
+        super().__init__(Files(), before=self._rotate)
         self._folder, self._at = folder, at
 
     def _rotate(self) -> None:
@@ -499,7 +499,7 @@ class Replacing(FaultyFiles):
     """A disk on which another process replaces the newest checkpoint at some operation of ours."""
 
     def __init__(self, folder: Path, at: int) -> None:
-        super().__init__(RealFiles(), before=self._replace)
+        super().__init__(Files(), before=self._replace)
         self._folder, self._at = folder, at
 
     def _replace(self) -> None:
@@ -674,14 +674,14 @@ def test_a_manifest_of_another_save_and_a_file_that_was_cut_are_named_and_no_oth
 def hold_a_save(rank: int, world_size: int, folder: str) -> None:
     model, optimizer = build()
 
-    class Stuck(RealFiles):
+    class Stuck(Files):
         def create(self, path: Path) -> Any:
             Path(folder, "writing").touch()
             signal.pause()
 
     from shardwise.checkpoint import single
 
-    single.RealFiles = Stuck  # type: ignore[misc]
+    single.Files = Stuck  # type: ignore[misc]
     shardwise.save(folder, model, optimizer, step=1)
 
 

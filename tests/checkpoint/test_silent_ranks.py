@@ -15,7 +15,7 @@ from disk import FaultyFiles
 from models import Stack
 from ranks import run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import steps_in
 from shardwise.comm.control import timeout_of
 from shardwise.errors import CollectiveError
@@ -65,7 +65,7 @@ def call_while_one_is_stopped(
             checkpoints.save(2, wait=True)
         else:
             shardwise.shard(Stack(), mesh=short_mesh_of(model))
-    return str(caught.value), steps_in(RealFiles(), Path(folder))
+    return str(caught.value), steps_in(Files(), Path(folder))
 
 
 def short_mesh_of(model: Any) -> Any:
@@ -99,7 +99,7 @@ class SlowFiles(FaultyFiles):
     """A disk that takes longer for one file than the group waits for a rank."""
 
     def __init__(self, slow: bool) -> None:
-        super().__init__(RealFiles())
+        super().__init__(Files())
         self._slow = slow
 
     def create(self, path: Path) -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from disk import Fault, FaultyFiles
 from shardwise.checkpoint.digest import digest_of
-from shardwise.checkpoint.files import Reader, RealFiles
+from shardwise.checkpoint.files import Files, Reader
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import Manifest, TensorRow
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal, unseal
@@ -29,7 +29,7 @@ from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError
 from tables import disk_with
 
-FILES = RealFiles()
+FILES = Files()
 SOURCES = Path(__file__).parents[2] / "src"
 
 
@@ -63,7 +63,7 @@ def tensor_at(data: bytes, offset: int) -> str | None:
     return next((k for k, (lo, hi) in places.items() if begin + lo <= offset < begin + hi), None)
 
 
-class Watched(RealFiles):
+class Watched(Files):
     """Files that write down what is read of them."""
 
     def __init__(self) -> None:
@@ -394,9 +394,9 @@ def test_no_sealed_nonsense_ends_in_another_error(
 
 def test_verifying_imports_no_torch(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from shardwise.checkpoint.files import RealFiles;"
+        "import sys; from pathlib import Path; from shardwise.checkpoint.files import Files;"
         "from shardwise.checkpoint.verify import verify;"
-        f"print(verify(RealFiles(), Path({str(folder)!r})).ok, 'torch' in sys.modules)"
+        f"print(verify(Files(), Path({str(folder)!r})).ok, 'torch' in sys.modules)"
     )
     path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
     run = subprocess.run(

@@ -18,14 +18,14 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from convert.sources import MemorySource, all_bits, bits, odd_tensors, whole_tensors
-from shardwise.checkpoint.files import RealFiles, Writer
+from shardwise.checkpoint.files import Files, Writer
 from shardwise.checkpoint.source import OptimizerInfo
 from shardwise.convert import export
 from shardwise.convert.export import export_dcp, export_huggingface, split_into_shards
 from shardwise.convert.huggingface import open_huggingface
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
-FILES = RealFiles()
+FILES = Files()
 INDEX = "model.safetensors.index.json"
 IDS = torch.arange(24).view(2, 12)
 
@@ -186,7 +186,7 @@ def test_a_source_without_parameters_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path: Path) -> None:
-    class Full(RealFiles):
+    class Full(Files):
         def free_bytes(self, path: Path) -> int:
             return 7
 
@@ -197,7 +197,7 @@ def test_a_disk_without_room_is_refused_before_it_is_filled(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == []
 
 
-class FailingFiles(RealFiles):
+class FailingFiles(Files):
     """A disk whose n-th change fails."""
 
     def __init__(self, n: int, error: type[BaseException]) -> None:

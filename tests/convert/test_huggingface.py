@@ -69,13 +69,13 @@ def test_only_the_asked_bytes_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     save_file({"w": torch.randn(1000, 100)}, tmp_path / "model.safetensors")
     source = open_huggingface(tmp_path)
     asked: list[int] = []
-    read_into = files_module._Reader.read_into
+    read_into = files_module.Reader.read_into
 
     def counted(self: object, offset: int, buffer: memoryview) -> None:
         asked.append(buffer.nbytes)
         read_into(self, offset, buffer)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(files_module._Reader, "read_into", counted)
+    monkeypatch.setattr(files_module.Reader, "read_into", counted)
     source.read(source.tensors[0], 150, 357)
     assert asked == [4 * 207]
 
@@ -131,13 +131,13 @@ def test_a_hostile_name_in_an_index_is_refused_before_it_is_opened(
     save_file({"c": torch.tensor(7)}, tmp_path / "model.safetensors")
     write_index(tmp_path / "model", weight_map | {"c": name})
     opened: list[str] = []
-    real_open = files_module.RealFiles.open
+    real_open = files_module.Files.open
 
-    def watched(self: files_module.RealFiles, path: Path) -> files_module.Reader:
+    def watched(self: files_module.Files, path: Path) -> files_module.Reader:
         opened.append(path.name)
         return real_open(self, path)
 
-    monkeypatch.setattr(files_module.RealFiles, "open", watched)
+    monkeypatch.setattr(files_module.Files, "open", watched)
     with pytest.raises(CheckpointError, match="names the file"):
         open_huggingface(tmp_path / "model")
     assert opened == [INDEX]

@@ -14,7 +14,7 @@ from checkpoint.disk import Fault, FaultyFiles
 from checkpoint.saving import Net, Run, Setting, adamw, build, differences, take_step, truth_of
 from convert.sources import MemorySource, all_bits, odd_tensors, whole_tensors
 from ranks import run_ranks
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import take_lock
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
@@ -22,7 +22,7 @@ from shardwise.checkpoint.verify import verify
 from shardwise.convert.importing import import_source, without_prefix
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
-FILES = RealFiles()
+FILES = Files()
 
 
 def plain_run() -> Run:

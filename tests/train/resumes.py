@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roundings import of_gradient
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, step_name
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.train.checks import check_run
@@ -112,7 +112,7 @@ def curve_of(output: Path) -> list[tuple[int, str, str]]:
 
 def moments_of(output: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the means of gradients that Adam had in a step of a run, in full, by parameter."""
-    files, path = RealFiles(), output / "checkpoints" / step_name(step)
+    files, path = Files(), output / "checkpoints" / step_name(step)
     manifest, _ = check_quickly(files, path)
     with closing(Checkpoint(files, path, manifest)) as found:
         return {

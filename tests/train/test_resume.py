@@ -35,7 +35,7 @@ from roundings import (
     assert_rounded_alike,
 )
 from shardwise.checkpoint import checkpoints
-from shardwise.checkpoint.files import RealFiles, Writer
+from shardwise.checkpoint.files import Files, Writer
 from shardwise.errors import CheckpointError
 from shardwise.train.config import load_config
 from shardwise.train.launch import StopRequest
@@ -259,7 +259,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(tmp_path: Path) -
     assert names == ["step-00000006", "step-00000007"]
 
 
-class NoSpace(RealFiles):
+class NoSpace(Files):
     """A disk that is full from the second checkpoint on, on one rank."""
 
     def create(self, path: Path) -> Writer:
@@ -271,13 +271,13 @@ class NoSpace(RealFiles):
 
 def fail_to_save(rank: int, world_size: int, flags: dict[str, Any]) -> tuple[str, int]:
     counts = CountsSteps()
-    checkpoints.RealFiles = NoSpace if rank == 1 else RealFiles  # type: ignore[misc]
+    checkpoints.Files = NoSpace if rank == 1 else Files  # type: ignore[misc]
     try:
         train(rank, world_size, flags, counts)
     except CheckpointError as error:
         return str(error), counts.num_steps
     finally:
-        checkpoints.RealFiles = RealFiles  # type: ignore[misc]
+        checkpoints.Files = Files  # type: ignore[misc]
     raise AssertionError("the disk was full")
 
 

@@ -1,11 +1,8 @@
 """One calibration of this machine: every measurement in turn, with all ranks at once."""
 
-from __future__ import annotations
-
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,14 +18,6 @@ from shardwise.plan.machine.calibration import Calibration, Curve, Host
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CPU_FACTS = Path("/proc/cpuinfo")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One measurement: what it is called while it runs, and what makes its curves."""
-
-    label: str
-    curves: Callable[[], dict[str, Curve]]
 
 
 def calibrate(
@@ -50,9 +39,9 @@ def calibrate(
     resident = memory_in_use_bytes(torch.device("cpu"))
     curves: dict[str, Curve] = {}
     jobs = _jobs(watch, folder)
-    for number, job in enumerate(jobs):
-        progress(job.label, number / len(jobs))
-        curves |= job.curves()
+    for number, (label, measure) in enumerate(jobs.items()):
+        progress(label, number / len(jobs))
+        curves |= measure()
     progress("engine and overlap", 1.0)
     several = num_ranks > 1
     host = engine.host_seconds(watch)
@@ -73,23 +62,24 @@ def calibrate(
     )
 
 
-def _jobs(watch: Stopwatch, folder: Path) -> Sequence[_Job]:
-    jobs = []
+def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Curve]]]:
+    """Return what makes the curves of each measurement, by what it is called while it runs."""
+    jobs: dict[str, Callable[[], dict[str, Curve]]] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
-        jobs += [
-            _Job(f"matrix products, {name}", partial(compute.matmul_curves, watch, dtype)),
-            _Job(f"attention, {name}", partial(compute.attention_curves, watch, dtype)),
-            _Job(f"memory-bound, {name}", partial(compute.memory_curves, watch, dtype)),
-        ]
-    jobs += [
-        _Job("optimizer", partial(state.optimizer_curves, watch)),
-        _Job("copies", partial(state.copy_curves, watch)),
-        _Job("host link", partial(links.host_link_curves, watch)),
-        _Job("disk", partial(links.disk_curves, watch, folder)),
-    ]
+        jobs |= {
+            f"matrix products, {name}": partial(compute.matmul_curves, watch, dtype),
+            f"attention, {name}": partial(compute.attention_curves, watch, dtype),
+            f"memory-bound, {name}": partial(compute.memory_curves, watch, dtype),
+        }
+    jobs |= {
+        "optimizer": partial(state.optimizer_curves, watch),
+        "copies": partial(state.copy_curves, watch),
+        "host link": partial(links.host_link_curves, watch),
+        "disk": partial(links.disk_curves, watch, folder),
+    }
     for size in network.group_sizes(watch.num_ranks):
-        jobs.append(_Job(f"collectives of {size}", partial(_collectives, watch, size)))
+        jobs[f"collectives of {size}"] = partial(_collectives, watch, size)
     return jobs
 
 

@@ -4,8 +4,6 @@ Each is measured as it runs in training: under autograd, in a chain long enough 
 cold and results new memory, the forward and the backward half apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,6 @@ Its blocks are small, so that little else takes time, but their products large e
 host's code is not in the caches when its turn comes: it takes three times as long then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ the caches need none; and where the host runs ahead of the device there are none
 stopping the clock would add a synchronisation.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The host link and the disk, and what is taken on the device outside of the allocator."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Sequence

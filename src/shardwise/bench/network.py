@@ -1,7 +1,5 @@
 """Collectives with the engine's own transport, and what they cost a computation beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Sizes are the bytes that a whole step reads and writes, as the player of a tape counts them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ where four ranks share two cores. So every measurement begins together, lasts fo
 rather than for a number of calls, and is the mean over the ranks.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.assemble import assemble, written_items
-from shardwise.checkpoint.files import Files, Lock, RealFiles
+from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
 from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
@@ -65,7 +65,7 @@ class Checkpoints:
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
         self.folder = Path(folder).absolute()  # the process may change its directory
-        self._files = files or RealFiles()
+        self._files = files or Files()
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
         self._engine = engine_of(model)

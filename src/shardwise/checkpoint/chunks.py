@@ -8,8 +8,6 @@ counts, norms, biases) are read with one call and copied from there: a call for 
 than their bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """How a checkpoint gets its name: a temporary folder, then one rename. Rank 0 alone does this."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress

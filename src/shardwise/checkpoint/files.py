@@ -1,6 +1,6 @@
-"""The seam to the disk: all that checkpoint code may ask of a file system, and the real one.
+"""The seam to the disk: `Files` has all that checkpoint code may ask of a file system.
 
-Tests put a disk that fails, or one that forgets what was not synced, in the place of `RealFiles`.
+Tests put a disk that fails, or one that forgets what was not synced, in its place.
 
 Note [What is durable]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 from weakref import WeakSet
 
 from shardwise.checkpoint.linux import (
@@ -49,94 +49,109 @@ class Entry:
     inode: int
 
 
-class Writer(Protocol):
+class _Descriptor:
+    """An open file that is closed once."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with _named(self._path):
+                os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Writer(_Descriptor):
     """A new file, written from its start to its end."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd)
+        self._size = 0
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         """Append all bytes of all buffers, in order."""
+        rest = deque(view.cast("B") for view in buffers if view.nbytes)
+        while rest:
+            batch, free = [], _CALL_BYTES
+            for view in islice(rest, _CALL_BUFFERS):
+                batch.append(view[:free])
+                free -= len(batch[-1])
+                if not free:
+                    break
+            with _named(self._path):
+                written = os.writev(self._fd, batch)  # Python repeats it after a signal
+            # Else the disk idles until the sync, and the sync waits for all of it.
+            begin_writing(self._fd, self._size, written)
+            self._size += written
+            while written:  # it may have written less than was asked for
+                view = rest.popleft()
+                if written < len(view):
+                    rest.appendleft(view[written:])
+                written = max(0, written - len(view))
 
     def sync(self) -> None:
         """Return when the bytes would survive a power cut."""
-
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *error: object) -> None: ...
+        with _named(self._path):
+            os.fsync(self._fd)
 
 
-class Reader(Protocol):
+class Reader(_Descriptor):
     """A file to be read at any place; ``size`` is its size when it was opened."""
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
+    def __init__(self, path: Path, fd: int, size: int) -> None:
+        super().__init__(path, fd)
+        self.size = size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill the buffer from ``offset``. **Raises** DamagedCheckpoint if the file is shorter."""
+        rest = buffer.cast("B") if buffer.nbytes else buffer
+        end = offset + rest.nbytes
+        while rest.nbytes:
+            with _named(self._path):
+                count = os.preadv(self._fd, [rest[:_CALL_BYTES]], end - len(rest))
+            if not count:
+                raise DamagedCheckpoint(
+                    f"{self._path}: expected at least {end} bytes, the file has "
+                    f"{os.fstat(self._fd).st_size}: it was cut short; load another checkpoint"
+                )
+            rest = rest[count:]
 
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
 
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *error: object) -> None: ...
-
-
-class Lock(Protocol):
+class Lock(_Descriptor):
     """A lock file that this process holds; the kernel drops the lock if the process dies."""
 
     def write(self, text: str) -> None:
         """Replace what the file says, as a rule who holds it."""
+        data = text.encode()
+        with _named(self._path):
+            os.pwrite(self._fd, data, 0)
+            os.ftruncate(self._fd, len(data))
 
     def release(self) -> None:
         """Let others lock; the file stays. Releasing twice is harmless."""
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self.close()
 
 
-class Files(Protocol):
-    """A file system. **Raises** OSError with errno and filename from every call."""
-
-    def make_folder(self, path: Path) -> None:
-        """Make one folder that does not exist."""
-
-    def make_folders(self, path: Path) -> None:
-        """Make a folder and those above it as far as they are missing, durably."""
-
-    def create(self, path: Path) -> Writer:
-        """Make a file that does not exist."""
-
-    def open(self, path: Path) -> Reader:
-        """Open a regular file. **Raises** DamagedCheckpoint if it is anything else."""
-
-    def sync_folder(self, path: Path) -> None:
-        """Return when the folder's names would survive a power cut."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename at once. **Raises** FileExistsError if the target exists."""
-
-    def exchange(self, a: Path, b: Path) -> None:
-        """Swap two names at once. **Raises** OSError (ENOSYS, EINVAL) where that is unknown."""
-
-    def list(self, path: Path) -> list[Entry]:
-        """Return what is in a folder, sorted by name."""
-
-    def remove_file(self, path: Path) -> None:
-        """Remove a file, or a link but not what it leads to."""
-
-    def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
-
-    def free_bytes(self, path: Path) -> int:
-        """Return how many bytes this user may still write there."""
-
-    def lock(self, path: Path, shared: bool = False) -> Lock | None:
-        """Lock a file, made if missing; None if somebody else holds it.
-
-        ``shared`` locks do not keep each other out: to see whether anybody holds the other kind.
-        """
+# A forked worker that outlives this process would keep its locks.
+_held: WeakSet[Lock] = WeakSet()
+os.register_at_fork(after_in_child=lambda: list(map(Lock.close, _held)))
 
 
-class RealFiles:
-    """The operating system's files. See Note [What is durable]."""
+class Files:
+    """The operating system's files. See Note [What is durable].
+
+    **Raises** OSError with errno and filename from every call.
+    """
 
     def make_folder(self, path: Path) -> None:
         """Make one folder that does not exist."""
@@ -152,12 +167,12 @@ class RealFiles:
 
     def create(self, path: Path) -> Writer:
         """Make a file that does not exist."""
-        return _Writer(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o644))
+        return Writer(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINKS, 0o644))
 
     def open(self, path: Path) -> Reader:
         """Open a regular file. **Raises** DamagedCheckpoint if it is anything else."""
         fd = _open_regular(path, os.O_RDONLY)
-        return _Reader(path, fd, os.fstat(fd).st_size)
+        return Reader(path, fd, os.fstat(fd).st_size)
 
     def sync_folder(self, path: Path) -> None:
         """Return when the folder's names would survive a power cut."""
@@ -210,7 +225,10 @@ class RealFiles:
         return status.f_bavail * status.f_frsize
 
     def lock(self, path: Path, shared: bool = False) -> Lock | None:
-        """Lock a file, made if missing; None if somebody else holds it."""
+        """Lock a file, made if missing; None if somebody else holds it.
+
+        ``shared`` locks do not keep each other out: to see whether anybody holds the other kind.
+        """
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
             fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -226,7 +244,7 @@ class RealFiles:
             except BaseException:
                 os.close(fd)
                 raise
-        lock = _Lock(path, fd)
+        lock = Lock(path, fd)
         _held.add(lock)
         return lock
 
@@ -253,93 +271,6 @@ def read_text(files: Files, path: Path, limit: int) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise DamagedCheckpoint(f"{path} should be UTF-8 text but is not: {error}") from error
-
-
-class _Descriptor:
-    """An open file that is closed once."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self._path = path
-        self._fd = fd
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with _named(self._path):
-                os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-class _Writer(_Descriptor):
-    def __init__(self, path: Path, fd: int) -> None:
-        super().__init__(path, fd)
-        self._size = 0
-
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        rest = deque(view.cast("B") for view in buffers if view.nbytes)
-        while rest:
-            batch, free = [], _CALL_BYTES
-            for view in islice(rest, _CALL_BUFFERS):
-                batch.append(view[:free])
-                free -= len(batch[-1])
-                if not free:
-                    break
-            with _named(self._path):
-                written = os.writev(self._fd, batch)  # Python repeats it after a signal
-            # Else the disk idles until the sync, and the sync waits for all of it.
-            begin_writing(self._fd, self._size, written)
-            self._size += written
-            while written:  # it may have written less than was asked for
-                view = rest.popleft()
-                if written < len(view):
-                    rest.appendleft(view[written:])
-                written = max(0, written - len(view))
-
-    def sync(self) -> None:
-        with _named(self._path):
-            os.fsync(self._fd)
-
-
-class _Reader(_Descriptor):
-    def __init__(self, path: Path, fd: int, size: int) -> None:
-        super().__init__(path, fd)
-        self.size = size
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        rest = buffer.cast("B") if buffer.nbytes else buffer
-        end = offset + rest.nbytes
-        while rest.nbytes:
-            with _named(self._path):
-                count = os.preadv(self._fd, [rest[:_CALL_BYTES]], end - len(rest))
-            if not count:
-                raise DamagedCheckpoint(
-                    f"{self._path}: expected at least {end} bytes, the file has "
-                    f"{os.fstat(self._fd).st_size}: it was cut short; load another checkpoint"
-                )
-            rest = rest[count:]
-
-
-class _Lock(_Descriptor):
-    def write(self, text: str) -> None:
-        data = text.encode()
-        with _named(self._path):
-            os.pwrite(self._fd, data, 0)
-            os.ftruncate(self._fd, len(data))
-
-    def release(self) -> None:
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        self.close()
-
-
-# A forked worker that outlives this process would keep its locks.
-_held: WeakSet[_Lock] = WeakSet()
-os.register_at_fork(after_in_child=lambda: list(map(_Lock.close, _held)))
 
 
 def _is_file_of(path: Path, fd: int) -> bool:

@@ -3,8 +3,6 @@
 What may be removed: Note [What may be removed] in `leftovers`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -18,8 +18,6 @@ other's locks, a save of another machine may be taken for a leftover; so a lefto
 error, and never a checkpoint that stands and lacks files.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -11,8 +11,6 @@ A file ends with the digest of all that stands before it, which makes the manife
 whole: manifest -> indexes -> headers and chunks.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator
 from functools import cached_property

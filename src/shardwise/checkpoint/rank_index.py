@@ -1,7 +1,5 @@
 """What one rank wrote: where each box lies in its files, the digests, and the rank's own values."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 

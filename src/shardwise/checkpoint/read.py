@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.chunks import Chunk, ChunkReader
 from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
@@ -168,7 +168,9 @@ class Checkpoint:
         for rank, place, box, begin, end in self._parts(number, lo, hi):
             found = self._find(number, place, box, rank)
             chunks += _chunks(
-                Stretch(file_name(rank, place), key, found.begin, found.digests),
+                file_name(rank, place),
+                key,
+                found,
                 (box.hi - box.lo) * width,
                 (begin - box.lo) * width,
                 (end - box.lo) * width,
@@ -268,20 +270,17 @@ class Checkpoint:
         return found
 
 
-class Stretch(NamedTuple):
-    """One box in a file: the file, the tensor, where it begins, and the digests of its chunks."""
-
-    name: str
-    key: str
-    begin: int
-    digests: str
-
-
 def _chunks(
-    box: Stretch, box_bytes: int, first: int, last: int, out: memoryview
+    name: str,
+    key: str,
+    box: BoxPlace | OwnRow,
+    box_bytes: int,
+    first: int,
+    last: int,
+    out: memoryview,
 ) -> Iterator[Chunk]:
-    """Yield the chunks around bytes [first, last) of a box of ``box_bytes``."""
-    name, key, box_begin, digests = box
+    """Yield the chunks around bytes [first, last) of a box of ``box_bytes`` in file ``name``."""
+    digests = box.digests
     if len(digests) != num_chunks(box_bytes) * DIGEST_CHARS:
         raise DamagedCheckpoint(f"{name}: tensor '{key}' has not one digest for each chunk")
     for number in range(first // CHUNK_BYTES, num_chunks(last)):
@@ -290,7 +289,7 @@ def _chunks(
         lo, hi = max(begin, first), min(end, last)
         yield Chunk(
             name,
-            box_begin + begin,
+            box.begin + begin,
             end - begin,
             digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
             key,
@@ -301,8 +300,8 @@ def _chunks(
 
 
 def _chunks_of_own(rank: int, row: OwnRow, lo: int, hi: int, out: memoryview) -> list[Chunk]:
-    width = element_bytes(row.dtype)
-    box = Stretch(file_name(rank, 0), row.info.key, row.begin, row.digests)
-    return (
-        list(_chunks(box, row.info.numel * width, lo * width, hi * width, out)) if hi > lo else []
-    )
+    if hi <= lo:
+        return []
+    name, width = file_name(rank, 0), element_bytes(row.dtype)
+    size = row.info.numel * width
+    return list(_chunks(name, row.info.key, row, size, lo * width, hi * width, out))

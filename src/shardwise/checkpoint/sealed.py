@@ -4,8 +4,6 @@ A part ends with the digest of all that stands before it, and nothing of it is u
 there is one part per rank: Note [One manifest, one index per rank] in `manifest`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, TypeVar
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.collector import collector_paused
-from shardwise.checkpoint.files import Files, RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
@@ -55,7 +55,7 @@ def save(
     **Raises** CheckpointError on all ranks, with the rank, the file and the reason; nothing is left
     of the attempt then, and training may go on.
     """
-    files, target = RealFiles(), Path(path).absolute()
+    files, target = Files(), Path(path).absolute()
     if step is not None:
         target = target / step_name(checked_step(step))
     engine = engine_of(model)
@@ -122,7 +122,7 @@ def load(
     not fit; DamagedCheckpoint, naming file and tensor, when its bytes are not those that were saved
     (the model then refuses to run until a load succeeds).
     """
-    files, folder = RealFiles(), Path(path).absolute()
+    files, folder = Files(), Path(path).absolute()
     _check_model(model)
     control = host_of(model).control
     request = Request(

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.commit import commit, discard, prepare
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 NONCE_BYTES = 4
 _DIGEST_BYTES = 16
+_ROW = Struct(f"<3Q{_DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
 
@@ -118,7 +120,7 @@ def write_checkpoint(
             folder = temporary(target, rows[0][:NONCE_BYTES])
             _check_same(rows, NONCE_BYTES)
             rows = together(
-                control, lambda: write_rank(files, folder, manifest, part, progress), _ROW_BYTES
+                control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
             )
         except CollectiveError:
             raise  # the others may be writing still; the next save or run finds what they leave
@@ -206,7 +208,7 @@ def write_rank(
         )
     )
     _write_small(files, folder / index_name(part.rank), index)
-    return _row(index, len(file_rows), total)
+    return _ROW.pack(len(index), len(file_rows), total, bytes.fromhex(digest_of(index)))
 
 
 def _write_file(
@@ -285,24 +287,8 @@ def _write_small(files: Files, path: Path, data: bytes) -> None:
         writer.write([memoryview(data)])
 
 
-_NUMBER_BYTES = 8
-_ROW_BYTES = 3 * _NUMBER_BYTES + _DIGEST_BYTES
-
-
-def _row(index: bytes, num_files: int, file_bytes: int) -> bytes:
-    numbers = (len(index), num_files, file_bytes)
-    packed = b"".join(n.to_bytes(_NUMBER_BYTES, "little") for n in numbers)
-    return packed + bytes.fromhex(digest_of(index))
-
-
 def _index_row(row: bytes) -> IndexRow:
-    numbers = [
-        int.from_bytes(row[i : i + _NUMBER_BYTES], "little")
-        for i in range(0, 3 * _NUMBER_BYTES, _NUMBER_BYTES)
-    ]
+    index_bytes, num_files, file_bytes, digest = _ROW.unpack(row)
     return IndexRow(
-        index_bytes=numbers[0],
-        num_files=numbers[1],
-        file_bytes=numbers[2],
-        digest=row[3 * _NUMBER_BYTES :].hex(),
+        index_bytes=index_bytes, num_files=num_files, file_bytes=file_bytes, digest=digest.hex()
     )

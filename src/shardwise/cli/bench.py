@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from shardwise.cli.flags import call_command
 from shardwise.cli.train import read_place
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.launch import INTERRUPTED, RankPlace, launch_local_ranks
@@ -24,8 +25,6 @@ _DEFAULT = Path("shardwise-calibration.json")
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `shardwise bench` with its arguments; return the exit code."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    outcome: list[int] = []
 
     def bench(
         calibrate: Annotated[
@@ -47,15 +46,12 @@ def run_command(arguments: Sequence[str]) -> int:
         ] = _DEFAULT,
         quick: Annotated[bool, typer.Option(help="a few seconds, and rough numbers")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="print the file's contents")] = False,
-    ) -> None:
+    ) -> int:
         asked = _Asked(calibrate, ranks, threads, output, quick, as_json)
-        outcome.append(_bench(asked, ["bench", *arguments]))
+        return _bench(asked, ["bench", *arguments])
 
     bench.__doc__ = _bench.__doc__
-    app.command()(bench)
-    command = typer.main.get_command(app)
-    code = command(list(arguments), prog_name="shardwise bench", standalone_mode=False)
-    return outcome[0] if outcome else int(code or 0)
+    return call_command(bench, arguments, "shardwise bench")
 
 
 class _Asked(NamedTuple):

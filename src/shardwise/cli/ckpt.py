@@ -59,10 +59,10 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, or all checkpoints of a run. Reads no tensors."""
     with _told("inspect"):
-        from shardwise.checkpoint.files import RealFiles
+        from shardwise.checkpoint.files import Files
         from shardwise.cli.facts import checkpoint_facts, kind_of, run_facts
 
-        files = RealFiles()
+        files = Files()
         is_run = kind_of(files, path) == "run"
         facts = run_facts(files, path) if is_run else checkpoint_facts(files, path, tensors)
         if as_json:
@@ -81,12 +81,12 @@ def verify(path: _Path, as_json: _Json = False) -> None:
     with _told("verify"):
         from time import perf_counter
 
-        from shardwise.checkpoint.files import RealFiles
+        from shardwise.checkpoint.files import Files
         from shardwise.cli.facts import bytes_to_read, checkpoints_at
         from shardwise.cli.progress import byte_bar
         from shardwise.cli.tables import open_console, show_verified
 
-        files, console = RealFiles(), open_console()
+        files, console = Files(), open_console()
         paths = checkpoints_at(files, path)
         started_s = perf_counter()
         with byte_bar("verify", sum(bytes_to_read(files, one) for one in paths)) as progress:
@@ -161,7 +161,7 @@ def import_(
         if not source.exists():  # told before torch is loaded
             raise ConfigError(f"{source} cannot be read: there is no such file or folder")
         from shardwise.checkpoint.container import element_bytes
-        from shardwise.checkpoint.files import RealFiles
+        from shardwise.checkpoint.files import Files
         from shardwise.cli.progress import byte_bar
         from shardwise.convert.detect import FORMATS, open_any
         from shardwise.convert.importing import import_source, left_out_of, without_prefix
@@ -172,7 +172,7 @@ def import_(
             opened = without_prefix(opened, strip_prefix)
         total = sum(t.numel * element_bytes(t.dtype) for t in opened.tensors)
         with byte_bar("import", total) as progress:
-            written = import_source(opened, target, files=RealFiles(), step=step, progress=progress)
+            written = import_source(opened, target, files=Files(), step=step, progress=progress)
         _say_written(written.path, len(opened.tensors), written.num_bytes)
         for place in left_out_of(opened):
             _say(f"left out: {place}, which is made of a class that is not read")
@@ -256,13 +256,13 @@ def _summary(facts: dict[str, Any]) -> str:
 
 def _open(path: Path, step: int | None) -> Checkpoint:
     """Open a checkpoint, or of a run that step or the newest that passes the quick check."""
-    from shardwise.checkpoint.files import RealFiles
+    from shardwise.checkpoint.files import Files
     from shardwise.checkpoint.folder import check_quickly, step_name
     from shardwise.checkpoint.newest import MAX_LOOKS, vanishing
     from shardwise.checkpoint.read import Checkpoint
     from shardwise.cli.facts import checkpoints_at, is_gone, kind_of
 
-    files = RealFiles()
+    files = Files()
     is_run = kind_of(files, path) == "run"
     if step is not None:
         one = path / step_name(step) if is_run else path
@@ -291,7 +291,7 @@ def _export_weights(
     checkpoint: Checkpoint, target: Path, max_bytes: int, dtype: str | None, config: Path | None
 ) -> None:
     from shardwise.checkpoint.container import element_bytes
-    from shardwise.checkpoint.files import RealFiles
+    from shardwise.checkpoint.files import Files
     from shardwise.cli.progress import byte_bar
     from shardwise.convert.export import export_huggingface
 
@@ -303,7 +303,7 @@ def _export_weights(
         done = export_huggingface(
             checkpoint,
             target,
-            files=RealFiles(),
+            files=Files(),
             max_shard_bytes=max_bytes,
             dtype=dtype,
             config_from=config,

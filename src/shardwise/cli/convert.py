@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from shardwise.interop.deepspeed.report import Report
 
-_BAD_CONFIG = 2
 _WIDTH = 120
 
 
@@ -43,7 +43,6 @@ _AsJson = Annotated[bool, typer.Option("--json", help="print the report as JSON,
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `shardwise convert` with its arguments; return the exit code."""
-    outcome: list[int] = []
 
     def command(
         file: _File,
@@ -51,28 +50,20 @@ def run_command(arguments: Sequence[str]) -> int:
         output: _Output = None,
         ranks: _Ranks = None,
         as_json: _AsJson = False,
-    ) -> None:
+    ) -> int:
         """Turn one file of settings into another form, and tell what became of each key.
 
         The new file goes to stdout, or to --output; the report to stderr.
         """
-        try:
-            text, report = _convert(file, to, ranks)
-            _write(text, output)
-        except ConfigError as error:
-            sys.stderr.write(f"shardwise convert: {error}\n")
-            outcome.append(_BAD_CONFIG)
-            return
+        text, report = _convert(file, to, ranks)
+        _write(text, output)
         if as_json:
             sys.stderr.write(json.dumps(report.as_json(), indent=2) + "\n")
         else:
             show_report(report, to_stderr=True)
+        return 0
 
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    program = typer.main.get_command(app)
-    code = program(list(arguments), prog_name="shardwise convert", standalone_mode=False)
-    return outcome[0] if outcome else int(code or 0)
+    return call_command(command, arguments, "shardwise convert")
 
 
 def _convert(file: Path, to: Form | None, ranks: int | None) -> tuple[str, Report]:

@@ -1,7 +1,5 @@
 """What there is to know of checkpoints without reading their tensors, as plain data; no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -139,7 +137,12 @@ def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> dict[str, 
     manifest, damage = quick_state(files, path)
     if manifest is None:
         raise DamagedCheckpoint(damage)
-    tensors = [_tensor(manifest, row) for row in manifest.tensors]
+    tensors = [
+        _described(row, "whole", 1)
+        if row.layout is None
+        else _described(row, manifest.layouts[row.layout].kind, manifest.num_shards)
+        for row in manifest.tensors
+    ]
     try:
         tensors += _own_tensors(files, path, manifest)
     except (CheckpointError, OSError, IndexError) as error:
@@ -169,11 +172,6 @@ def _of_manifest(files: Files, path: Path, manifest: Manifest | None) -> dict[st
         return dict.fromkeys((*names, "num_bytes"))
     facts = {name: getattr(manifest, name) for name in names}
     return facts | {"num_bytes": disk_bytes(files, path, manifest)}
-
-
-def _tensor(manifest: Manifest, row: TensorRow) -> dict[str, Any]:
-    layout = "whole" if row.layout is None else manifest.layouts[row.layout].kind
-    return _described(row, layout, 1 if row.layout is None else manifest.num_shards)
 
 
 def _described(row: TensorRow, layout: str, num_parts: int) -> dict[str, Any]:

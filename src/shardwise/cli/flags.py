@@ -1,15 +1,18 @@
 """Flags of a command from the keys of a pydantic model: one optional flag per key."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
 
+from shardwise.errors import ConfigError
 from shardwise.keys import flag_of
+
+_BAD_CONFIG = 2
 
 
 def run_with_flags(
@@ -25,22 +28,38 @@ def run_with_flags(
     ``run`` is called with the positional argument by its name, and with the flags that were given;
     its docstring is the help's text. ``beside`` are flags that are no keys: they come by name.
     """
-    outcome: list[int] = []
 
-    def command(**values: Any) -> None:
+    def command(**values: Any) -> int:
         given = {key: value for key, value in values.items() if value is not None}
         positional = given.pop(argument.name, None)
         others = {p.name: given.pop(p.name) for p in beside if p.name in given}
-        outcome.append(run(positional, given, **others))
+        return run(positional, given, **others)
 
     signature = _signature(keys, [argument, *beside])
     command.__doc__ = run.__doc__
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return call_command(command, arguments, name)
+
+
+def call_command(command: Callable[..., int], arguments: Sequence[str], name: str) -> int:
+    """Call a function with ``arguments`` as typer reads them from its signature.
+
+    It returns the exit code; 2 is that of a ConfigError, whose text goes to stderr.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
-    code = typer.main.get_command(app)(list(arguments), prog_name=name, standalone_mode=False)
-    return outcome[0] if outcome else int(code or 0)
+    program = typer.main.get_command(app)
+    try:
+        return int(program(list(arguments), prog_name=name, standalone_mode=False) or 0)
+    except ConfigError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        return _BAD_CONFIG
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Print facts for programs."""
+    sys.stdout.write(json.dumps(facts, indent=2) + "\n")
 
 
 def _signature(keys: type[BaseModel], parameters: list[inspect.Parameter]) -> inspect.Signature:

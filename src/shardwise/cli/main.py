@@ -1,7 +1,5 @@
 """The commands of `shardwise`; each imports what it needs only when it runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib import import_module
 

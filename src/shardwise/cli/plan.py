@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.flags import run_with_flags
+from shardwise.cli.flags import print_json, run_with_flags
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.request import PlanRequest, SimulateRequest
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.plan.searching import SearchResult
     from shardwise.train.config import TrainConfig
 
-_BAD_CONFIG, _NOTHING_FITS = 2, 1
+_NOTHING_FITS = 1
 _ARGUMENT = inspect.Parameter(
     "model",
     inspect.Parameter.KEYWORD_ONLY,
@@ -56,16 +54,12 @@ def _plan(model: str | None, flags: Mapping[str, Any]) -> int:
     phase and line, and the time of a step. With --search: the best ways to run it. Code 1 where
     nothing fits.
     """
-    try:
-        request = check_keys(PlanRequest, {}, flags, None, "plan")
-        if request.list_:
-            return _list_names()
-        if request.params is not None:
-            return _account(model, request)
-        return _search(model, request) if request.search else _plan_one(model, request)
-    except ConfigError as error:
-        sys.stderr.write(f"shardwise plan: {error}\n")
-        return _BAD_CONFIG
+    request = check_keys(PlanRequest, {}, flags, None, "plan")
+    if request.list_:
+        return _list_names()
+    if request.params is not None:
+        return _account(model, request)
+    return _search(model, request) if request.search else _plan_one(model, request)
 
 
 def _account(model: str | None, request: PlanRequest) -> int:
@@ -92,7 +86,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
         ranks_per_node=request.gpus_per_node or min(8, request.ranks or 8),
     )
     if request.json_:
-        _print_json(accounting_json(found))
+        print_json(accounting_json(found))
     else:
         from shardwise.cli.tables import open_console
 
@@ -117,7 +111,7 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
     if request.json_:
         from shardwise.plan.report.facts import plan_facts
 
-        _print_json(plan_facts(made))
+        print_json(plan_facts(made))
     else:
         from shardwise.cli.plan_tables import plan_view
         from shardwise.cli.tables import open_console
@@ -168,7 +162,7 @@ def _show_search(result: SearchResult, request: PlanRequest) -> None:
     if request.json_:
         from shardwise.plan.report.facts import search_facts
 
-        _print_json(search_facts(result))
+        print_json(search_facts(result))
     else:
         from shardwise.cli.plan_tables import search_view
         from shardwise.cli.tables import open_console
@@ -205,17 +199,9 @@ def _simulate(model: str | None, flags: Mapping[str, Any]) -> int:
     The step is the one that `shardwise plan` shows. --sweep compares numbers of ranks, --svg draws
     them; --trace writes a timeline that Perfetto opens.
     """
-    try:
-        request = check_keys(SimulateRequest, {}, flags, None, "simulate")
-        if request.list_:
-            return _list_names()
-        from shardwise.cli.simulate import simulate_request
+    request = check_keys(SimulateRequest, {}, flags, None, "simulate")
+    if request.list_:
+        return _list_names()
+    from shardwise.cli.simulate import simulate_request
 
-        return simulate_request(model, request)
-    except ConfigError as error:
-        sys.stderr.write(f"shardwise simulate: {error}\n")
-        return _BAD_CONFIG
-
-
-def _print_json(facts: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    return simulate_request(model, request)

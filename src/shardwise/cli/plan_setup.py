@@ -76,7 +76,7 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
             "`shardwise plan --list` has the presets, `shardwise plan --params 7e9` needs no model"
         )
     foreign = _foreign(request)
-    config = load_config(Path(name), {}) if _is_train_file(name) else None
+    config = load_config(Path(name), {}) if name.endswith((".yaml", ".yml")) else None
     is_ours = config is not None
     flags = {k: v for k, v in request.model_dump().items() if k in request.model_fields_set}
     flags = {k: v for k, v in flags.items() if v is not None}
@@ -91,8 +91,8 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
     source = None if is_ours else _find_model(name)  # loads torch, so all else is checked before
-    if to_train and source is not None:
-        config = _config_of(source)
+    if to_train and source is not None and source.shape is not None:
+        config = train_config_of(source.shape, source.seq)
     degrees = request.degrees if isinstance(request, PlanRequest) else None
     model = _model(name, source, config, request.seq, candidate, bool(degrees))
     tokens = _tokens_per_step(values, flags, model)
@@ -215,10 +215,6 @@ def _foreign(request: ModelRequest) -> ForeignSettings | None:
     return read_accelerate(request.accelerate) if request.accelerate is not None else None
 
 
-def _is_train_file(name: str) -> bool:
-    return name.endswith((".yaml", ".yml"))
-
-
 def _of_train(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a run of `shardwise train` in the names of a request."""
     names = (
@@ -292,11 +288,6 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
             f"{candidate.context_parallel}"
         )
     return replace(candidate, num_replicas=replicas, num_shards=ranks // (degrees * replicas))
-
-
-def _config_of(source: ModelSource) -> TrainConfig | None:
-    """Return the keys of `shardwise train` for a source's shape, if its decoder can have it."""
-    return train_config_of(source.shape, source.seq) if source.shape is not None else None
 
 
 def _model(

@@ -41,7 +41,8 @@ def plan_view(plan: Plan) -> RenderableType:
         _memory_table(plan),
         Text(),
         _time_table(plan),
-        *_remarks(plan),
+        *(_dim_line(note) for note in plan.notes),
+        _dim_line(f"{len(plan.assumptions)} figures and their sources are in --json, --html"),
     )
 
 
@@ -255,14 +256,6 @@ def _names(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
     for row in rows:
         table.add_row(*row)
     return Group(table, Text())
-
-
-def _remarks(plan: Plan) -> list[RenderableType]:
-    lines = [
-        *plan.notes,
-        f"{len(plan.assumptions)} figures and their sources are in --json, --html",
-    ]
-    return [_dim_line(line) for line in lines]
 
 
 def _dim_line(line: str) -> RenderableType:

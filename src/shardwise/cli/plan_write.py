@@ -1,7 +1,5 @@
 """A plan as a file that `shardwise train` runs as it is, with what the plan expects of the run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bars on stderr for what takes long, of bytes or of steps; lines where there is no terminal."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,13 +1,10 @@
 """What `shardwise simulate` does with a request: scenario, one step or a sweep, what is written."""
 
-from __future__ import annotations
-
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.cli.flags import print_json
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_write import check_target, write_file
 from shardwise.cli.progress import step_bar
@@ -33,15 +30,12 @@ def simulate_request(name: str | None, request: SimulateRequest) -> int:
     goodput = _goodput(made, request)
     rows = _sweep(setup, request) if request.sweep else ()
     if request.trace is not None:
-        write_file("trace", request.trace, _trace_of(made))
+        text = chrome_trace_json(made.simulated, made.candidate.accumulation)
+        write_file("trace", request.trace, text)
     if request.svg is not None:
         write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
     _show(made, goodput, rows, request)
     return 0
-
-
-def _trace_of(made: Plan) -> str:
-    return chrome_trace_json(made.simulated, made.candidate.accumulation)
 
 
 def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
@@ -156,7 +150,7 @@ def _show(
         facts: dict[str, Any] = plan_facts(made) | {"kind": "simulation"}
         facts["scaling"] = scaling_facts(rows)
         facts["goodput"] = goodput_facts(goodput) if goodput is not None else None
-        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        print_json(facts)
         return
     from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
     from shardwise.cli.tables import open_console

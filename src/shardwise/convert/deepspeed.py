@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.container import torch_dtype
-from shardwise.checkpoint.files import RealFiles, read_text
+from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.convert.deepspeed_parts import (
     NAMES,
@@ -220,7 +220,7 @@ def _check_ranks(folder: Path, models: Sequence[TorchFile], optims: Sequence[Tor
 def _find_folder(folder: Path, tag: str | None) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    entries = {entry.name: entry for entry in RealFiles().list(folder)}
+    entries = {entry.name: entry for entry in Files().list(folder)}
     if tag is None and any(_MODEL.fullmatch(name) for name in entries):
         return folder
     if tag is None:
@@ -229,7 +229,7 @@ def _find_folder(folder: Path, tag: str | None) -> Path:
                 f"{folder}: expected a folder that DeepSpeed saved to: neither 'latest' nor "
                 "*_model_states.pt files are in it. Give the tag, or its folder"
             )
-        tag = read_text(RealFiles(), folder / "latest", _MAX_TAG_BYTES).strip()
+        tag = read_text(Files(), folder / "latest", _MAX_TAG_BYTES).strip()
     if not is_plain_name(tag):
         raise CheckpointError(f"{folder}: tag {tag!r:.80} is no plain name of a folder in it")
     if tag not in entries or entries[tag].kind != "folder":
@@ -239,7 +239,7 @@ def _find_folder(folder: Path, tag: str | None) -> Path:
 
 def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the optimizer's and the model's files in rank order."""
-    names = [entry.name for entry in RealFiles().list(folder)]
+    names = [entry.name for entry in Files().list(folder)]
     if others := [name for name in names if _OTHERS.fullmatch(name)]:
         raise CheckpointError(
             f"{folder / others[0]}: of pipeline or expert parallel training, which is not read"

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.container import dtype_name
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.convert.foreign import is_plain_name
 from shardwise.convert.torch_file import TorchFile
@@ -336,7 +336,7 @@ def read_universal(folder: Path, shapes: Sequence[Shapes]) -> Trained:
 
 
 def _add_param(trained: Trained, folder: Path, name: str, shape: tuple[int, ...]) -> None:
-    files = [entry.name for entry in RealFiles().list(folder)] if folder.is_dir() else []
+    files = [entry.name for entry in Files().list(folder)] if folder.is_dir() else []
     if _WEIGHTS not in files:
         raise DamagedCheckpoint(f"{folder / _WEIGHTS} is missing; load another checkpoint")
     for file_name in (_WEIGHTS, *(f for f in files if f.endswith(".pt") and f != _WEIGHTS)):

@@ -1,7 +1,5 @@
 """Open a checkpoint of others: which format it has is told by the names of its files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -26,7 +26,7 @@ from shardwise.checkpoint.container import (
     place,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, RealFiles, Writer
+from shardwise.checkpoint.files import Files, Writer
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.together import explain
@@ -143,7 +143,7 @@ def export_dcp(source: Source, target: Path) -> None:
     from torch.distributed import checkpoint as dcp
 
     total_bytes = sum(t.numel * element_bytes(t.dtype) for t in source.tensors if t.kind != "extra")
-    with _new_folder(RealFiles(), target, total_bytes) as folder, warnings.catch_warnings():
+    with _new_folder(Files(), target, total_bytes) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
         try:
             writer = dcp.FileSystemWriter(folder)

@@ -24,7 +24,7 @@ from shardwise.checkpoint.container import (
     read_header,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, RealFiles, read_text
+from shardwise.checkpoint.files import Files, read_text
 from shardwise.checkpoint.source import OptimizerInfo, Source, TensorInfo
 from shardwise.checkpoint.values import loads
 from shardwise.convert.foreign import follow_link
@@ -48,7 +48,7 @@ def open_huggingface(path: Path) -> Source:
     **Raises** CheckpointError when there are no such weights, or when index and files disagree;
     DamagedCheckpoint when a file is not whole.
     """
-    files = RealFiles()
+    files = Files()
     try:
         index = _index_of(path)
         if index is None:
@@ -72,7 +72,7 @@ def open_weight_files(paths: Sequence[Path]) -> Source:
     **Raises** CheckpointError when one cannot be read or two hold the same tensor;
     DamagedCheckpoint when one is not whole.
     """
-    files, opened = RealFiles(), {}
+    files, opened = Files(), {}
     homes: dict[str, Path] = {}
     try:
         for path in paths:

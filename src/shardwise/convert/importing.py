@@ -7,8 +7,6 @@ user's own state, encoded as `checkpoint.state` does it. There are no random gen
 formats do not keep, or keep as pickles: after a load the ranks go on with those that they have.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,13 +23,12 @@ from shardwise.checkpoint.folder import step_name, take_lock
 from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow
 from shardwise.checkpoint.source import Kind, OptimizerInfo, Source, TensorInfo
 from shardwise.checkpoint.values import encode
-from shardwise.checkpoint.write import Part, Progress, Written, write_checkpoint
+from shardwise.checkpoint.write import NONCE_BYTES, Part, Progress, Written, write_checkpoint
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Box
 
 _RUN_BYTES = 8
-_NONCE_BYTES = 4
 
 
 def import_source(
@@ -83,7 +80,7 @@ def import_source(
         ],
         values={"extra": extra, "modules": {}, "generators": {}},
     )
-    nonce = os.urandom(_NONCE_BYTES)
+    nonce = os.urandom(NONCE_BYTES)
     control = SoloControl()
     if step is None:
         return write_checkpoint(files, control, target, nonce, manifest, part)

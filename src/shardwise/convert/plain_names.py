@@ -25,14 +25,6 @@ def _bytearray(data: Any = b"") -> bytearray:
     return bytearray(data)
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
-def _complex(real: Any, imag: Any) -> complex:
-    return complex(float(real), float(imag))
-
-
 def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     items = [(key, value) for key, value in pairs]
     check_keys([key for key, _ in items])
@@ -100,8 +92,8 @@ _BUILTINS: Mapping[str, Builder] = {
     "set": _members(set),
     "frozenset": _members(frozenset),
     "bytearray": _bytearray,
-    "bytes": _no_bytes,
-    "complex": _complex,
+    "bytes": lambda: b"",
+    "complex": lambda real, imag: complex(float(real), float(imag)),
 }
 
 PLAIN: Mapping[str, Builder | None] = {

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
-from shardwise.checkpoint.files import Reader, RealFiles
+from shardwise.checkpoint.files import Files, Reader
 from shardwise.convert.plain_names import ARRAYS, numpy_array
 from shardwise.convert.torch_names import (
     DTYPES,
@@ -214,7 +214,7 @@ class TorchFile:
 def open_file(path: Path) -> Reader:
     """Open a regular file of a checkpoint. **Raises** DamagedCheckpoint if it is not there."""
     try:
-        return RealFiles().open(path)
+        return Files().open(path)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} is missing; load another checkpoint") from None
 
@@ -293,11 +293,9 @@ class _Plain:
         for key, member in value.items():
             inside = f"{at}.{key!r:.80}"
             try:
-                parts = [self.convert(part, depth, at) for part in _parts(key)]
-                yield (
-                    tuple(parts) if type(key) is tuple else parts[0],
-                    self.convert(member, depth, inside),
-                )
+                members = key if type(key) is tuple else (key,)
+                parts = tuple(self.convert(part, depth, at) for part in members)
+                yield parts if type(key) is tuple else parts[0], self.convert(member, depth, inside)
             except NoData:
                 if self._left_out is None:
                     raise
@@ -313,7 +311,3 @@ class _Plain:
 
     def _no_data(self, name: str) -> NoData:
         return NoData(f"{self._file.where}: {self._what} holds a {name}, no data")
-
-
-def _parts(key: Any) -> tuple[Any, ...]:
-    return key if type(key) is tuple else (key,)

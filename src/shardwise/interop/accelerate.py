@@ -220,7 +220,7 @@ class Accelerator(_Accelerator):
                     "model; use one optimizer with several parameter groups"
                 )
             name = f"{FOLDER}_{number}" if number else FOLDER
-            yield Path(folder) / name, model, _plain(own[0]) if own else None
+            yield Path(folder) / name, model, own[0].optimizer if own else None  # of the wrapper
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -235,12 +235,6 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate's wrapper holds."""
-    found: torch.optim.Optimizer = optimizer.optimizer
-    return found
 
 
 def _full(value: Any) -> Any:

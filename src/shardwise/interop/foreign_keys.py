@@ -7,8 +7,6 @@ that they read. A key that is not here is unknown to both.
 ``commands/config``, ``utils/launch.py``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every key of ``foreign_keys`` has an effect, or is listed with the reason why it
 is not there is an error that names the nearest key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

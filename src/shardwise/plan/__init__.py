@@ -3,19 +3,24 @@
 Names are imported on first use; tracing a module loads torch, nothing else does.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
-    from shardwise.plan.accounting import account
-    from shardwise.plan.candidate import Candidate, Offload
-    from shardwise.plan.machine.catalogue import make_cluster
-    from shardwise.plan.model.models import find_model
-    from shardwise.plan.model.traced import TracedModel
-    from shardwise.plan.planning import plan
-    from shardwise.plan.searching import Limits, Space, search
-    from shardwise.plan.step.play import play
-    from shardwise.plan.timing.scenario import Scenario
-    from shardwise.plan.timing.simulate import simulate
+    from shardwise.plan.accounting import account as account
+    from shardwise.plan.candidate import Candidate as Candidate
+    from shardwise.plan.candidate import Offload as Offload
+    from shardwise.plan.machine.catalogue import make_cluster as make_cluster
+    from shardwise.plan.model.models import find_model as find_model
+    from shardwise.plan.model.traced import TracedModel as TracedModel
+    from shardwise.plan.planning import plan as plan
+    from shardwise.plan.searching import Limits as Limits
+    from shardwise.plan.searching import Space as Space
+    from shardwise.plan.searching import search as search
+    from shardwise.plan.step.play import play as play
+    from shardwise.plan.timing.scenario import Scenario as Scenario
+    from shardwise.plan.timing.simulate import simulate as simulate
 
 _HOMES = {
     "Candidate": "shardwise.plan.candidate",
@@ -33,30 +38,5 @@ _HOMES = {
     "simulate": "shardwise.plan.timing.simulate",
 }
 
-__all__ = [
-    "Candidate",
-    "Limits",
-    "Offload",
-    "Scenario",
-    "Space",
-    "TracedModel",
-    "account",
-    "find_model",
-    "make_cluster",
-    "plan",
-    "play",
-    "search",
-    "simulate",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise.plan' has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -281,9 +281,7 @@ def _gradients(sums: _Sums) -> Bytes:
     size, extra = DTYPE_BYTES[sums.dtypes.reduce], sums.dtypes.optimizer_grad
     resting = sums.params if sums.reduce_every == "step" else sums.state - sums.moved
     held = Bytes(device=resting * size, host=sums.moved * size)
-    if extra is None:
-        return held
-    size = DTYPE_BYTES[extra]
+    size = DTYPE_BYTES[extra] if extra is not None else 0
     return held + Bytes(device=(sums.state - sums.moved) * size, host=sums.moved * size)
 
 

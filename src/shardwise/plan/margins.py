@@ -16,8 +16,6 @@ DeepSpeed 12 % (R585, R586), and with expandable segments 0 to 2 % (R043, R046).
 is no bound.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """A plan as values: what a candidate costs on a cluster, and where the time of a step goes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

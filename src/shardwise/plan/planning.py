@@ -20,11 +20,9 @@ and state is sharded over shard x context ranks, as FSDP does it: a step is play
 shards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
@@ -32,13 +30,14 @@ from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
 from shardwise.plan.margins import memory_interval
+from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Tape, Work
 from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Compute, Program
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import Simulated
-from shardwise.plan.timing.windows import Window, play_window
+from shardwise.plan.timing.windows import play_window
 
 _AXIS_OF = {"tensor_parallel": "tensor", "context_parallel": "context"}
 _TRAFFIC_OF = {"tensor_parallel": "tensor.all_reduce", "context_parallel": "context.send"}
@@ -65,17 +64,6 @@ class Model(Protocol):
 
     def tape(self, candidate: Candidate) -> Tape:
         """Return one rank's micro-batch under the candidate's batch, precision and degrees."""
-
-
-@runtime_checkable
-class StagedModel(Model, Protocol):
-    """A model that a pipeline can split."""
-
-    def tapes(self, candidate: Candidate) -> tuple[Tape, ...]:
-        """Return one micro-batch on a rank of the first and of the last pipeline stage."""
-
-    def boundary_bytes(self, candidate: Candidate) -> int:
-        """Return the bytes of a micro-batch that a rank sends to the next stage."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +97,21 @@ def plan(
             f"the candidate has {candidate.world_size} ranks ({candidate.num_shards} shards x "
             f"{candidate.num_replicas} replicas x degrees), the cluster {cluster.num_ranks}"
         )
-    tapes = _tapes(model, candidate, tape)
+    if candidate.pipeline_parallel > 1 and isinstance(model, ShapedModel):
+        tapes = model.tapes(candidate)
+    else:
+        tapes = (tape or model.tape(candidate),)
     prices = prices or Prices(cluster, candidate)
     # See Note [Context ranks are shard ranks].
     shards = candidate.num_shards * candidate.context_parallel
     played_as = replace(candidate, num_shards=shards, context_parallel=1)
     windows = [play_window(each, played_as, prices, scenario) for each in tapes]
     largest = max(windows, key=lambda w: w.played.peak.ledger.total)
-    slowest = max(windows, key=lambda w: _through(w, candidate))
+    others = candidate.pipeline_parallel - 1
+    slowest = max(windows, key=lambda w: w.window_s + others * w.micro_batch_s)
     in_memory, in_time = tapes[windows.index(largest)], tapes[windows.index(slowest)]
     sends_s, sent = _sends(model, cluster, candidate)
-    fill_s = (candidate.pipeline_parallel - 1) * slowest.micro_batch_s
+    fill_s = others * slowest.micro_batch_s
     accelerator = cluster.node.accelerator
     return Plan(
         model=model.name,
@@ -147,24 +139,12 @@ def plan(
     )
 
 
-def _tapes(model: Model, candidate: Candidate, tape: Tape | None) -> tuple[Tape, ...]:
-    """Return what is played: one tape, or those of a pipeline's first and last stage."""
-    if candidate.pipeline_parallel > 1 and isinstance(model, StagedModel):
-        return model.tapes(candidate)
-    return (tape or model.tape(candidate),)
-
-
-def _through(window: Window, candidate: Candidate) -> float:
-    """Return the seconds of a step whose slowest stage this is."""
-    return window.window_s + (candidate.pipeline_parallel - 1) * window.micro_batch_s
-
-
 def _sends(
     model: Model, cluster: Cluster, candidate: Candidate
 ) -> tuple[float, dict[str, tuple[int, int]]]:
     """Return the seconds of a step's sends between stages; bytes and number of an outer stage's."""
     stages = candidate.pipeline_parallel
-    if stages == 1 or not isinstance(model, StagedModel):
+    if stages == 1 or not isinstance(model, ShapedModel):
         return 0.0, {}
     node, num_bytes = cluster.node, model.boundary_bytes(candidate)
     group = place(stages, candidate.world_size // stages, node.num_accelerators)
@@ -229,7 +209,9 @@ def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
     stages = candidate.pipeline_parallel
     if stages > 1:
         tape = model.tape(replace(candidate, pipeline_parallel=1))
-    return _model_flops(tape) * candidate.accumulation * (candidate.world_size // stages)
+    works = (e for e in tape.events if isinstance(e, Work) and e.phase != "recompute")
+    flops = sum(cost.flops for work in works for cost in work.costs)
+    return flops * candidate.accumulation * (candidate.world_size // stages)
 
 
 def _num_groups(candidate: Candidate) -> int:
@@ -247,9 +229,3 @@ def _num_groups(candidate: Candidate) -> int:
 def _sentence(assumption: Assumption) -> str:
     value = f"{assumption.value:.4g} {assumption.unit}".strip()
     return f"{assumption.name}: {value}, {assumption.meaning} ({assumption.source})"
-
-
-def _model_flops(tape: Tape) -> int:
-    """FLOPs of one rank's micro-batch without recomputation."""
-    works = (e for e in tape.events if isinstance(e, Work) and e.phase != "recompute")
-    return sum(cost.flops for work in works for cost in work.costs)

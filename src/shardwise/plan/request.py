@@ -1,7 +1,5 @@
 """What the user asks of `shardwise plan` and `simulate`: keys with their limits and meanings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -43,11 +41,10 @@ def parse_positive(value: Any) -> Any:
     return value
 
 
-def _split(value: Any) -> Any:
-    return tuple(value.split(",")) if isinstance(value, str) else value
-
-
-_Words = Annotated[tuple[str, ...] | None, BeforeValidator(_split)]
+_Words = Annotated[
+    tuple[str, ...] | None,
+    BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
+]
 
 
 class ModelRequest(BaseModel):

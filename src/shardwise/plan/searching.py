@@ -10,8 +10,6 @@ flight; those are still played. What is left is played, priced and simulated in 
 second, cheaper model of time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -27,7 +25,7 @@ from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES
 
-_MAX_MICRO_BATCH = 1 << 16
+_POWERS_OF_TWO = [1 << i for i in range(17)]
 _ALREADY_TOO_LARGE = "a smaller micro-batch is too large already"
 _MAY_BE_EMPTY = ("num_shards", "micro_batches")
 
@@ -251,7 +249,7 @@ def _play_family(
         yield Rejected(replace(base, accumulation=1), reason, was_played=False)
         return
     is_too_large = False
-    for micro_batch in micro_batches or _powers_of_two():
+    for micro_batch in micro_batches or _POWERS_OF_TWO:
         candidate = replace(base, micro_batch=micro_batch)
         accumulation = _accumulation(candidate, model.seq, limits.tokens_per_step)
         if accumulation is None:
@@ -284,13 +282,6 @@ def _play_family(
         is_too_large = True
         if limits.tokens_per_step is None and not micro_batches:
             return
-
-
-def _powers_of_two() -> Iterator[int]:
-    micro_batch = 1
-    while micro_batch <= _MAX_MICRO_BATCH:
-        yield micro_batch
-        micro_batch *= 2
 
 
 def _accumulation(candidate: Candidate, seq: int, tokens_per_step: int | None) -> int | None:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Literal, TypeVar
 
 from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "float64", "int8"]
 
@@ -161,8 +162,5 @@ def row_of(table: Mapping[str, _Row], name: str, field: str) -> _Row:
     """Return a table's row. **Raises** ConfigError that names the field and the nearest name."""
     if name in table:
         return table[name]
-    from difflib import get_close_matches
-
-    near = get_close_matches(str(name).lower(), table, n=1, cutoff=0.5)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(str(name).lower(), table, cutoff=0.5)
     raise ConfigError(f"{field}={name!r}: expected one of {', '.join(table)}{meant}")

@@ -1,10 +1,8 @@
 """What would stop a run, found before anything is started; imports no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig, resolve_batch
@@ -61,7 +59,7 @@ def check_output(config: TrainConfig) -> None:
     if config.resume == "auto":
         return
     folder, path = checkpoints_path(config), metrics_path(config)
-    steps = steps_in(RealFiles(), folder)
+    steps = steps_in(Files(), folder)
     if config.resume == "never":
         if steps:
             raise ConfigError(

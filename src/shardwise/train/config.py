@@ -5,8 +5,6 @@ that it is shown in. `load_config` merges a YAML file with flags and answers wit
 written for people.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

@@ -74,6 +74,7 @@ _PER_GROUP = {
 }
 _WHOLE = {"warmup_num_steps": 0, "total_num_steps": 1, "lr_range_test_step_size": 1}  # at least
 _FLAGS = {"cycle_momentum", "lr_range_test_staircase"}
+_MAY_BE_NONE = {"warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count"}
 _BETA2 = 0.99  # what DeepSpeed sets beside a cycled momentum
 
 
@@ -239,14 +240,16 @@ def make_curve(name: str, options: Mapping[str, Any], where: str) -> Curve:
 
 def _checked(key: str, value: Any, where: str) -> Any:
     if key in _FLAGS:
-        return _flag(key, value, where)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {key}: expected true or false, got {value!r}")
+        return value
     if key == "warmup_type":
         if value not in ("log", "linear"):
             raise ConfigError(f"{where}: warmup_type: expected 'log' or 'linear', got {value!r}")
         return value
     if isinstance(value, Sequence) and not isinstance(value, str) and key in _PER_GROUP:
         return tuple(_number(key, item, where) for item in value)
-    if value is None and key in ("warmup_max_lr", *_SECOND):
+    if value is None and key in _MAY_BE_NONE:
         return None
     number = _number(key, value, where)
     if key in _WHOLE:
@@ -259,15 +262,6 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if ("size" in key or "count" in key) and number < 0:
         raise ConfigError(f"{where}: {key}: expected 0 or more, got {value!r}")
     return number
-
-
-_SECOND = ("cycle_second_step_size", "cycle_second_stair_count")
-
-
-def _flag(key: str, value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where}: {key}: expected true or false, got {value!r}")
-    return value
 
 
 def _number(key: str, value: Any, where: str) -> int | float:

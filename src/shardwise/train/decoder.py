@@ -1,7 +1,5 @@
 """The decoder of `shardwise train`, by the keys of a run, and how it continues a text."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -13,8 +13,6 @@ parent, and end in the same way, with the usual last checkpoint: else they would
 and hold the folder of the run. A rank that no agent started may outlive the shell that started it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

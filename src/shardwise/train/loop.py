@@ -5,8 +5,6 @@ up their losses together with what all must know at the same step: a wish to sto
 failed, a step that gave other bits when it was computed again.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -57,15 +55,11 @@ class LocalStep:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(LocalStep):
     """What one step was; loss is the mean over all ranks and micro-batches."""
 
-    loss: float
-    lr: float
-    grad_norm: float
     stop: bool
-    state: StateBytes
-    save_failed: bool = False
+    save_failed: bool
 
 
 def train(
@@ -177,7 +171,8 @@ def _train_all_steps(
         _check_numbers(run, step, report, saves, metrics)
         result.stopped = report.stop
         is_last = step == config.steps or result.stopped
-        if config.eval_windows and not result.stopped and _is_due(step, config.eval_every, is_last):
+        is_due = is_last or _is_multiple(step, config.eval_every)
+        if config.eval_windows and not result.stopped and is_due:
             result.eval_loss = evaluate(run)
             metrics.write(step=step, eval_loss=result.eval_loss)
         saves.after_step(step, is_last, metrics)  # last: what this step wrote is not lost
@@ -222,10 +217,6 @@ def _sent_bytes(run: Run) -> int:
     return sum(shardwise.stats(run.model).sent_bytes.values())
 
 
-def _is_due(step: int, every: int, is_last: bool) -> bool:
-    return is_last or _is_multiple(step, every)
-
-
 def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -250,7 +241,7 @@ def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False
     if num_differing:
         raise_difference(run, step, difference, local.numbers)
     return StepReport(
-        loss, local.lr, local.grad_norm, num_stopping > 0, local.state, num_failed > 0
+        loss, local.lr, local.grad_norm, local.state, num_stopping > 0, num_failed > 0
     )
 
 

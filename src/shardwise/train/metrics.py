@@ -1,7 +1,5 @@
 """What a run tells: one JSON line per step; a bar on a terminal, lines on stderr without one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -43,7 +41,11 @@ class MetricsFile:
     def write(self, **values: Any) -> None:
         """Append one line."""
         if self._file is not None:
-            self._file.write(json.dumps({key: _finite(value) for key, value in values.items()}))
+            finite = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in values.items()
+            }
+            self._file.write(json.dumps(finite))
             self._file.write("\n")
             self._file.flush()
 
@@ -73,10 +75,6 @@ def _step_of(line: str) -> int:
         return int(json.loads(line)["step"]) if line.endswith("\n") else 0
     except (ValueError, TypeError, KeyError):
         return 0
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ProgressBar:

@@ -10,8 +10,6 @@ losses lie so far above the others that nothing else could be read, the axis end
 marks at its upper edge have their values as titles.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,6 @@ differs is named first. What it computes wrong afterwards differs on that rank a
 gather. A machine that errs the same way twice is not found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -15,8 +15,6 @@ at the end of each step, and all raise after the same step; the library's own ch
 a forward pass, is taken out.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -228,11 +226,7 @@ class RunCheckpoints:
 def _settings(run: Run) -> dict[str, Any]:
     """Return the keys of this run as decided, and a fingerprint of its text."""
     header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
-    return {**_dump(run.config), "source": header["source"]}
-
-
-def _dump(config: TrainConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
+    return {**run.config.model_dump(mode="json"), "source": header["source"]}
 
 
 def _saved_settings(loaded: Loaded) -> Mapping[str, Any]:

@@ -3,8 +3,6 @@
 Or a curve of DeepSpeed, for runs that come from there.
 """
 
-from __future__ import annotations
-
 import math
 
 from shardwise.train.config import TrainConfig

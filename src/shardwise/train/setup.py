@@ -12,8 +12,6 @@ All ranks draw the weights from `seed`. From then on each draws for itself (drop
 masks would be the same; the seeds follow from `seed` and the rank.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """What a run came to: bytes per rank against plain data parallelism, and the text printed last."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -127,7 +125,7 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
     50 MiB of them in any run. On other devices it is what the allocator gave out.
     """
     rows = [
-        ("step time", predicted.step_s, _median(result.steps_s[1:]), lambda s: f"{s:.3g} s"),
+        ("step time", predicted.step_s, median(result.steps_s[1:] or [0.0]), "{:.3g} s".format),
         ("state", predicted.state_bytes, max(result.state_bytes_of_ranks, default=0), format_bytes),
         ("peak", predicted.peak_bytes, max(result.added_bytes_of_ranks, default=0), format_bytes),
     ]
@@ -139,10 +137,6 @@ def compare(predicted: Predicted, result: RunResult) -> list[str]:
         measured = f"measured {write(found)}" if found else "not measured in a single step"
         lines.append(f"{name} {write(expected)}, {measured}{error}")
     return lines
-
-
-def _median(values: list[float]) -> float:
-    return median(values) if values else 0.0
 
 
 def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
@@ -159,18 +153,10 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
         + (f", {result.eval_loss:.3f} held out" if result.eval_loss is not None else ""),
         f"              {result.unigram_entropy:.3f} is the unigram entropy of the data",
         f"parameters    {format_count(state.num_params)}",
-        "state         "
-        + ", ".join(
-            f"rank {rank}: {format_bytes(num_bytes)}"
-            for rank, num_bytes in enumerate(result.state_bytes_of_ranks)
-        ),
+        f"state         {_by_rank(result.state_bytes_of_ranks)}",
         f"              {format_bytes(state.replicated_bytes)} a rank in plain data parallelism "
         f"({per_param:.1f} bytes per parameter): {largest / max(1, state.replicated_bytes):.0%}",
-        "peak memory   "
-        + ", ".join(
-            f"rank {rank}: {format_bytes(num_bytes)}"
-            for rank, num_bytes in enumerate(result.peak_bytes_of_ranks)
-        ),
+        f"peak memory   {_by_rank(result.peak_bytes_of_ranks)}",
     ]
     if result.first_step > 1:
         lines.append(f"resumed       from step {result.first_step - 1}, to step {result.steps}")
@@ -189,6 +175,10 @@ def format_result(result: RunResult, predicted: Predicted = Predicted()) -> str:
             *(f"  {_printable(line.expandtabs(4))}" for line in result.sample.split("\n")),
         ]
     return "\n".join(lines)
+
+
+def _by_rank(sizes: list[int]) -> str:
+    return ", ".join(f"rank {rank}: {format_bytes(size)}" for rank, size in enumerate(sizes))
 
 
 def _printable(line: str) -> str:

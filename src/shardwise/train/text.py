@@ -1,7 +1,5 @@
 """Find text, tokenize it once into a file of integers, and map that file as one token stream."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

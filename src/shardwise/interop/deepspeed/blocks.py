@@ -1,9 +1,8 @@
 """The blocks of a DeepSpeed file: ``zero_optimization``, and keys that stand alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardwise.interop.deepspeed.reading import Handler, Reader
@@ -69,10 +68,8 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
         "stage": take_stage,
         "prefetch_bucket_size": prefetch,
         "stage3_prefetch_bucket_size": prefetch,
-        "offload_param": lambda name, value: _offload(reader, name, value, found),
-        "offload_optimizer": lambda name, value: _offload(reader, name, value, found),
-        "cpu_offload": lambda name, value: _old_offload(reader, name, value, found),
-        "cpu_offload_param": lambda name, value: _old_offload(reader, name, value, found),
+        **dict.fromkeys(("offload_param", "offload_optimizer"), partial(_offload, reader, found)),
+        **dict.fromkeys(("cpu_offload", "cpu_offload_param"), partial(_old_offload, reader, found)),
         "zenflow": zenflow,
     }
     reader.walk(block, f"{whole}.", ZERO, handlers, _AUTOS)
@@ -122,7 +119,7 @@ def place_state(reader: Reader, name: str, where: Any, what: str, found: dict[st
         )
 
 
-def _offload(reader: Reader, name: str, block: Any, found: dict[str, Any]) -> None:
+def _offload(reader: Reader, found: dict[str, Any], name: str, block: Any) -> None:
     is_params = name.endswith("offload_param")
 
     def device(key: str, where: Any) -> None:
@@ -139,7 +136,7 @@ def _offload(reader: Reader, name: str, block: Any, found: dict[str, Any]) -> No
     reader.walk(block, f"{name}.", table, handlers, {"device": "it stays on the device"})
 
 
-def _old_offload(reader: Reader, name: str, value: Any, found: dict[str, Any]) -> None:
+def _old_offload(reader: Reader, found: dict[str, Any], name: str, value: Any) -> None:
     what = "params" if name.endswith("param") else "optimizer"
     place_state(reader, name, "cpu" if reader.flag(name, value) else "none", what, found)
     reader.mapped(name, value, "state stays on the device")
@@ -166,18 +163,14 @@ def other_handlers(reader: Reader, found: dict[str, Any]) -> dict[str, Handler]:
     return {
         "gradient_clipping": clipping,
         "gradient_allreduce_op": mean,
-        "communication_data_type": lambda name, value: _sums(reader, name, value),
-        "data_types": lambda name, value: _data_types(reader, name, value),
-        "torch_autocast": lambda name, value: _autocast(reader, name, value),
+        "communication_data_type": partial(_sums, reader),
+        "data_types": partial(_data_types, reader),
+        "torch_autocast": partial(_autocast, reader),
         "activation_checkpointing": checkpointing,
-        "sequence_parallel_size": lambda name, value: _only_one(reader, name, value),
-        "tensor_parallel": lambda name, value: _tensor_parallel(reader, name, value),
-        "expert_parallel": lambda name, value: _must_be_off(
-            reader, name, value, "experts are sharded like all"
-        ),
-        "data_efficiency": lambda name, value: _must_be_off(
-            reader, name, value, "sampling is the loader's"
-        ),
+        "sequence_parallel_size": partial(_only_one, reader),
+        "tensor_parallel": partial(_tensor_parallel, reader),
+        "expert_parallel": partial(_must_be_off, reader, "experts are sharded like all"),
+        "data_efficiency": partial(_must_be_off, reader, "sampling is the loader's"),
     }
 
 
@@ -195,7 +188,7 @@ def _data_types(reader: Reader, name: str, block: Any) -> None:
         reader.ignored(key, value, "an empty list")
 
     handlers: dict[str, Handler] = {
-        "grad_accum_dtype": lambda key, value: _sums(reader, key, value),
+        "grad_accum_dtype": partial(_sums, reader),
         "keep_in_fp32_modules": kept,
     }
     autos = {"keep_in_fp32_modules": "buffers keep their dtype"}
@@ -229,7 +222,7 @@ def _tensor_parallel(reader: Reader, name: str, block: Any) -> None:
     reader.mapped(name, block, "only data is parallel")
 
 
-def _must_be_off(reader: Reader, name: str, block: Any, why: str) -> None:
+def _must_be_off(reader: Reader, why: str, name: str, block: Any) -> None:
     if reader.mapping(name, block).get("enabled", False):
         raise reader.refusal(name, f"it is not there: {why}; turn it off")
     reader.ignored(name, block, "off")

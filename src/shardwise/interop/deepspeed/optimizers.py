@@ -1,15 +1,13 @@
 """The block ``optimizer``: a class of torch.optim with its arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.reading import Reader
 from shardwise.interop.foreign_keys import OPTIMIZER
-from shardwise.keys import nearest
 from shardwise.train.optimizers import OPTIMIZERS, check_options
 
 _MATRICES = "it needs whole matrices, and a rank holds slices"
@@ -69,8 +67,8 @@ def _choose(reader: Reader, kind: str, params: dict[str, Any]) -> OptimizerChoic
         raise reader.refusal("optimizer.type", f"{kind}: {REFUSED[name]}")
     if name not in OPTIMIZERS:
         titles = [title for title, _ in OPTIMIZERS.values()]
-        near = nearest(name, list(OPTIMIZERS))
-        hint = f"; did you mean {OPTIMIZERS[near][0]!r}?" if near else ""
+        near = get_close_matches(name.replace("-", "_"), OPTIMIZERS, n=1)
+        hint = f"; did you mean {OPTIMIZERS[near[0]][0]!r}?" if near else ""
         raise reader.refusal(
             "optimizer.type", f"expected one of {', '.join(titles)}, got {kind!r}{hint}"
         )
@@ -90,13 +88,10 @@ def _choose(reader: Reader, kind: str, params: dict[str, Any]) -> OptimizerChoic
         reader.mapped(f"optimizer.params.{key}", value, f"{title}({key}=)")
     for key in sorted(auto):
         text = f"give {key}= to optimizer(), or auto="
-        text += "" if key == "lr" else f"; {_shown(defaults.get(key))} otherwise"
+        default = f"{defaults[key]:g}" if defaults.get(key) is not None else "torch's default"
+        text += "" if key == "lr" else f"; {default} otherwise"
         reader.add("auto", f"optimizer.params.{key}", "auto", text)
     return OptimizerChoice(name, {**defaults, **arguments}, auto)
-
-
-def _shown(default: Any) -> str:
-    return "torch's default" if default is None else f"{default:g}"
 
 
 def _which_adam(reader: Reader, name: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -9,8 +9,6 @@ scaler has none of that. A run that overflows may therefore use other scales; a 
 takes the same steps, as scales are powers of two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

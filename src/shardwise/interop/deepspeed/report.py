@@ -1,7 +1,5 @@
 """What became of each key of a file: mapped to what, ignored why, or left to the caller."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, Literal

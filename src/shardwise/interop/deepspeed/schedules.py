@@ -1,7 +1,5 @@
 """The block ``scheduler``: one of DeepSpeed's five curves, or a scheduler of torch by name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

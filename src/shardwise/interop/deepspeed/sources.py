@@ -1,7 +1,5 @@
 """Where each number of a run came from: a flag, a file or a default, told in a config's report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

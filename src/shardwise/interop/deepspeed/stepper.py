@@ -1,7 +1,5 @@
 """A curve as a scheduler of torch: `step()`, `get_last_lr()`, `state_dict()` as ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a DeepSpeed config says, in the keys of `shardwise train`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The way back: keys of `shardwise train` as a DeepSpeed config, or as accelerate's YAML."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Set
 from typing import Any

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.files import RealFiles
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_checkpoint
 from shardwise.checkpoint.single import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
@@ -154,7 +154,7 @@ def load_lightning(
 
 def remove_lightning(path: Path) -> None:
     """Remove a checkpoint that `save_lightning` wrote; one rank calls it. Others are left alone."""
-    files = RealFiles()
+    files = Files()
     if holds_checkpoint(files, path):
         remove_checkpoint(files, path)
 

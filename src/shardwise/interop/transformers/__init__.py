@@ -5,41 +5,31 @@ slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``pr
 sharded model is given so that transformers treats it as its own), ``loading``, ``trainer``.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+from shardwise.versions import load_neighbour
 
 if TYPE_CHECKING:
-    from shardwise.interop.transformers.loading import from_pretrained, load_weights
-    from shardwise.interop.transformers.prepared import prepare
-    from shardwise.interop.transformers.saving import save_pretrained
-    from shardwise.interop.transformers.trainer import CheckpointCallback, Trainer, trainer_class
+    from shardwise.interop.transformers.loading import from_pretrained as from_pretrained
+    from shardwise.interop.transformers.loading import load_weights as load_weights
+    from shardwise.interop.transformers.prepared import prepare as prepare
+    from shardwise.interop.transformers.saving import save_pretrained as save_pretrained
+    from shardwise.interop.transformers.trainer import CheckpointCallback as CheckpointCallback
+    from shardwise.interop.transformers.trainer import Trainer as Trainer
+    from shardwise.interop.transformers.trainer import trainer_class as trainer_class
 
 _HOMES = {
-    "CheckpointCallback": "trainer",
-    "Trainer": "trainer",
-    "from_pretrained": "loading",
-    "load_weights": "loading",
-    "prepare": "prepared",
-    "save_pretrained": "saving",
-    "trainer_class": "trainer",
+    "CheckpointCallback": "shardwise.interop.transformers.trainer",
+    "Trainer": "shardwise.interop.transformers.trainer",
+    "from_pretrained": "shardwise.interop.transformers.loading",
+    "load_weights": "shardwise.interop.transformers.loading",
+    "prepare": "shardwise.interop.transformers.prepared",
+    "save_pretrained": "shardwise.interop.transformers.saving",
+    "trainer_class": "shardwise.interop.transformers.trainer",
 }
 
-__all__ = [
-    "CheckpointCallback",
-    "Trainer",
-    "from_pretrained",
-    "load_weights",
-    "prepare",
-    "save_pretrained",
-    "trainer_class",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    from shardwise.versions import load_neighbour
-
-    load_neighbour("transformers", wanted_by=f"{__name__}.{name}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(
+    __name__, _HOMES, lambda name: load_neighbour("transformers", wanted_by=f"{__name__}.{name}")
+)

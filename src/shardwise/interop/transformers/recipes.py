@@ -89,7 +89,10 @@ def match_keys(
     made = [(Recipe((n,), (("", info),)), {n: info.shape}) for n, info in direct.items()]
     for name, parts in grouped.items():
         recipe = Recipe((name,), tuple(parts), by_pattern[parts[0][0]])
-        empty = [_on_meta(info) for _, info in parts]
+        empty = [
+            torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+            for _, info in parts
+        ]
         shapes = {n: tuple(t.shape) for n, t in convert(recipe, empty, model, report).items()}
         made.append((Recipe(tuple(shapes), recipe.parts, recipe.converter), shapes))
     return _of_right_shape(made, expected, report)
@@ -115,10 +118,6 @@ def convert(
     except SkipParameters:
         return {}
     return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
-
-
-def _on_meta(info: TensorInfo) -> torch.Tensor:
-    return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
 
 
 def _of_right_shape(

@@ -10,8 +10,6 @@ Each pass of a unit other than the root, which is one operation of a program, ad
 time on the host, and each recomputation that of checkpointing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError

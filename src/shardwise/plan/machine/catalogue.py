@@ -4,8 +4,6 @@
 ``make_cluster("H100", 64)``, which fills in what such machines are usually built with.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

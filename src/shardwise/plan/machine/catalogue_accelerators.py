@@ -7,8 +7,6 @@ is the figure; elsewhere it is the nominal capacity in GiB times the share of a 
 an RTX 4090), 0.925 where error correction takes a sixteenth of it (22.20 of 24 on an A10G).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from shardwise.plan.machine.hardware import Accelerator, canonical_dtype

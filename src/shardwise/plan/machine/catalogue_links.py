@@ -8,8 +8,6 @@ messages) and Simple (bulk). Issues are cited as owner/name#number. A vendor's d
 whitepaper that is named without a repository was quoted from memory, not read again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from shardwise.plan.machine.hardware import Host, Link

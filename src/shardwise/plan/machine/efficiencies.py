@@ -5,8 +5,6 @@ Values are few and belong to no row of a benchmark: the first table holds for al
 second for the family of one. Whoever fits one says so in its ``source``, with the rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -22,8 +22,6 @@ none was, a message goes either in the protocol of low latency at half the bandw
 of high latency at the full one, whichever is faster (NCCL's LL and Simple).
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections import Counter

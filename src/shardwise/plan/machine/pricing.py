@@ -15,8 +15,6 @@ the shard group is all ranks of the context and the shard axis. Llama 3 (arXiv
 inside the data parallel axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -17,8 +17,6 @@ names. Sums checked: Llama-3.1-8B eager 52 h + 2 h (transformers, measured 56 h)
 ladder from eager to compiled 8.8 GiB (measured 9.0).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -10,8 +10,6 @@ each update before it is added to the stream, and scales the rest up; in `eval()
 B windows, T positions, D dim, H query heads, K key/value heads, E of a head, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +26,7 @@ from shardwise.plan.model.config_keys import check_sizes, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
+from shardwise.spelling import did_you_mean
 
 MakeBatch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -100,7 +100,7 @@ def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> Mo
         name=name,
         seq=seq,
         build=lambda checkpointed: _on_meta(lambda: build(checkpointed)),
-        make_batch=_ids_and_targets,
+        make_batch=lambda micro_batch, seq: (_ids(micro_batch, seq), _ids(micro_batch, seq)),
         loss=lambda model, batch: model(*batch),
     )
 
@@ -108,10 +108,6 @@ def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> Mo
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()
-
-
-def _ids_and_targets(micro_batch: int, seq: int) -> tuple[Tensor, Tensor]:
-    return _ids(micro_batch, seq), _ids(micro_batch, seq)
 
 
 def _ids(micro_batch: int, seq: int) -> Tensor:
@@ -189,8 +185,7 @@ def _config_class(config: dict[str, Any], path: Path) -> Any:
 
     kind = str(config["model_type"])
     if kind not in CONFIG_MAPPING:
-        near = get_close_matches(kind, list(CONFIG_MAPPING), n=3)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = did_you_mean(kind, CONFIG_MAPPING, n=3)
         raise ConfigError(
             f"model: {path}: model_type {kind!r} is unknown to the installed transformers{hint}"
         )

@@ -5,10 +5,10 @@ Parameter counts follow from the shapes and are tested against the published one
 """
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from shardwise.errors import ConfigError
 from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
+from shardwise.spelling import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def find_preset(name: str) -> Preset:
     """
     key = name.lower()
     if key not in _SHAPES:
-        near = get_close_matches(key, _SHAPES, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+        hint = did_you_mean(key, _SHAPES, n=3, cutoff=0.4) or "."
         raise ConfigError(f"model: no preset {name!r}{hint} There are {', '.join(_SHAPES)}")
     seq, shape = _SHAPES[key]
     return Preset(key, shape, seq)

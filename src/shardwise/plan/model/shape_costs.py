@@ -12,8 +12,6 @@ not kept take. Step times of published runs (benchmarks/published.py) are met wi
 half of it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.plan.model.execution import Execution, layer_bytes, stream_bytes

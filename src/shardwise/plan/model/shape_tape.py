@@ -5,8 +5,6 @@ What a layer makes and keeps is in ``activations`` and ``execution``, what it co
 a pipeline has in flight are there from the tape's first work to its last.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.plan.model.activations import ffn_width

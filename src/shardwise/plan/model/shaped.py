@@ -1,7 +1,5 @@
 """A model to plan for whose tapes are its shape's formulas, for degrees that no trace shows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from shardwise.errors import ConfigError

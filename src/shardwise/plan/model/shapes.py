@@ -8,14 +8,12 @@ attention counts 4 s q per token, forward (scores, and scores times values), as 
 half of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Literal
 
 from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
 
 NormKind = Literal["layer", "rms"]
 
@@ -188,11 +186,8 @@ def shape_from_config(config: Mapping[str, object]) -> DecoderShape:
     """
     family = str(config.get("model_type", ""))
     if family not in _FAMILIES:
-        near = get_close_matches(family, _FAMILIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"config.json: model_type is {family!r}, known are {', '.join(_FAMILIES)}{hint}"
-        )
+        known = f"{', '.join(_FAMILIES)}{did_you_mean(family, _FAMILIES)}"
+        raise ConfigError(f"config.json: model_type is {family!r}, known are {known}")
     if family == "gpt2":
         get = _sizes(config, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
         return gpt_shape(*get[:4], positions=get[4])

@@ -142,8 +142,9 @@ class Tracker(TorchDispatchMode):
         if rule.is_free:
             return out
         flops = rule.flops(*args, **kwargs, out_val=out) if rule.flops else 0
-        if rule.causal_at >= 0 and _argument(rule.causal_at, args, kwargs):
-            flops //= 2
+        if rule.causal_at >= 0:
+            is_causal = [*args[rule.causal_at :], kwargs.get("is_causal", False)][0]
+            flops //= 2 if is_causal else 1
         if rule.workspace is not None:
             self._note_workspace(rule.workspace(*args, **kwargs, out_val=out))
         self._add_cost(rule, flops, args, kwargs, out)
@@ -202,10 +203,6 @@ class Tracker(TorchDispatchMode):
         cost[2] += 1
 
 
-def _argument(place: int, args: Any, kwargs: Any) -> Any:
-    return args[place] if place < len(args) else kwargs.get("is_causal", False)
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -257,16 +254,10 @@ def _grouped_flops(left: torch.Tensor, right: torch.Tensor, *rest: Any, **kwargs
     return 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-def _grouped_backward_flops(
-    left: torch.Tensor, right: torch.Tensor, *rest: Any, **kwargs: Any
-) -> int:
-    return 2 * _grouped_flops(left, right)
-
-
 _GROUPED: dict[str, Callable[..., int]] = {
     "_grouped_mm": _grouped_flops,
     "transformers::grouped_mm_fallback": _grouped_flops,
-    "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
+    "transformers::grouped_mm_fallback_backward": lambda *args, **kwargs: 2 * _grouped_flops(*args),
 }
 
 
@@ -279,8 +270,7 @@ _SAME_FLOPS = {
 }
 
 
-def _mask_of_rows(*args: Any, out_val: torch.Tensor, **kwargs: Any) -> int:
-    return out_val.numel()  # one bool per element, to find rows that are all -inf
-
-
-_WORKSPACE: dict[str, Callable[..., int]] = {"_safe_softmax": _mask_of_rows}
+_WORKSPACE: dict[str, Callable[..., int]] = {
+    # One bool per element, to find rows that are all -inf.
+    "_safe_softmax": lambda *args, out_val, **kwargs: out_val.numel(),
+}

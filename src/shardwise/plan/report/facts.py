@@ -5,8 +5,6 @@ under such a key there may be figures by name. What is under ``candidate`` are s
 names of their flags; ``micro_batch`` of a moment says in which one it is, from 0.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans as HTML: one file without anything to load, or a fragment for a notebook."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any

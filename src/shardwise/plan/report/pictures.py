@@ -4,8 +4,6 @@ Both are whole documents, may stand inside an HTML page, and follow the reader's
 setting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from shardwise import svg
@@ -66,7 +64,9 @@ def memory_svg(plan: Planned) -> str:
         parts += _memory_bar(plan, moment, top, scale)
         top += _BAR + _GAP
     if plan.capacity_bytes <= extent:
-        parts += _limit(_LEFT + plan.capacity_bytes * scale, 40, top, "device")
+        x = _LEFT + plan.capacity_bytes * scale
+        parts.append(svg.element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=40, y2=top))
+        parts.append(svg.text(x, 37, "device", 'text-anchor="middle"'))
     low, high = (_LEFT + b * scale for b in (plan.memory.low_bytes, plan.memory.high_bytes))
     said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
     parts.append(_bar(low, top, max(high - low, 2), "#7a828c", f"interval of the whole: {said}", 6))
@@ -164,13 +164,6 @@ def _describe_memory(plan: Planned) -> str:
         f"The peak is in {peak.phase} of {plan.unit_name(peak.unit)}: "
         f"{format_bytes(peak.ledger.total)}, of which {largest}."
     )
-
-
-def _limit(x: float, top: float, bottom: float, label: str) -> list[str]:
-    return [
-        svg.element("line", "limit", stroke_width=1.5, x1=x, x2=x, y1=top, y2=bottom),
-        svg.text(x, top - 3, label, 'text-anchor="middle"'),
-    ]
 
 
 def _legend(items: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:

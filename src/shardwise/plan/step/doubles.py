@@ -5,36 +5,29 @@ allocate, in the same order.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardwise.engine.schedule import ReduceQueue
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.footprint import Footprint, Reduce
 from shardwise.plan.step.issue import Issuer
+from shardwise.plan.step.ledger import Meter
 from shardwise.plan.step.messages import Message, whole
-from shardwise.plan.step.meter import Meter
 from shardwise.plan.step.offloading import Offloading
 from shardwise.stages import UnitSettings
 
 
+@dataclass(frozen=True)
 class Board:
     """What all doubles of a played step share."""
 
-    def __init__(
-        self,
-        meter: Meter,
-        issue: Issuer,
-        offloading: Offloading,
-        dtype: DtypeName,
-        settings: UnitSettings,
-    ) -> None:
-        self.meter = meter
-        self.issue = issue
-        self.offloading = offloading
-        self.dtype = dtype
-        self.settings = settings
-        self.num_shards = offloading.candidate.num_shards
-        self.num_replicas = offloading.candidate.num_replicas
+    meter: Meter
+    issue: Issuer
+    offloading: Offloading
+    candidate: Candidate
+    dtype: DtypeName
+    settings: UnitSettings
 
 
 class UnitDouble:
@@ -44,24 +37,6 @@ class UnitDouble:
     ``sums`` those of sums over micro-batches; ``has_grad`` tells whether ``p.grad`` is there, and
     ``buffer`` whether a gradient buffer is kept for the next step ("kept", or "lent" to p.grad).
     """
-
-    __slots__ = (
-        "_board",
-        "_pending",
-        "_staging",
-        "_state",
-        "buffer",
-        "full_bytes",
-        "grads",
-        "has_grad",
-        "in_backward",
-        "index",
-        "is_fresh",
-        "is_trained",
-        "settings",
-        "sums",
-        "weight",
-    )
 
     def __init__(self, index: int, weight: Footprint, reads: bool, board: Board) -> None:
         self.index = index
@@ -101,7 +76,7 @@ class UnitDouble:
         meter.add("gather_staging", self._staging)
         meter.phase = before
         issue.move(message.before, self._board.dtype, self.index, "unshard")
-        if self._board.num_shards > 1 and (message.num_messages or message.payload):
+        if self._board.candidate.num_shards > 1 and (message.num_messages or message.payload):
             self._pending = issue.collective("all_gather", "shard", message, self.index, "unshard")
         self.is_fresh = True
 

@@ -225,10 +225,6 @@ def _padding(group: _Group) -> int:
     return layout.shard_numel - num_params // layout.num_ranks
 
 
-def _trained_numels(group: _Group) -> list[int]:
-    return [p.numel for p, t in zip(group.layout.params, group.trained, strict=True) if t]
-
-
 def _updated_numels(group: _Group) -> list[int]:
     return [p.numel for p, t in zip(group.layout.params, group.updated, strict=True) if t]
 
@@ -287,11 +283,11 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
     out = grads = temporary = 0
     for group in groups:
         layout, wire = group.layout, group.reduce if local_sum else group.compute
-        grads += sum(_trained_numels(group)) * wire
         out += (layout.shard_numel if sharded else layout.full_numel) * group.reduce
         parts: dict[int, list[tuple[int, int]]] = {}
         for placed, trained in zip(layout.params, group.trained, strict=True):
             if trained:
+                grads += placed.numel * wire
                 parts.setdefault(placed.segment, []).append((placed.offset, placed.numel))
         segments = [(layout.segments[n], p) for n, p in parts.items() if layout.segments[n].numel]
         for segment, places in segments:

@@ -22,9 +22,8 @@ from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.plan.step.doubles import Board, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, Setting, footprint, setting_of
 from shardwise.plan.step.issue import Issuer
-from shardwise.plan.step.ledger import Ledger, Played
+from shardwise.plan.step.ledger import Ledger, Meter, Played
 from shardwise.plan.step.messages import Message
-from shardwise.plan.step.meter import Meter
 from shardwise.plan.step.offloading import Offloading
 from shardwise.stages import UnitSettings
 
@@ -86,7 +85,9 @@ class _Player:
         self._meter = Meter(self._rest())
         self._issue = Issuer()
         settings = UnitSettings(replace(setting.stage, reduce_every=self._reduce_every))
-        board = Board(self._meter, self._issue, self._offloading, tape.compute_dtype, settings)
+        board = Board(
+            self._meter, self._issue, self._offloading, candidate, tape.compute_dtype, settings
+        )
         self._units = [
             UnitDouble(i, w, u.backward_reads_params, board)
             for i, (w, u) in enumerate(zip(self._weights, tape.units, strict=True))
@@ -188,18 +189,15 @@ class _Player:
                 at_root=not self._stack,
             )
         elif visit.kind == "before_backward":
-            self._begin_backward()
+            if not self._in_backward:
+                self._reductions.finish()
+                self._schedule.begin_backward(self._order)
+                self._order = []
+                self._in_backward = True
             unit.in_backward = True
             self._schedule.before_backward(unit)
         else:
             self._close(unit)
-
-    def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._reductions.finish()
-            self._schedule.begin_backward(self._order)
-            self._order = []
-            self._in_backward = True
 
     def _close(self, unit: UnitDouble) -> None:
         unit.in_backward = False

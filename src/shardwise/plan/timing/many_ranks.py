@@ -14,8 +14,9 @@ walk the critical path back. The second pass, with the same noise, writes down t
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,7 +193,7 @@ def run_step(
             finished = np.maximum(finished, end)
         if write is not None:
             write(index, ready, start, end)
-    return _max_of(begin, free.values())
+    return reduce(np.maximum, free.values(), begin)
 
 
 def _latest(
@@ -220,9 +221,3 @@ def _duration(
     else:
         factor = np.ones((1, 1)) if noise is None else np.ones(grid.compute.shape)
     return seconds * factor if noise is None else seconds * factor * noise(factor.shape)
-
-
-def _max_of(first: Floats, others: Iterable[Floats]) -> Floats:
-    for other in others:
-        first = np.maximum(first, other)
-    return first

@@ -6,11 +6,11 @@ ranks of one shard group are neighbours.
 
 import math
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.plan.step.program import AxisName
+from shardwise.spelling import did_you_mean
 
 JitterKind = Literal["lognormal", "gamma"]
 
@@ -186,6 +186,5 @@ def _check_factor(field: str, value: float) -> None:
 def _check_name(field: str, value: object, names: tuple[str, ...]) -> None:
     if value in names:
         return
-    near = get_close_matches(str(value), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(str(value), names)
     raise ConfigError(f"{field}={value!r}: expected one of {', '.join(map(repr, names))}{hint}")

@@ -23,8 +23,9 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,6 @@ from shardwise.plan.timing.scenario import Scenario
 
 _WORKERS = ("compute", "cpu")
 _NETWORKS = ("shard", "replicate")
-T = TypeVar("T")
 
 
 class CriticalOp(NamedTuple):
@@ -59,16 +59,10 @@ class Spread:
     maximum_s: float
 
 
-class _OfSlowest(Generic[T]):
-    """An attribute that is the slowest rank's."""
-
-    def __init__(self, get: Callable[[RankRun], T]) -> None:
-        self._get = get
-
-        self.__doc__ = getattr(RankRun, get.__code__.co_names[0]).__doc__
-
-    def __get__(self, simulated: "Simulated | None", owner: type) -> Any:
-        return self if simulated is None else self._get(simulated.slowest)
+def _of_slowest(name: str) -> Any:
+    """Return a property of `Simulated` that is the slowest rank's."""
+    get = attrgetter(f"slowest.{name}")
+    return property(get, doc=getattr(RankRun, name).__doc__)
 
 
 @dataclass(frozen=True)
@@ -108,14 +102,14 @@ class Simulated:
         return self.ranks[0]
 
     # See `RankRun`.
-    compute_s = _OfSlowest(lambda run: run.compute_s)
-    communication_s = _OfSlowest(lambda run: run.communication_s)
-    exposed_s = _OfSlowest(lambda run: run.exposed_s)
-    overlap = _OfSlowest(lambda run: run.overlap)
-    bubble_s = _OfSlowest(lambda run: run.bubble_s)
-    busy_s = _OfSlowest(lambda run: run.busy_s)
-    phase_s = _OfSlowest(lambda run: run.phase_s)
-    unit_times = _OfSlowest(lambda run: run.unit_times)
+    compute_s = _of_slowest("compute_s")
+    communication_s = _of_slowest("communication_s")
+    exposed_s = _of_slowest("exposed_s")
+    overlap = _of_slowest("overlap")
+    bubble_s = _of_slowest("bubble_s")
+    busy_s = _of_slowest("busy_s")
+    phase_s = _of_slowest("phase_s")
+    unit_times = _of_slowest("unit_times")
 
     @property
     def critical_s(self) -> Mapping[str, float]:

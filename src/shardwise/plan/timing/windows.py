@@ -12,8 +12,6 @@ steps, times how much longer noise makes a step on average; so many steps are av
 thousands of operations are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

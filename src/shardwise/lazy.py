@@ -1,0 +1,22 @@
+"""Names of a package that are imported on first use."""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazily(
+    package: str, homes: Mapping[str, str], before: Callable[[str], object] = lambda name: None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package, whose names live in modules.
+
+    ``before`` is called with a name before it is imported.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        before(name)
+        return getattr(import_module(homes[name]), name)
+
+    return get, lambda: sorted([*vars(import_module(package)), *homes])
