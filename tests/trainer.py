@@ -32,6 +32,8 @@ LAYOUTS = [
 ]
 # Every stage once, and both layouts where full parameters are freed.
 SPREAD = [LAYOUTS[n] for n in (0, 3, 4, 6, 7)]
+# Two halves: every stage once in each, with the other layout.
+HALVES = [LAYOUTS[n] for n in (0, 3, 4, 7)], [LAYOUTS[n] for n in (1, 2, 5, 6)]
 ENDS = [{"stage": 1}, {"stage": 3}, {"stage": 3, "layout": "flat"}]
 
 
