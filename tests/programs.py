@@ -107,6 +107,7 @@ class Program:
         self.process.join(HANG_S)
         if (code := self.process.exitcode) is None:
             self.process.kill()
+            self.process.join()
             raise TimeoutError(f"{self.process.name} hangs")
         return (code, *self.printed())
 
@@ -114,12 +115,15 @@ class Program:
         return [Path(self.folder, name).read_text() for name in ("out", "err")]
 
 
-def start_program(folder: Path, program: str, *arguments: object) -> Program:
-    """Start a module that prints into the folder; the ranks that it launches are forked."""
+def start_program(
+    folder: Path, program: Path | str, *arguments: object, launches: bool = False
+) -> Program:
+    """Start a script or a module that prints into the folder; see `run_program`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    argv = [program, *map(str, arguments)]
-    how = (environment, os.getcwd(), sys.path, str(folder), True)
-    return Program(forked(_become, (False, argv, *how), program), folder)
+    argv = [str(program), *map(str, arguments)]
+    how = (environment, os.getcwd(), sys.path, str(folder), launches)
+    process = forked(_become, (isinstance(program, Path), argv, *how), str(program))
+    return Program(process, folder)
 
 
 def is_running(pid: int | str) -> bool:
@@ -174,8 +178,8 @@ def _become(
     torch.set_num_threads(1)
     gc.freeze()
     sys.path[:] = [str(Path(argv[0]).parent), *path] if is_script else path
+    os.setsid()
     if may_launch:
-        os.setsid()
         _fork_what_is_launched()
     _run(is_script, argv)
 

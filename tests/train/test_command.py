@@ -166,7 +166,16 @@ def test_a_signal_ends_all_ranks_after_their_step(
     tiny: Path, number: signal.Signals, flags: list[object], hint: str
 ) -> None:
     job = start_program(
-        tiny.parent, "shardwise", "train", tiny, "--ranks", 2, "--steps", 100_000, *flags
+        tiny.parent,
+        "shardwise",
+        "train",
+        tiny,
+        "--ranks",
+        2,
+        "--steps",
+        100_000,
+        *flags,
+        launches=True,
     )
     path = tiny.parent / "run" / "metrics.jsonl"
     wait_for_a_step(tiny)
@@ -183,7 +192,9 @@ def test_a_signal_ends_all_ranks_after_their_step(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named(tiny: Path) -> None:
-    job = start_program(tiny.parent, "shardwise", "train", tiny, "--ranks", 2, "--steps", 100_000)
+    job = start_program(
+        tiny.parent, "shardwise", "train", tiny, "--ranks", 2, "--steps", 100_000, launches=True
+    )
     wait_for_a_step(tiny)
     other, victim = job.ranks
     os.kill(other, signal.SIGSTOP)  # it would fail too, and perhaps be seen first
@@ -216,7 +227,9 @@ def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None
 @pytest.mark.slow
 def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
     saving = ["--ranks", 2, "--save-every", 90_000]
-    job = start_program(tiny.parent, "shardwise", "train", tiny, *saving, "--steps", 100_000)
+    job = start_program(
+        tiny.parent, "shardwise", "train", tiny, *saving, "--steps", 100_000, launches=True
+    )
     wait_for_a_step(tiny)
     ranks = job.ranks
     assert len(ranks) == 2

@@ -324,7 +324,7 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     common = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
     common += ["--ranks=2", "--save-every=1", f"--output={tmp_path / 'parts'}", "--resume=auto"]
     path = tmp_path / "parts" / "metrics.jsonl"
-    job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000")
+    job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000", launches=True)
     deadline = time.monotonic() + HANG_S
     while not (path.exists() and '"step": 6,' in path.read_text()):
         assert job.process.is_alive() and time.monotonic() < deadline
