@@ -17,9 +17,9 @@ from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.model.tracing import trace
 
 SHAPES = {
-    "llama": llama_shape(8, 64, 4, 2, 96, 300),
-    "tied llama": llama_shape(8, 64, 4, 4, 96, 300, tied=True),
-    "gpt": gpt_shape(8, 64, 4, 300, positions=64),
+    "llama": llama_shape(6, 64, 4, 2, 96, 300),
+    "tied llama": llama_shape(6, 64, 4, 4, 96, 300, tied=True),
+    "gpt": gpt_shape(6, 64, 4, 300, positions=64),
 }
 
 
@@ -34,8 +34,10 @@ def options(source: ModelSource, micro_batch: int = 2) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "checkpointed"),
+    [("llama", True), ("tied llama", False), ("gpt", True), ("gpt", False)],
+)
 def test_two_shallow_depths_give_the_whole_tape_event_by_event(
     kind: str, checkpointed: bool
 ) -> None:

@@ -53,10 +53,13 @@ def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model: s
     check(sample_of(model, "fp32"))
 
 
-@pytest.mark.parametrize("model", ["decoder", "gpt2"])
-def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(model: str) -> None:
+@pytest.mark.parametrize(("model", "checkpointed"), [("decoder", True), ("gpt2", False)])
+def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(
+    model: str, checkpointed: bool
+) -> None:
+    """In one cell each: most processors have no fast products in bf16."""
     needs_transformers(model)
-    check(sample_of(model, "bf16"))
+    check([c for c in sample_of(model, "bf16") if c.checkpointed is checkpointed])
 
 
 def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:
