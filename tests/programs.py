@@ -225,18 +225,23 @@ def _fork_on_demand(pipe: connection.Connection) -> None:
             argv, environment = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
+        told, tells = os.pipe()
         between = os.fork()
         if between == 0:
             parent = os.getpid()
             rank = os.fork()
             if rank:
-                pipe.send(rank)
+                os.write(tells, str(rank).encode())
                 os._exit(0)
-            pipe.close()
+            for end in (pipe.fileno(), told, tells):
+                os.close(end)
             while os.getppid() == parent:  # it is not the launcher's child yet
                 time.sleep(0.001)
             _end_as(argv, environment)
-        os.waitpid(between, 0)
+        os.close(tells)
+        os.waitpid(between, 0)  # only now is the rank a child that the launcher may wait for
+        pipe.send(int(os.read(told, 32)))
+        os.close(told)
 
 
 def _end_as(argv: list[str], environment: dict[str, str]) -> None:
