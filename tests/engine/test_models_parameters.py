@@ -285,7 +285,7 @@ class OddShapes(Stack):
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_scalar_empty_and_tiny_parameters_train(world_size: int) -> None:
-    run_ranks(compare, world_size, OddShapes, SPREAD)
+    run_ranks(compare, world_size, OddShapes, SPREAD if world_size == 3 else ENDS)
 
 
 class OnlyEmptyOnSomeRanks(nn.Module):
