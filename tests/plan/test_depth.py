@@ -17,9 +17,9 @@ from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.model.tracing import trace
 
 SHAPES = {
-    "llama": llama_shape(6, 64, 4, 2, 96, 300),
-    "tied llama": llama_shape(6, 64, 4, 4, 96, 300, tied=True),
-    "gpt": gpt_shape(6, 64, 4, 300, positions=64),
+    "llama": llama_shape(8, 64, 4, 2, 96, 300),
+    "tied llama": llama_shape(8, 64, 4, 4, 96, 300, tied=True),
+    "gpt": gpt_shape(8, 64, 4, 300, positions=64),
 }
 
 
