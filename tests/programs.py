@@ -141,6 +141,14 @@ def run_example(name: str, *arguments: object, num_ranks: int | None = 2) -> str
     return done.stdout
 
 
+def torchrun(*arguments: object) -> str:
+    """Let torchrun itself launch two ranks from the root; return what they print."""
+    options = ("--standalone", "--nproc-per-node", 2)
+    done = run_program("torch.distributed.run", *options, *arguments, cwd=ROOT, launches=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def as_of_torchrun(rank: int, num_ranks: int, port: int) -> Mapping[str, str]:
     """Return the environment that torchrun gives a rank; the store on the port is there already."""
     numbers = {
@@ -209,9 +217,10 @@ def _fork_what_is_launched() -> None:
 
     class Forked(subprocess.Popen[str]):
         def _execute_child(self, args: Any, *others: Any) -> None:
-            _, module, *arguments = args[1:]
-            assert list(args[:2]) == [sys.executable, "-m"], args
-            ours.send(([module, *arguments], others[5]))
+            python, *command = (arg for arg in args if arg != "-u")
+            assert python == sys.executable, args
+            is_script = command[0] != "-m"
+            ours.send((is_script, command if is_script else command[1:], others[5]))
             self.pid = ours.recv()
             self._child_created = True
 
@@ -222,7 +231,7 @@ def _fork_on_demand(pipe: connection.Connection) -> None:
     """Fork a rank for each request, until the launcher is gone."""
     while True:
         try:
-            argv, environment = pipe.recv()
+            is_script, argv, environment = pipe.recv()
         except (EOFError, OSError):
             os._exit(0)
         told, tells = os.pipe()
@@ -237,15 +246,15 @@ def _fork_on_demand(pipe: connection.Connection) -> None:
                 os.close(end)
             while os.getppid() == parent:  # it is not the launcher's child yet
                 time.sleep(0.001)
-            _end_as(argv, environment)
+            _end_as(is_script, argv, environment)
         os.close(tells)
         os.waitpid(between, 0)  # only now is the rank a child that the launcher may wait for
         pipe.send(int(os.read(told, 32)))
         os.close(told)
 
 
-def _end_as(argv: list[str], environment: dict[str, str]) -> None:
-    """Run a module to the end of this process."""
+def _end_as(is_script: bool, argv: list[str], environment: dict[str, str]) -> None:
+    """Run a script or a module to the end of this process."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -253,7 +262,9 @@ def _end_as(argv: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     code: Any = 1
     try:
-        _run(False, argv)
+        if is_script:
+            sys.path.insert(0, str(Path(argv[0]).parent))
+        _run(is_script, argv)
         code = 0
     except SystemExit as ended:
         code = ended.code or 0
