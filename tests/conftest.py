@@ -3,6 +3,7 @@
 import getpass
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,56 @@ settings.register_profile(
 settings.load_profile("shardwise")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# Files of few tests that take long; a worker that is left alone with one at the end would be late.
+FIRST = (
+    "checkpoint/test_any_to_any.py",
+    "checkpoint/test_hostile.py",
+    "checkpoint/test_kills.py",
+    "engine/test_parity.py",
+    "engine/test_parity_precision.py",
+    "interop/test_accelerate.py",
+    "interop/test_fully_shard.py",
+    "interop/test_lightning.py",
+    "interop/test_torch_features.py",
+    "interop/test_transformers_loading.py",
+    "interop/test_transformers_trainer.py",
+    "plan/test_memory_matrix.py",
+    "plan/test_play_ranks.py",
+    "test_shard_tensor_draws.py",
+    "test_shard_tensor_optimizers.py",
+    "test_shard_tensor_sweep.py",
+    "train/test_command.py",
+    "train/test_resume.py",
+    "train/test_same_losses.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # it would sort files by their number of tests
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # xdist gives out files in the order of their first tests
+        _sort_for_workers(items)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
+
+
+def _sort_for_workers(items: list[pytest.Item]) -> None:
+    """Put the longest files first, then those of most tests."""
+    folder = Path(__file__).parent
+    num_tests = Counter(item.path for item in items)
+
+    def turn(item: pytest.Item) -> tuple[bool, int]:
+        is_long = item.path.relative_to(folder).as_posix() in FIRST
+        return not is_long, -num_tests[item.path]
+
+    items.sort(key=turn)
 
 
 def pytest_sessionfinish() -> None:

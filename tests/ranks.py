@@ -56,7 +56,8 @@ PRELOADED = [
     "hypothesis",
     "pytest",
     "ranks",
-    "shardwise",
+    "preloaded",
+    "torch.distributed.pipelining",
     # What tests of other libraries import in every rank; what is not installed is passed over.
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",

@@ -2,20 +2,14 @@
 
 import ast
 import importlib
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import programs
 import shardwise
-from ranks import HANG_S
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
@@ -184,58 +178,22 @@ def test_the_table_of_costs_follows_from_the_table_of_stages() -> None:
                 assert value_of(passes, *sizes) == passes_of(stage, num_micro_batches)
 
 
-def run_example(arguments: list[str]) -> str:
-    """Run an example from the root as a reader would; if it hangs, end it with its ranks."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise
-    assert process.returncode == 0, err
-    return out
-
-
 def losses_in(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
 
 
 LOOP = "examples/train_loop.py"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-EXAMPLES = {
-    "alone, stage 3": [LOOP, "--ranks", "2", "--stage", "3"],
-    "torchrun, stage 1": [*TORCHRUN, LOOP, "--stage", "1"],
-}
-
-
-@pytest.fixture(scope="module")
-def outputs() -> Iterator[dict[str, Future[str]]]:
-    """Run the examples, two at a time: while one starts its ranks, it has work for one core."""
-    pool = ThreadPoolExecutor(2)
-    yield {name: pool.submit(run_example, arguments) for name, arguments in EXAMPLES.items()}
-    pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("launch", "stage"), [("alone", 3), ("torchrun", 1)])
 def test_the_loop_of_the_readme_learns_on_two_ranks_however_they_are_launched(
-    outputs: dict[str, Future[str]], launch: str, stage: int
+    launch: str, stage: int
 ) -> None:
-    out = outputs[f"{launch}, stage {stage}"].result()
+    if launch == "torchrun":
+        out = programs.torchrun(LOOP, "--stage", stage)
+    else:
+        out = programs.run_example("train_loop.py", "--ranks", 2, "--stage", stage, num_ranks=None)
     first, *_, last = losses_in(out)
     assert last < first / 2
     assert f"stage {stage} over 2 ranks" in out and "Stats(param_shard_bytes=" in out

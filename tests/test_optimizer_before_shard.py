@@ -59,7 +59,8 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def check_adoption(rank: int, world_size: int) -> None:
     for number, (label, make) in enumerate(MAKE.items()):
-        for trained_before in (False, True):
+        one_way = (number + world_size // 2) % 2 == 1
+        for trained_before in (False, True) if world_size == 2 else (one_way,):
             stage, layout = (number + trained_before) % 4, ("rows", "flat")[number % 2]
             what = f"{label}, stage {stage}, {layout}, trained before: {trained_before}"
             plain, model = make_model(), make_model()

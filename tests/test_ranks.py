@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ranks as module
-from programs import run_program
+from programs import is_running, run_program
 from ranks import RankError, run_ranks, run_sizes, start_ranks
 
 
@@ -65,14 +65,6 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = module.HANG_S) 
 def pids_in(folder: Path) -> list[str]:
     """Return what `wait_for_the_others` has written there so far."""
     return [pid for path in sorted(folder.iterdir()) if (pid := path.read_text())]
-
-
-def is_running(pid: int | str) -> bool:
-    """Look at the process table; a zombie that nobody has waited for does not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def pid_of(rank: int, world_size: int) -> int:
@@ -223,6 +215,7 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; sys.path[:0] = sys.argv[1].split(':')\n"
         "import ranks, test_ranks\n"
+        "ranks.PRELOADED[:] = ['torch.distributed']\n"
         "if __name__ == '__main__':\n"
         "    group = ranks.start_ranks(test_ranks.wait_for_the_others, 2, sys.argv[2])\n"
         "    time.sleep(600)\n"

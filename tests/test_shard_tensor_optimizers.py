@@ -23,7 +23,8 @@ from shardwise.errors import ShardError
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LAYOUTS = ("rows", "flat")
 # Each optimizer has two of these at each number of ranks, which lie four apart: at two ranks and
-# three it meets all four stages and both layouts.
+# three it meets all four stages and both layouts. Those that can do without `foreach` do so at two
+# ranks, and have it at three.
 COMBINATIONS = [(s, LAYOUTS[x]) for s, x in ((0, 0), (1, 1), (0, 1), (1, 0))]
 COMBINATIONS += [(s, LAYOUTS[x]) for s, x in ((3, 1), (2, 0), (3, 0), (2, 1))]
 STEPS = 2
@@ -120,6 +121,8 @@ def check_optimizers(rank: int, world_size: int, every: bool = False) -> None:
         (WHOLE, torch.float64, OF_WHOLE),
     ):
         for number, (label, make) in enumerate(table.items()):
+            if table is ELEMENTWISE and world_size > 1 and (number + world_size) % 2 and not every:
+                continue
             expected = expected_after(make, world_size, dtype)
             drawn = COMBINATIONS[(number + world_size) % 4 :: 4]
             for stage, layout in COMBINATIONS if every else drawn:

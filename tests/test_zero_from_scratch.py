@@ -107,7 +107,7 @@ def test_every_stage_has_the_bits_of_the_plain_loop(world_size: int) -> None:
         assert_took_the_same_steps([result[stage] for result in results], truth)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("stages", [[0, 1], [2, 3]])
 def test_accumulation_has_the_bits_of_its_order_of_sums(world_size: int, stages: list[int]) -> None:
     truth = train_plain(world_size, 3, reduce_each_micro_batch=stages == [2, 3])
@@ -134,7 +134,7 @@ def test_any_elementwise_optimizer_works_on_shards(
         assert_took_the_same_steps([result[stage] for result in results], truth)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_clipping_differs_by_the_rounding_of_one_norm(world_size: int) -> None:
     """In fp64 by SGD: what a gradient is off by shows in the parameters, and roundings hardly."""
     options = {"dtype": torch.float64, "optimizer_factory": partial(torch.optim.SGD, lr=0.1)}

@@ -32,7 +32,17 @@ LAYOUTS = [
 ]
 # Every stage once, and both layouts where full parameters are freed.
 SPREAD = [LAYOUTS[n] for n in (0, 3, 4, 6, 7)]
+# Two halves: every stage once in each, with the other layout.
+HALVES = [LAYOUTS[n] for n in (0, 3, 4, 7)], [LAYOUTS[n] for n in (1, 2, 5, 6)]
 ENDS = [{"stage": 1}, {"stage": 3}, {"stage": 3, "layout": "flat"}]
+
+
+def sample(turn: int) -> list[dict[str, Any]]:
+    """Return both layouts where full parameters are freed, and one of the other settings in turn.
+
+    For families of models, which together take every setting.
+    """
+    return [LAYOUTS[turn % 6], *LAYOUTS[6:]]
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """What was saved under one setting is loaded under another: every bit of it, and training goes on.
 
-A setting is a number of ranks, a stage, a layout, a partition into units and a precision. Sixty
+A setting is a number of ranks, a stage, a layout, a partition into units and a precision. Forty
 pairs of them are drawn by a fixed seed; `campaigns/any_to_any.py` takes all that there are.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import shardwise
 from ranks import run_sizes
@@ -21,6 +23,7 @@ from saving import (
     Run,
     Setting,
     all_settings,
+    bits,
     build,
     differences,
     state_folder,
@@ -28,7 +31,7 @@ from saving import (
     truth_of,
 )
 
-NUM_PAIRS = 60
+NUM_PAIRS = 40
 REPLICATED = (
     Setting(4, 3, "rows", "found", "fp32", 2),
     Setting(4, 1, "flat", "linear", "fp32", 2),
@@ -38,15 +41,15 @@ Pair = tuple[Setting, Setting]
 Job = tuple[Setting, Path]
 
 
-def draw_pairs(seed: int = 20) -> list[Pair]:
+def draw_pairs(seed: int = 19) -> list[Pair]:
     """Draw pairs so that each setting's parts appear on both sides; large sizes only rarely."""
     draw = random.Random(seed)
     settings = all_settings()
-    weights = [{1: 6, 2: 8, 3: 8, 4: 3, 5: 1, 8: 1}[s.num_ranks] for s in settings]
+    weights = [{1: 8, 2: 10, 3: 6, 4: 2, 5: 1, 8: 1}[s.num_ranks] for s in settings]
     pairs: list[Pair] = [(REPLICATED[0], Setting(3)), (Setting(3), REPLICATED[0])]
     pairs += [(REPLICATED[1], REPLICATED[2]), (REPLICATED[2], Setting(2, 0, "flat", "linear"))]
     pairs += [(Setting(8, 3, "flat", "linear"), Setting(1)), (Setting(5), Setting(8, 3, "flat"))]
-    savers = [saver for saver, _ in pairs] + draw.choices(settings, weights, k=18)
+    savers = [saver for saver, _ in pairs] + draw.choices(settings, weights, k=14)
     while len(pairs) < NUM_PAIRS:
         pair = (draw.choice(savers), *draw.choices(settings, weights))
         if pair not in pairs:
@@ -55,6 +58,41 @@ def draw_pairs(seed: int = 20) -> list[Pair]:
 
 
 PAIRS = draw_pairs()
+
+
+def write_truth(path: Path, truth: tuple[dict[str, Any], float, dict[str, Any]]) -> None:
+    """Write tensors as arrays: a pickle of a hundred tensors takes as long as the run itself."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return Array(value.dtype, value.shape, bits(value).numpy().tobytes())
+
+    before, loss, after = truth
+    kept = [{key: plain(value) for key, value in state.items()} for state in (before, after)]
+    path.write_bytes(pickle.dumps((kept[0], loss, kept[1])))
+
+
+def read_truth(path: Path) -> tuple[dict[str, Any], float, dict[str, Any]]:
+    def whole(value: Any) -> Any:
+        return value.tensor() if isinstance(value, Array) else value
+
+    before, loss, after = pickle.loads(path.read_bytes())
+    read = [{key: whole(value) for key, value in state.items()} for state in (before, after)]
+    return read[0], loss, read[1]
+
+
+class Array(NamedTuple):
+    """A tensor as its bytes."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    of: bytes
+
+    def tensor(self) -> Tensor:
+        if not self.of:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(bytearray(self.of), dtype=self.dtype).reshape(self.shape)
 
 
 def train_and_save(rank: int, world_size: int, jobs: list[Job]) -> None:
@@ -67,7 +105,7 @@ def train_and_save(rank: int, world_size: int, jobs: list[Job]) -> None:
         shardwise.save(folder / "saved", run.model, run.optimizer, step=3, extra=extra)
         now = truth_of(run)
         loss = take_step(run, 3, norm=False)
-        torch.save((now, loss, truth_of(run)), folder / f"truth-{rank}.pt")
+        write_truth(folder / f"truth-{rank}", (now, loss, truth_of(run)))
 
 
 def load_and_compare(
@@ -83,11 +121,10 @@ def compare(rank: int, saver: Setting, loader: Setting, root: Path, used: bool) 
     """Load and return what differs from the truth; a ``used`` model has trained before."""
     folder = state_folder(root, saver)
     from_rank = rank % saver.num_ranks
-    before, loss, after = torch.load(folder / f"truth-{from_rank}.pt", weights_only=True)
+    before, loss, after = read_truth(folder / f"truth-{from_rank}")
     run = build(loader, seed=11)
     if used:
         take_step(run, 50)
-        take_step(run, 51)
     loaded = shardwise.load(folder / "saved", run.model, run.optimizer, step=3, extra=run.extra)
     problems = differences(truth_of(run), before)
     here, mine = loaded.extra["mine"]

@@ -51,8 +51,7 @@ ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
 
 
 @pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("who", ["first", "last", "all"])
+@pytest.mark.parametrize(("who", "ranks"), [("all", 1), ("first", 3), ("last", 3), ("all", 3)])
 def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
     ranks: int, replace: bool, who: str
 ) -> None:

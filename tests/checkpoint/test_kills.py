@@ -11,15 +11,13 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks import HANG_S
+from programs import start_program
 
 SOAK = Path(__file__).parents[1] / "campaigns" / "soak.py"
 
@@ -33,17 +31,12 @@ class Campaign:
         self, name: str, trials: int, jobs: int, seed: int, folder: Path, *how: str
     ) -> None:
         self.trials = trials
-        self.said = (folder / "out", folder / "err")
-        command = [sys.executable, str(SOAK), name, "--trials", str(trials), "--seed", str(seed)]
-        command += ["--jobs", str(jobs), "--json", "--folder", str(folder)]
-        command += how
-        with self.said[0].open("w") as out, self.said[1].open("w") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True)
+        options = ("--trials", trials, "--seed", seed, "--jobs", jobs, "--folder", folder)
+        self.program = start_program(folder, SOAK, name, *options, "--json", *how)
 
     def found(self) -> dict[str, int]:
         """Return the verdicts. A violation fails the test with what replays it."""
-        code = self.process.wait(timeout=HANG_S)
-        out, err = (path.read_text() for path in self.said)
+        code, out, err = self.program.finish()
         assert code == 0, err[-8000:]
         counted: dict[str, Any] = json.loads(out)
         assert sum(counted["verdicts"].values()) == self.trials and not counted["violations"]
@@ -53,8 +46,8 @@ class Campaign:
     def end(self) -> None:
         """Kill what still runs of it; ranks die with the process that forked them."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.program.pid, signal.SIGKILL)
+        self.program.process.join()
 
 
 @pytest.fixture(scope="module")

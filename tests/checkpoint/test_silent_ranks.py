@@ -2,6 +2,7 @@
 
 import signal
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from disk import FaultyFiles
 from models import Stack
-from ranks import run_ranks, start_ranks
+from ranks import Outcome, Ranks, run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import steps_in
@@ -74,25 +75,56 @@ def short_mesh_of(model: Any) -> Any:
     return engine_of(model).comm.axes.mesh
 
 
+CALLS = ("save", "load", "behind", "shard")
+
+
+@dataclass
+class Stopped:
+    """Ranks of which one was stopped in its turn."""
+
+    folder: Path
+    ranks: Ranks
+
+    def stop_one(self) -> None:
+        while len(list(self.folder.glob("ready*"))) < 3:
+            assert all(process.is_alive() for process in self.ranks.processes)
+            time.sleep(0.01)
+        self.ranks.kill(VICTIM, signal.SIGSTOP)
+        (self.folder / "stopped").touch()
+
+    def outcomes(self) -> list[Outcome]:
+        for rank in (0, 2):
+            self.ranks.processes[rank].join(WAIT_S)
+        self.ranks.kill(VICTIM)
+        return self.ranks.wait(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
+    """Start all at once: they mostly wait."""
+    found = {}
+    for what in CALLS:
+        folder = tmp_path_factory.mktemp(what)
+        ranks = start_ranks(call_while_one_is_stopped, 3, what, str(folder))
+        found[what] = Stopped(folder, ranks)
+    for one in found.values():
+        one.stop_one()
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["save", "load", "behind", "shard"])
-def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(tmp_path: Path, what: str) -> None:
-    ranks = start_ranks(call_while_one_is_stopped, 3, what, str(tmp_path))
-    while len(list(tmp_path.glob("ready*"))) < 3:
-        assert all(process.is_alive() for process in ranks.processes)
-        time.sleep(0.01)
-    ranks.kill(VICTIM, signal.SIGSTOP)
-    (tmp_path / "stopped").touch()
-    for rank in (0, 2):
-        ranks.processes[rank].join(WAIT_S)
-    ranks.kill(VICTIM)
-    for outcome in ranks.wait(WAIT_S):
+@pytest.mark.parametrize("what", CALLS)
+def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(
+    stopped: dict[str, Stopped], what: str
+) -> None:
+    folder = str(stopped[what].folder)
+    for outcome in stopped[what].outcomes():
         if outcome.rank != VICTIM:
             assert outcome.ok, outcome.describe()
             text, steps = outcome.result
             assert steps == [1]
             if what != "shard":  # training's own group finds it first
-                assert "rank 1 did not come within 4 s" in text and str(tmp_path) in text, text
+                assert "rank 1 did not come within 4 s" in text and folder in text, text
 
 
 class SlowFiles(FaultyFiles):

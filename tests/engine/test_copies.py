@@ -19,7 +19,7 @@ from shardwise import ShardTensor, accumulate, gathered, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
 from trainer import (
-    LAYOUTS,
+    SPREAD,
     adamw,
     assert_same_run,
     full_grads,
@@ -53,7 +53,7 @@ def make_normed() -> nn.Module:
 
 def check_copy(rank: int, world_size: int) -> None:
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
-    for options in LAYOUTS:
+    for options in SPREAD:
         model = shard(make_normed(), **options)
         model.watched = [model.head.weight]  # another place that refers to a parameter
         mean_square(model, batch).backward()
@@ -96,7 +96,7 @@ def check_copies_train(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, 3)
     torch.manual_seed(0)
     truth = train_plain(Stack(), steps, mean_square)
-    for options in LAYOUTS:
+    for options in SPREAD:
         torch.manual_seed(0)
         copied = copy.deepcopy(shard(Stack(), **options))
         assert_same_run(train_sharded(copied, steps, mean_square), truth)
@@ -273,7 +273,7 @@ def test_names_that_people_look_for_say_what_to_do() -> None:
 def check_no_sync(rank: int, world_size: int) -> None:
     """`no_sync` for all but the last micro-batch, as people write it for DDP, is `accumulate`."""
     ((first, second, third),) = make_steps(world_size, 1, 3)
-    for options in LAYOUTS:
+    for options in SPREAD:
         found = []
         for by_name in (True, False):
             torch.manual_seed(0)

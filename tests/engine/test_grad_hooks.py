@@ -12,7 +12,7 @@ from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import ShardError
-from trainer import LAYOUTS, STAGES, adamw, full, full_parameters, make_steps, mean_square
+from trainer import SPREAD, STAGES, adamw, full, full_parameters, make_steps, mean_square
 
 
 def step_in_backward(model: nn.Module, make_optimizer: Any) -> dict[Any, Any]:
@@ -59,7 +59,7 @@ def test_an_optimizer_in_backward_takes_the_steps_of_the_plain_loop(world_size: 
 
 def check_calls(rank: int, world_size: int) -> None:
     """Once per window, with the mean, in one order on all ranks, whatever a rank has used."""
-    for options in LAYOUTS:
+    for options in SPREAD:
         torch.manual_seed(0)
         model = shard(Experts(), **options)
         names = {p: name for name, p in model.named_parameters()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from models import Block, Stack
 from ranks import run_ranks
 from shardwise import fully_shard
-from trainer import LAYOUTS, compare
+from trainer import SPREAD, compare
 
 
 class Skipped(Block):
@@ -44,7 +44,7 @@ class Wrapped(nn.Module):
 def test_a_unit_is_not_over_when_one_that_handed_its_output_on_begins(
     make_model: Any, world_size: int
 ) -> None:
-    settings = [{**options, "units": ["Block", "Skipped", "Skipping"]} for options in LAYOUTS]
+    settings = [{**options, "units": ["Block", "Skipped", "Skipping"]} for options in SPREAD]
     settings = [s if make_model is Wrapped else {**s, "units": s["units"][:2]} for s in settings]
     run_ranks(compare, world_size, make_model, settings)
 

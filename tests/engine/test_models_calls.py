@@ -21,6 +21,7 @@ from trainer import (
     full_parameters,
     make_steps,
     mean_square,
+    sample,
 )
 
 Pair = namedtuple("Pair", "first second")
@@ -53,10 +54,14 @@ class Siamese(Stack):
         return self.head(self.blocks[1](first) * self.blocks[1](second.detach()))
 
 
+SEVERAL_TIMES = [CalledTwice, Looped, Siamese]
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("make_model", [CalledTwice, Looped, Siamese])
+@pytest.mark.parametrize("make_model", SEVERAL_TIMES)
 def test_a_unit_may_run_several_times_in_a_step(make_model: Any, world_size: int) -> None:
-    run_ranks(compare, world_size, make_model, SPREAD)
+    settings = sample(2 * SEVERAL_TIMES.index(make_model) + world_size // 2)
+    run_ranks(compare, world_size, make_model, settings)
 
 
 class Outer(nn.Module):
@@ -220,9 +225,12 @@ class ChunksInPlace(Stack):
         return self.head(x)
 
 
-@pytest.mark.parametrize("make_model", [InPlace, ViewsInPlace, ChunksInPlace])
+IN_PLACE = [InPlace, ViewsInPlace, ChunksInPlace]
+
+
+@pytest.mark.parametrize("make_model", IN_PLACE)
 def test_outputs_and_views_of_them_may_be_changed_in_place(make_model: Any) -> None:
-    run_ranks(compare, 2, make_model, SPREAD)
+    run_ranks(compare, 2, make_model, sample(2 * IN_PLACE.index(make_model)))
 
 
 def two_forwards_loss(model: nn.Module, batch: Tensor) -> Tensor:

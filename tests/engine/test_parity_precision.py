@@ -15,7 +15,8 @@ from oracle import assert_same_bits
 from ranks import run_ranks
 from shardwise import Precision, shard
 from trainer import (
-    LAYOUTS,
+    HALVES,
+    SPREAD,
     Steps,
     Trained,
     adamw,
@@ -120,14 +121,14 @@ def compare_with_the_hand(
 ) -> None:
     failures = []
     cases = [(OddModel, zero.next_byte_loss, token_batch), (FloatModel, float_loss, None)]
-    for make_model, loss_fn, make_batch in cases:
+    for (make_model, loss_fn, make_batch), half in zip(cases, HALVES, strict=True):
         options: dict[str, Any] = {} if make_batch is None else {"make_batch": make_batch}
         steps = make_steps(world_size, 3, num_micro_batches, **options)
         truths = {}
         for each in (False, True):
             torch.manual_seed(0)
             truths[each] = train_by_hand(make_model(), steps, loss_fn, rank, compute, reduce, each)
-        for settings in LAYOUTS:
+        for settings in half:
             torch.manual_seed(0)
             trained = train(make_model(), steps, loss_fn, precision=precision, **settings)
             try:
@@ -161,7 +162,7 @@ def compare_bf16_model(rank: int, world_size: int) -> None:
         rank,
         world_size,
         make_bf16_model,
-        LAYOUTS,
+        SPREAD,
         zero.next_byte_loss,
         make_batch=token_batch,
         num_micro_batches=2,
@@ -217,7 +218,7 @@ def train_with_scaler(
 def overflow_on_one_rank(rank: int, world_size: int, fused: bool) -> None:
     steps = make_steps(world_size, 4, make_batch=token_batch)
     optimizer = partial(adamw, fused=fused)
-    for options in LAYOUTS:
+    for options in HALVES[world_size % 2]:
         scales, parameters, state = train_with_scaler(rank, steps, optimizer, True, **options)
         assert scales == [512.0, 256.0, 256.0, 256.0], f"{options}: {scales}"
         _, without, state_without = train_with_scaler(rank, steps, optimizer, False, **options)

@@ -58,7 +58,7 @@ from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardwiseError, StateError
 from trainer import (
-    LAYOUTS,
+    SPREAD,
     STAGES,
     adamw,
     backward_all,
@@ -91,7 +91,7 @@ def combined_loss(first: nn.Module, second: nn.Module, batch: Tensor) -> Tensor:
 
 
 def compare_two_engines(rank: int, world_size: int) -> None:
-    for options in LAYOUTS:
+    for options in SPREAD:
         runs = []
         for settings in ({}, options):
             models = [seeded(seed=seed, **settings) for seed in (1, 2)]
@@ -204,7 +204,7 @@ def test_attributes_of_the_user_may_have_any_name() -> None:
 
 def modify_gathered(rank: int, world_size: int) -> None:
     expected = full_parameters(seeded())
-    for options in LAYOUTS:
+    for options in SPREAD:
         model = seeded(**options)
         with gathered(model):
             assert_same_bits(dict(model.named_parameters()), expected)
@@ -236,7 +236,7 @@ def test_a_change_that_was_not_declared_is_an_error_on_all_ranks() -> None:
 
 
 def switch_modes(rank: int, world_size: int) -> None:
-    for options in LAYOUTS:
+    for options in SPREAD:
         runs = []
         for settings in ({}, options):
             model = seeded(**settings)
@@ -269,7 +269,7 @@ def test_training_and_evaluation_alternate() -> None:
 def edit_gradients(rank: int, world_size: int) -> None:
     expected = plain_grads()
     total = torch.nn.utils.get_total_norm(list(expected.values()))
-    for options in LAYOUTS:
+    for options in SPREAD:
         model = seeded(**options)
         (mean_square(model, BATCH) * (rank + 1)).backward()  # the ranks' mean is twice the first
         grads = full_grads(model)
@@ -318,7 +318,7 @@ def test_every_parameter_counts_as_many_steps_as_were_taken() -> None:
 def accumulate_one_of_three(rank: int, world_size: int) -> None:
     """Only one micro-batch of the window has a gradient that is not zero."""
     expected = plain_grads()
-    for options in LAYOUTS:
+    for options in SPREAD:
         for precision in ("fp32", "bf16"):
             found = []
             for position in range(3):
@@ -362,7 +362,7 @@ def autocast_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def compare_autocast(rank: int, world_size: int) -> None:
     steps = make_steps(world_size, 3)
     runs = []
-    for options in ({}, *LAYOUTS):
+    for options in ({}, *SPREAD):
         model = seeded(Cast, **options)
         called = model if options else DistributedDataParallel(model)
         optimizer = adamw(model.parameters())
@@ -389,7 +389,7 @@ def test_autocast_over_a_sharded_model_has_the_bits_of_ddp_under_autocast() -> N
 
 
 def route_by_rank(rank: int, world_size: int) -> None:
-    for options in LAYOUTS:
+    for options in SPREAD:
         model = seeded(Experts, **options)
         optimizer = adamw(model.parameters())
         for step in range(3):

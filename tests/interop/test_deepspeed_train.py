@@ -51,7 +51,7 @@ def write(folder: Path, name: str, content: dict[str, Any]) -> Path:
 
 
 def run(*arguments: object, num_ranks: int | None = None) -> str:
-    done = run_program("shardwise", "train", *arguments, num_ranks=num_ranks)
+    done = run_program("shardwise", "train", *arguments, num_ranks=num_ranks, launches=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -101,8 +101,8 @@ def compare_compiled(rank: int, world_size: int) -> None:
         losses, parameters, none = train_compiled(rank, steps, lambda m, _: m, True, sharded)
         assert not any(none)
         # Each way to compile comes before shard() as well as after it, with another sharding.
-        ways = enumerate((compile_blocks, compile_whole, compile_in_place), number)
-        for before, compiled_by in ((turn % 2 == 0, way) for turn, way in ways):
+        ways = (compile_blocks, compile_whole, compile_in_place)
+        for before, compiled_by in ((True, ways[number]), (False, ways[number - 1])):
             found = train_compiled(rank, steps, compiled_by, before, sharded)
             assert found[0] == losses
             assert_same_bits(found[1], parameters)

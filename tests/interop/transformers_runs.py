@@ -68,9 +68,9 @@ def train(folder: Path, model: Any, data: Any, cls: Any = Trainer, **options: An
     return trainer
 
 
-def losses(trainer: Any) -> list[float]:
+def losses(trainer: Any, num_steps: int = STEPS) -> list[float]:
     found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(found) == STEPS
+    assert len(found) == num_steps
     return found
 
 

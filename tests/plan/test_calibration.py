@@ -295,7 +295,7 @@ def a_tape() -> Tape:
 def test_a_quick_calibration_of_two_ranks_prices_a_step(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     arguments = ("bench", "--calibrate", "--quick", "--ranks", 2, "--output", path)
-    done = run_program("shardwise", *arguments)
+    done = run_program("shardwise", *arguments, launches=True)
     assert done.returncode == 0, done.stderr
     assert "all_gather.2" in done.stdout
     found = read_calibration(path)

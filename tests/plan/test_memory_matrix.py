@@ -2,7 +2,7 @@
 
 Two real ranks; the oracle is the allocator's own trace of a whole step: forward, backward,
 clipping, a fused AdamW. Lines that the engine owns and what it sends must agree exactly. Here each
-model has two cells of the eight, chosen so that every cell is some model's; `make soak` has all.
+model has one or two cells of the eight, so that every cell is some model's; `make soak` has all.
 """
 
 import importlib.util
@@ -36,10 +36,16 @@ def check(cells: list[Cell]) -> None:
 
 
 def sample_of(model: str, precision: str) -> list[Cell]:
-    """Return a cell without checkpointing and one with it, at other stages for every model."""
+    """Return a cell without checkpointing and one with it, at other stages for every model.
+
+    In fp32 the first four models have all eight between them, and the others one each.
+    """
     first = MODELS.index(model) + (precision == "bf16")
     stages = {False: first % 4, True: (first + 2) % 4}
-    return [c for c in cells_of(model, precision) if c.stage == stages[c.checkpointed]]
+    cells = [c for c in cells_of(model, precision) if c.stage == stages[c.checkpointed]]
+    if precision == "fp32" and MODELS.index(model) >= 4:
+        return cells[1:]
+    return cells
 
 
 def needs_transformers(model: str) -> None:
@@ -53,10 +59,13 @@ def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model: s
     check(sample_of(model, "fp32"))
 
 
-@pytest.mark.parametrize("model", ["decoder", "gpt2"])
-def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(model: str) -> None:
+@pytest.mark.parametrize(("model", "checkpointed"), [("decoder", True), ("gpt2", False)])
+def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(
+    model: str, checkpointed: bool
+) -> None:
+    """In one cell each: most processors have no fast products in bf16."""
     needs_transformers(model)
-    check(sample_of(model, "bf16"))
+    check([c for c in sample_of(model, "bf16") if c.checkpointed is checkpointed])
 
 
 def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:

@@ -256,8 +256,14 @@ def test_every_stage_in_either_layout_and_precision(num_ranks: int) -> None:
         num_ranks,
         [
             ("net", cpu(num_ranks, stage=s, layout=layout, precision=p))
-            for s in ((0, 3) if num_ranks == 1 else (0, 1, 2, 3))
-            for layout, p in (("rows", "fp32"), ("flat", "bf16"))
+            for s, layout, p in (
+                ((0, "rows", "fp32"), (3, "flat", "bf16"))
+                if num_ranks == 1
+                else (
+                    *((0, "flat", "bf16"), (1, "rows", "fp32"), (2, "flat", "fp32")),
+                    *((2, "rows", "bf16"), (3, "rows", "fp32"), (3, "flat", "bf16")),
+                )
+            )
         ],
     )
 
@@ -310,9 +316,11 @@ def test_shards_and_replicas() -> None:
 
 
 def test_the_built_in_decoder_tied_and_checkpointed() -> None:
-    names = ("decoder", "tied decoder", "checkpointed decoder")
-    settings = ((2, "fp32"), (3, "bf16"))
-    check(2, [(name, cpu(2, stage=s, precision=p)) for name in names for s, p in settings])
+    cases = (
+        *(("decoder", 3, "bf16"), ("tied decoder", 2, "fp32"), ("tied decoder", 3, "bf16")),
+        *(("checkpointed decoder", 2, "bf16"), ("checkpointed decoder", 3, "fp32")),
+    )
+    check(2, [(name, cpu(2, stage=s, precision=p)) for name, s, p in cases])
 
 
 def test_parameters_without_a_gradient_have_no_state_and_contribute_zeros() -> None:

@@ -1,6 +1,6 @@
 """`shardwise train` as a process: help, errors, two ranks end to end, signals.
 
-Where ranks are launched or get signals, it is started as a user would; else see `programs`.
+Ranks are launched as a user would launch them in one test; else see `programs`.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from programs import run_program
+from programs import is_running, run_program, start_program
 from ranks import HANG_S, run_ranks
 from shardwise.cli.train import read_place
 from shardwise.train.checks import check_run
@@ -164,13 +165,22 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
 def test_a_signal_ends_all_ranks_after_their_step(
     tiny: Path, number: signal.Signals, flags: list[object], hint: str
 ) -> None:
-    process = command("train", tiny, "--ranks", 2, "--steps", 100_000, *flags)
+    job = start_program(
+        tiny.parent,
+        "shardwise",
+        "train",
+        tiny,
+        "--ranks",
+        2,
+        "--steps",
+        100_000,
+        *flags,
+        launches=True,
+    )
     path = tiny.parent / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + HANG_S
-    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.killpg(process.pid, number)
-    code, out, err = finish(process)
+    wait_for_a_step(tiny)
+    os.killpg(job.pid, number)
+    code, out, err = job.finish()
     lines = metrics(path.parent)
     last = max(line["step"] for line in lines)
     told = re.fullmatch(r"(step .* left\n)*step ([\d,]+) of 100,000: loss .*, took .*\n", err)
@@ -182,22 +192,30 @@ def test_a_signal_ends_all_ranks_after_their_step(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named(tiny: Path) -> None:
-    process = command("train", tiny, "--ranks", 2, "--steps", 100_000)
-    ranks = ranks_at_work(process, tiny)
-    os.kill(ranks[-1], signal.SIGKILL)
-    code, _, err = finish(process)
+    job = start_program(
+        tiny.parent, "shardwise", "train", tiny, "--ranks", 2, "--steps", 100_000, launches=True
+    )
+    wait_for_a_step(tiny)
+    other, victim = job.ranks
+    os.kill(other, signal.SIGSTOP)  # it would fail too, and perhaps be seen first
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{victim}").exists())
+    os.kill(other, signal.SIGCONT)
+    code, _, err = job.finish()
     assert code == 1
     assert "was killed by SIGKILL" in err
 
 
-def ranks_at_work(process: subprocess.Popen[str], tiny: Path) -> list[int]:
-    """Return the ranks' process ids once a step was written."""
+def wait_for_a_step(tiny: Path) -> None:
+    """Wait until a step was written."""
     path = tiny.parent / "run" / "metrics.jsonl"
+    wait_until(lambda: path.exists() and path.stat().st_size > 0)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + HANG_S
-    while not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    return [int(child) for child in children.split()]
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None:
@@ -209,12 +227,16 @@ def go_on(rank: int, world_size: int, path: Path, flags: dict[str, Any]) -> None
 @pytest.mark.slow
 def test_the_ranks_of_a_killed_launcher_save_and_end(tiny: Path) -> None:
     saving = ["--ranks", 2, "--save-every", 90_000]
-    process = command("train", tiny, *saving, "--steps", 100_000)
-    ranks = ranks_at_work(process, tiny)
-    assert len(ranks) >= 2
-    process.kill()
-    code, out, err = finish(process)  # when the ranks, too, have closed the pipes
-    assert code == -signal.SIGKILL
+    job = start_program(
+        tiny.parent, "shardwise", "train", tiny, *saving, "--steps", 100_000, launches=True
+    )
+    wait_for_a_step(tiny)
+    ranks = job.ranks
+    assert len(ranks) == 2
+    os.kill(job.pid, signal.SIGKILL)
+    assert job.finish()[0] == -signal.SIGKILL
+    wait_until(lambda: not any(is_running(rank) for rank in ranks))
+    out, err = job.printed()
     assert all(line.startswith("step ") for line in err.splitlines()), err
     lines = metrics(tiny.parent / "run")
     last = int(max(line["step"] for line in lines))

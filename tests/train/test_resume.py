@@ -4,8 +4,6 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from programs import run_program
+from programs import Program, run_program, start_program
 from ranks import HANG_S, run_ranks
 from resumes import (
     TINY,
@@ -43,7 +41,6 @@ from shardwise.train.loop import train_prepared
 from shardwise.train.saves import RunCheckpoints
 from shardwise.train.summary import format_result
 
-SOURCES = Path(__file__).parents[2] / "src"
 STEPS = 7
 # Every stage, precision, layout, 1 to 3 ranks; with and without accumulation, checkpointing, ties.
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
@@ -312,24 +309,11 @@ def test_a_second_run_on_one_output_is_refused_and_touches_nothing(tmp_path: Pat
     assert "saves checkpoints there; choose another folder, or end that run" in texts[0]
 
 
-def start(arguments: list[Any]) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-
-
-def kill_job(process: subprocess.Popen[str]) -> None:
+def kill_job(job: Program) -> None:
     """Kill the launcher and its ranks, which have sessions of their own."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in (process.pid, *map(int, children)):
+    for pid in (job.pid, *job.ranks):
         os.kill(pid, signal.SIGKILL)
-    process.communicate()
+    assert job.finish()[0] == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -340,12 +324,12 @@ def test_a_job_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     common = [f"--{key.replace('_', '-')}={value}" for key, value in shape.items()]
     common += ["--ranks=2", "--save-every=1", f"--output={tmp_path / 'parts'}", "--resume=auto"]
     path = tmp_path / "parts" / "metrics.jsonl"
-    process = start([*common, "--steps=100000"])
+    job = start_program(tmp_path, "shardwise", "train", *common, "--steps=100000", launches=True)
     deadline = time.monotonic() + HANG_S
     while not (path.exists() and '"step": 6,' in path.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert job.process.is_alive() and time.monotonic() < deadline
         time.sleep(0.02)
-    kill_job(process)
+    kill_job(job)
     reached = max(step for step, _, _ in curve_of(tmp_path / "parts"))
     ended = run_program("shardwise", "train", *common, f"--steps={reached + 4}", num_ranks=2)
     assert ended.returncode == 0, ended.stderr

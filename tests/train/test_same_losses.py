@@ -1,4 +1,4 @@
-"""The demo's model on one global batch: the same losses on any number of ranks, at every stage."""
+"""Two blocks of the demo's model: the same losses on any number of ranks, at every stage."""
 
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from shardwise.train.decoder import Decoder
 from trainer import full_grads
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.yaml"
+KEYS = {"layers": 2}
 GLOBAL_BATCH = 12
 NUM_STEPS = 3
 
@@ -25,7 +26,7 @@ def demo_losses(rank: int, world_size: int) -> tuple[dict[int, list[float]], Gra
 
     And the gradients of the first step at stage 3.
     """
-    config = load_config(DEMO, {})
+    config = load_config(DEMO, KEYS)
     losses: dict[int, list[float]] = {}
     for stage in range(4):
         torch.manual_seed(1)
@@ -50,7 +51,7 @@ def demo_losses(rank: int, world_size: int) -> tuple[dict[int, list[float]], Gra
 @pytest.mark.slow
 def test_one_global_batch_gives_the_same_losses_on_1_to_4_ranks_at_every_stage() -> None:
     """Losses are too flat to show an error of 1e-4 in a gradient; so gradients are compared too."""
-    config = load_config(DEMO, {"seq": 32})
+    config = load_config(DEMO, {**KEYS, "seq": 32})
     roundings = decoder_roundings(config, GLOBAL_BATCH) // 2  # one step only
     alone, grads_alone = run_ranks(demo_losses, 1)[0]
     for num_ranks in (1, 2, 3, 4):
