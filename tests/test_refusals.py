@@ -379,11 +379,13 @@ def check_replacements(rank: int, world_size: int) -> None:
             assert "before shard()" in text.replace("\n", " "), f"{label}: {text}"
         else:
             assert label == "to_empty", f"{label} was neither refused nor done"
-        slots = [s for u in engine.units for s in u.slots]
+        params = [s for u in engine.units for s in u.params]
         if label not in ("to_empty", "meta"):
-            for slot in slots:
-                held = slot.param.full_tensor()  # type: ignore[attr-defined]
-                assert torch.equal(held, values[slot.name]), f"{label}: {slot.name} lost its values"
+            for param in params:
+                held = param.sharded.full_tensor()  # type: ignore[attr-defined]
+                assert torch.equal(held, values[param.name]), (
+                    f"{label}: {param.name} lost its values"
+                )
     model = shard(Net())
     params = list(model.parameters())
     for same in (model.to("cpu"), model.float(), model.to(torch.float32), model.cpu()):

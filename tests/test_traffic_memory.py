@@ -254,7 +254,7 @@ def check_persistent(rank: int, world_size: int) -> None:
                     extra = full * param_size if stage < 3 else 0
                 assert held.param_full_bytes == extra, label
                 engine = engine_of(model)
-                leaves = [s.leaf for u in engine.units for s in u.slots]
+                leaves = [s.full for u in engine.units for s in u.params]
                 locals_ = [p._local_tensor for p in params]  # type: ignore[attr-defined]
                 measured = storage_bytes([*locals_, *leaves])
                 assert measured == held.param_shard_bytes + held.param_full_bytes, label

@@ -103,15 +103,15 @@ def flip_in_full_copies(rank: int, world_size: int) -> list[str]:
         {"stage": 0, "precision": "bf16"},
     ):
         model, optimizer = build(rank, **options)
-        slot = next(s for u in engine_of(model).units for s in u.slots if s.name == NAME)
+        param = next(s for u in engine_of(model).units for s in u.params if s.name == NAME)
         if rank == 2:
-            flip_bit(slot.leaf.data, element=5)  # stale: the step has changed the shards
+            flip_bit(param.full.data, element=5)  # stale: the step has changed the shards
         check_replicas(model, optimizer)
         with torch.no_grad():
             model.eval()(torch.ones(2, 8))  # gathers it again
         check_replicas(model, optimizer)
         if rank == 2:
-            flip_bit(slot.leaf.data, element=5, bit=3)
+            flip_bit(param.full.data, element=5, bit=3)
         said.append(refusal(model, optimizer))
         with torch.no_grad():
             for param in model.parameters():

@@ -116,8 +116,10 @@ def check_plan(
                 unit.name,
                 type(unit.module).__name__,
                 tuple(
-                    ParamFacts(s.name, s.cut.shape, str(s.param.dtype)[6:], s.param.requires_grad)
-                    for s in unit.slots
+                    ParamFacts(
+                        s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad
+                    )
+                    for s in unit.params
                 ),
             ),
             setting_of(candidate),

@@ -203,7 +203,7 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         # has changed, and nothing goes: it may be another rank that the checkpoint does not fit.
         if begun and optimizer is not None and found:
             for place in found[0].states:
-                optimizer.state.pop(place.param, None)
+                optimizer.state.pop(place.held, None)
         if begun and isinstance(error, Exception):
             raise host.failed(error) from error
         raise
@@ -213,7 +213,7 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     if optimizer is not None:
         apply_optimizer(optimizer, plan.groups, plan.states)
     for place, _ in plan.matched.places:
-        place.param.grad = None
+        place.held.grad = None
     try:
         together(control, lambda: _apply_values(request, host, values, same_ranks))
     except CheckpointError as error:

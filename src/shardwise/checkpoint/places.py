@@ -17,48 +17,48 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.state import clean_name, slot_names
+from shardwise.checkpoint.state import clean_name, param_names
 from shardwise.comm.control import Control, SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """One parameter: all its names, and the memory of its elements [lo, hi); a plain one has all.
 
-    ``param`` is what the optimizer knows it by.
+    ``held`` is what the optimizer knows it by, ``param`` what the engine does, if it is sharded.
     """
 
     names: tuple[str, ...]
-    param: Any
+    held: Any
     shape: tuple[int, ...]
     lo: int
     hi: int
     data: torch.Tensor
-    slot: Slot | None
+    param: ShardedParam | None
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The elements [lo, hi) that each rank of the shard axis works on."""
-        if self.slot is None or self.slot.cut.layout is None:
+        if self.param is None or self.param.cut.layout is None:
             return ((0, math.prod(self.shape)),)
-        return self.slot.cut.ranges
+        return self.param.cut.ranges
 
     def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
         """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
-        if self.slot is None:
+        if self.param is None:
             fits = type(before) is torch.Tensor and tuple(before.shape) == self.shape
             if fits and before.dtype == dtype and before.device == self.data.device:
                 return before
             return torch.empty(self.shape, dtype=dtype, device=self.data.device)
-        if self.slot.form.is_alike(before) and before.dtype == dtype:
+        if self.param.form.is_alike(before) and before.dtype == dtype:
             found: torch.Tensor = before
             return found
-        local = torch.empty(self.slot.cut.local_shape, dtype=dtype, device=self.data.device)
-        return self.slot.form.like(local)
+        local = torch.empty(self.param.cut.local_shape, dtype=dtype, device=self.data.device)
+        return self.param.form.like(local)
 
 
 class Host(Protocol):
@@ -105,18 +105,18 @@ class _Sharded:
         self.control: Control = engine.comm.control
         self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
         self.device = engine.comm.device
-        self._slots = [slot for unit in engine.units for slot in unit.slots]
+        self._params = [param for unit in engine.units for param in unit.params]
         self.places: Sequence[Place] = [
             Place(
-                slot_names(slot),
-                slot.param,
-                slot.cut.shape,
-                slot.cut.lo,
-                slot.cut.hi,
-                slot.param.to_local(),
-                slot,
+                param_names(param),
+                param.sharded,
+                param.cut.shape,
+                param.cut.lo,
+                param.cut.hi,
+                param.sharded.to_local(),
+                param,
             )
-            for slot in self._slots
+            for param in self._params
         ]
 
     def check(self) -> None:

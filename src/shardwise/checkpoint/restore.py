@@ -174,7 +174,7 @@ def match_optimizer(
     places = [*(place for place, _ in matched.places), *matched.missing]
     here = [
         {saved_names[id(place)] for place in group if id(place) in saved_names}
-        for group in names_of_params(places, optimizer)
+        for group in names_of_params([(p.held, p) for p in places], optimizer)
     ]
     # What is tied here has one name, what this model has not (without strict) has none.
     known = {n: saved for place, saved in matched.places for n in (*place.names, saved)}
@@ -222,10 +222,10 @@ def optimizer_targets(
     states: dict[Place, dict[str, Any]] = {}
     targets = []
     for place, name in matched.places:
-        if id(place.param) not in in_optimizer:
+        if id(place.held) not in in_optimizer:
             continue
         state = dict(info.state.get(name, {}))
-        before = optimizer.state.get(place.param, {})
+        before = optimizer.state.get(place.held, {})
         for tensor in by_name.get(name, ()):
             is_cut = _is_cut(source, tensor, place)
             dtype = torch_dtype(tensor.dtype)
@@ -236,7 +236,7 @@ def optimizer_targets(
                     dtype = place.data.dtype  # like the parameter's, which may have been cast
                 value = place.state_like(dtype, before.get(tensor.state))
             else:
-                value = _plain_state((tensor.shape, dtype), place, in_optimizer[id(place.param)])
+                value = _plain_state((tensor.shape, dtype), place, in_optimizer[id(place.held)])
             state[tensor.state] = value
             targets.append(_state_target(tensor, place, value))
         states[place] = state
@@ -320,6 +320,6 @@ def apply_optimizer(
                 group[key] = value
     for place, state in states.items():
         if state:
-            optimizer.state[place.param] = state
+            optimizer.state[place.held] = state
         else:
-            optimizer.state.pop(place.param, None)
+            optimizer.state.pop(place.held, None)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ from shardwise.checkpoint.values import encode
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import cut_plain_state
-from shardwise.unit.slot import Slot
 from shardwise.unit.states import GradState
 
 # Wrappers that put a part of their own into the names of what they wrap.
@@ -73,9 +73,9 @@ def clean_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def slot_names(slot: Slot) -> tuple[str, ...]:
+def param_names(param: ShardedParam) -> tuple[str, ...]:
     """Return every name of a parameter; the first one is that under which it is saved."""
-    return tuple(clean_name(use.name) for use in slot.uses)
+    return tuple(clean_name(use.name) for use in param.uses)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -114,13 +114,13 @@ def collect(
         for s in storages
     )
     numbers = {id(storage): number for number, storage in enumerate(storages)}
-    slots = [slot for unit in engine.units for slot in unit.slots]
-    cuts = {id(slot): _cut_of(slot, numbers) for slot in slots}
-    sharded = [_sliced(cuts[id(slot)], "", slot.param) for slot in slots]
+    params = [param for unit in engine.units for param in unit.params]
+    cuts = {id(param): _cut_of(param, numbers) for param in params}
+    sharded = [_sliced(cuts[id(param)], "", param.sharded) for param in params]
     whole: list[Item] = []
     row = None
     if optimizer is not None:
-        row = _collect_optimizer(optimizer, slots, cuts, sharded, whole)
+        row = _collect_optimizer(optimizer, params, cuts, sharded, whole)
     for name, buffer in persistent_buffers(model):
         whole.append(_whole(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
     values, own = _own_values(model, extra, generators)
@@ -132,36 +132,38 @@ def collect(
         layouts=layouts,
         sharded=tuple(sharded),
         whole=tuple(whole),
-        tied={name: slot_names(s)[0] for s in slots for name in slot_names(s)[1:]},
+        tied={name: param_names(s)[0] for s in params for name in param_names(s)[1:]},
         optimizer=row,
         own=own,
         values=values,
     )
 
 
-class _HasParam(Protocol):
-    @property
-    def param(self) -> Any: ...
+_T = TypeVar("_T")
 
 
-_S = TypeVar("_S", bound=_HasParam)
+def names_of_params(
+    known: Sequence[tuple[Any, _T]], optimizer: torch.optim.Optimizer
+) -> list[list[_T]]:
+    """Return what is known of the parameters of each of the optimizer's groups.
 
+    ``known`` are pairs of a parameter, as the optimizer knows it, and that.
 
-def names_of_params(slots: Sequence[_S], optimizer: torch.optim.Optimizer) -> list[list[_S]]:
-    """Return the slots of each of the optimizer's groups. **Raises** ConfigError for strangers."""
-    by_param = {id(slot.param): slot for slot in slots}
+    **Raises** ConfigError for strangers.
+    """
+    by_id = {id(held): what for held, what in known}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
-        for place, param in enumerate(group["params"]):
-            if id(param) not in by_param:
-                sharded = any(isinstance(slot.param, DTensor) for slot in slots)
+        for place, held in enumerate(group["params"]):
+            if id(held) not in by_id:
+                sharded = any(isinstance(ours, DTensor) for ours, _ in known)
                 raise ConfigError(
-                    f"optimizer: parameter {place} of group {number} {tuple(param.shape)} is not "
+                    f"optimizer: parameter {place} of group {number} {tuple(held.shape)} is not "
                     f"one of the {'sharded ' if sharded else ''}model's; build the optimizer from "
                     f"model.parameters(){' after shard()' if sharded else ''}, and keep other "
                     "parameters in an optimizer of their own (extra=)"
                 )
-        groups.append([by_param[id(param)] for param in group["params"]])
+        groups.append([by_id[id(held)] for held in group["params"]])
     return groups
 
 
@@ -193,12 +195,12 @@ class _Cut:
     inside: slice
 
 
-def _cut_of(slot: Slot, numbers: Mapping[int, int]) -> _Cut:
-    storage = slot.storage
-    piece = storage.layout.piece(slot.index, storage.rank)
-    inside = slice(piece.lo - slot.cut.lo, piece.hi - slot.cut.lo)
-    name, number = slot_names(slot)[0], numbers[id(storage)]
-    return _Cut(name, slot.cut.shape, number, slot.index, piece.lo, inside)
+def _cut_of(param: ShardedParam, numbers: Mapping[int, int]) -> _Cut:
+    storage = param.storage
+    piece = storage.layout.piece(param.index, storage.rank)
+    inside = slice(piece.lo - param.cut.lo, piece.hi - param.cut.lo)
+    name, number = param_names(param)[0], numbers[id(storage)]
+    return _Cut(name, param.cut.shape, number, param.index, piece.lo, inside)
 
 
 def _sliced(cut: _Cut, state: str, tensor: Any) -> Item:
@@ -216,20 +218,20 @@ def _whole(info: TensorInfo, tensor: torch.Tensor) -> Item:
 
 def _collect_optimizer(
     optimizer: torch.optim.Optimizer,
-    slots: list[Slot],
+    params: list[ShardedParam],
     cuts: Mapping[int, _Cut],
     sharded: list[Item],
     whole: list[Item],
 ) -> OptimizerRow:
     """Add the optimizer's tensors to the lists; return what else it has."""
-    by_group = names_of_params(slots, optimizer)
+    by_group = names_of_params([(param.sharded, param) for param in params], optimizer)
     cut_plain_state(optimizer)
     values: dict[str, dict[str, Any]] = {}
-    for slot in (slot for group in by_group for slot in group):
-        cut = cuts[id(slot)]
-        for key, value in optimizer.state.get(slot.param, {}).items():
+    for param in (param for group in by_group for param in group):
+        cut = cuts[id(param)]
+        for key, value in optimizer.state.get(param.sharded, {}).items():
             if isinstance(value, DTensor):
-                if not slot.form.is_alike(value):
+                if not param.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)
                 sharded.append(_sliced(cut, key, value))
             elif isinstance(value, torch.Tensor):
@@ -243,7 +245,7 @@ def _collect_optimizer(
                     raise _not_of_one(optimizer, key, cut.name)
                 values.setdefault(cut.name, {})[key] = value
     groups = [
-        {**group, "params": [cuts[id(slot)].name for slot in of_group]}
+        {**group, "params": [cuts[id(param)].name for param in of_group]}
         for group, of_group in zip(optimizer.param_groups, by_group, strict=True)
     ]
     encoded_groups, tensors = encode(groups, "groups")

@@ -16,8 +16,8 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Site
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.replaced import retire
-from shardwise.unit.slot import Slot
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 
@@ -56,19 +56,19 @@ class Adoption:
 
     def take(self, spec: UnitSpec, unit: Unit) -> None:
         """Put the parameters of a unit, just built, in the place of those it was built from."""
-        slots = {slot.name: slot for slot in unit.slots}
-        for param in spec.params:
-            slot = slots[param.name]
-            for held, place in self._places.pop(id(param.param), ()):
-                held[place] = slot.param
+        params = {param.name: param for param in unit.params}
+        for before in spec.params:
+            param = params[before.name]
+            for held, place in self._places.pop(id(before.param), ()):
+                held[place] = param.sharded
             for optimizer in self._optimizers:
-                if param.param in optimizer.state:
-                    state = optimizer.state.pop(param.param)
-                    optimizer.state[slot.param] = {
-                        key: _adopted(key, value, param, slot, unit.comm)
+                if before.param in optimizer.state:
+                    state = optimizer.state.pop(before.param)
+                    optimizer.state[param.sharded] = {
+                        key: _adopted(key, value, before, param, unit.comm)
                         for key, value in state.items()
                     }
-            retire(param.param, param.name)
+            retire(before.param, before.name)
 
 
 def _as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -122,14 +122,14 @@ def _is_cut(key: str, value: torch.Tensor, param: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _adopted(key: str, value: Any, spec: ParamSpec, slot: Slot, comm: Comm) -> Any:
+def _adopted(key: str, value: Any, spec: ParamSpec, param: ShardedParam, comm: Comm) -> Any:
     """Return one value of a parameter's state: rank 0's, and cut where the parameter is."""
     if not isinstance(value, torch.Tensor):
         return value
     first = value.detach().to(comm.device, copy=True).contiguous()
-    comm.broadcast(first, Site("broadcast", f"{spec.name}, {key}", slot.unit.index))
+    comm.broadcast(first, Site("broadcast", f"{spec.name}, {key}", param.unit.index))
     if not _is_cut(key, value, spec.param):
         return first.to(value.device)
-    dtype = slot.param.dtype if value.dtype == spec.param.dtype else value.dtype
-    local = slot.cut.slice_of(first).to(slot.param.device, dtype, copy=True)
-    return ShardTensor.wrap(local, slot.cut)
+    dtype = param.sharded.dtype if value.dtype == spec.param.dtype else value.dtype
+    local = param.cut.slice_of(first).to(param.sharded.device, dtype, copy=True)
+    return ShardTensor.wrap(local, param.cut)

@@ -248,10 +248,10 @@ def stats(model: nn.Module) -> Stats:
     """Return what this rank holds and has sent, in bytes, right now."""
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
-    slots = [s for u in engine.units for s in u.slots]
-    grads = [g.to_local().nbytes for s in slots if isinstance(g := s.grad, DTensor)]
-    in_leaves = [getattr(s.leaf, "grad", None) for s in slots]  # none before a first gather
-    partials = [t for t in (*(s.partial for s in slots), *in_leaves) if t is not None]
+    params = [s for u in engine.units for s in u.params]
+    grads = [g.to_local().nbytes for s in params if isinstance(g := s.grad, DTensor)]
+    in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
+    partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     traffics = {id(t): t for t in (engine.comm.traffic, *(u.comm.traffic for u in engine.units))}
     sent_bytes: Counter[str] = Counter()

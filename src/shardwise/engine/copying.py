@@ -21,7 +21,7 @@ from shardwise.errors import StateError
 from shardwise.trace import FullBytes
 from shardwise.unit.cut import make_cut
 from shardwise.unit.forms import AsShardTensor
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -64,16 +64,16 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: 
     storages: dict[int, Storage] = {}
     for storage in unit.storages:
         storages[id(storage)] = _copy_storage(storage, made, ledger)
-    for slot in unit.slots:
-        cut = make_cut(slot.shape, slot.cut.layout, slot.index, comm)
-        trains = slot.param.requires_grad
-        copied = Slot(made, slot.uses, AsShardTensor(cut), slot.shape, trains, cut=cut)
-        copied.lie_in(storages[id(slot.storage)], slot.index)
-        copied.keep_notes({k: v for k, v in vars(slot.param).items() if not k.startswith("_")})
-        made.slots.append(copied)
-        memo[id(slot.param)] = copied.param
+    for param in unit.params:
+        cut = make_cut(param.shape, param.cut.layout, param.index, comm)
+        trains = param.sharded.requires_grad
+        copied = ShardedParam(made, param.uses, AsShardTensor(cut), param.shape, trains, cut=cut)
+        copied.lie_in(storages[id(param.storage)], param.index)
+        copied.keep_notes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
+        made.params.append(copied)
+        memo[id(param.sharded)] = copied.sharded
     made.lay_out(list(storages.values()))
-    for storage in made.storages:  # only now: the slots' full parameters are views
+    for storage in made.storages:  # only now: the full parameters are views
         storage.free()
     return made
 
@@ -91,10 +91,10 @@ def place_units(units: list[Unit], memo: Memo) -> None:
     """Let copied units take their places in the copied modules."""
     for unit in units:
         unit.modules = tuple(memo[id(module)] for module in unit.modules)
-        slots, unit.slots = unit.slots, []
-        for slot in slots:
-            slot.uses = tuple(replace(use, module=memo[id(use.module)]) for use in slot.uses)
-            unit.add(slot)
+        params, unit.params = unit.params, []
+        for param in params:
+            param.uses = tuple(replace(use, module=memo[id(use.module)]) for use in param.uses)
+            unit.add(param)
 
 
 def forget_engine(model: nn.Module) -> None:

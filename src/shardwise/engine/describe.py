@@ -111,7 +111,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
     return UnitDescription(
         name=unit.name,
         class_name=type(unit.module).__name__,
-        num_params=len(unit.slots),
+        num_params=len(unit.params),
         numel=numel,
         full_bytes=full,
         rank_bytes=rank_bytes,

@@ -19,7 +19,7 @@ from shardwise.comm.pending import Site
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.tensor import ShardTensor
 
 _SITE = Site("gather", "(gathered)", 0)
@@ -50,46 +50,46 @@ def gathered(
     **Raises** StateError on all ranks when a tensor was changed without ``writeback``; ConfigError
     at once for a ``source`` that is no rank.
     """
-    engine, slots = _slots_of(targets)
+    engine, params = _params_of(targets)
     _check(engine, source)
     engine.forget_cut_pass()
     engine.rest("gathered()")
     with torch.no_grad():
-        fulls = [nn.Parameter(_copy_of(s), requires_grad=False) for s in slots]
+        fulls = [nn.Parameter(_copy_of(s), requires_grad=False) for s in params]
     versions = [full._version for full in fulls]
     whole_model = isinstance(targets[0], nn.Module)
     ways: list[_Way] = []
     if whole_model and not writeback:
-        ways = [_Way(slot, full) for slot, full in zip(slots, fulls, strict=True)]
+        ways = [_Way(param, full) for param, full in zip(params, fulls, strict=True)]
     if whole_model:
-        _put(slots, fulls)
+        _put(params, fulls)
     try:
         with engine.conditions.suspended() if whole_model else nullcontext():
             yield targets[0] if whole_model else fulls
     finally:
         if whole_model:
-            _put(slots, [s.param for s in slots])
+            _put(params, [s.sharded for s in params])
         for way in ways:
             way.is_inside = False
     if writeback:
-        _write_back(engine, slots, fulls, source)
+        _write_back(engine, params, fulls, source)
         return
-    triples = zip(slots, fulls, versions, strict=True)
-    changed = [full._version != v or _differs(slot, full) for slot, full, v in triples]
+    triples = zip(params, fulls, versions, strict=True)
+    changed = [full._version != v or _differs(param, full) for param, full, v in triples]
     has_grad = [full.grad is not None for full in fulls]
     anywhere = _anywhere(engine, changed + has_grad)
-    _refuse_changes(slots, anywhere[: len(slots)])
-    if any(anywhere[len(slots) :]):
-        _reduce(engine, slots, fulls, anywhere[len(slots) :])
+    _refuse_changes(params, anywhere[: len(params)])
+    if any(anywhere[len(params) :]):
+        _reduce(engine, params, fulls, anywhere[len(params) :])
 
 
 class _Way:
     """Where a full parameter's gradient goes: see Note [Gradients of gathered parameters]."""
 
-    def __init__(self, slot: Slot, full: nn.Parameter) -> None:
+    def __init__(self, param: ShardedParam, full: nn.Parameter) -> None:
         self.is_inside = True
-        self._slot = slot
-        if slot.param.requires_grad:
+        self._param = param
+        if param.sharded.requires_grad:
             full.requires_grad_(True)
             full.register_post_accumulate_grad_hook(self._take)
 
@@ -97,75 +97,77 @@ class _Way:
         if self.is_inside:
             return
         grad, full.grad = full.grad, None
-        _engine_of(self._slot).note_grad(self._slot.unit, full)
+        _engine_of(self._param).note_grad(self._param.unit, full)
         assert grad is not None
-        _add_partial(self._slot, grad)
+        _add_partial(self._param, grad)
 
 
-def _add_partial(slot: Slot, grad: torch.Tensor) -> None:
+def _add_partial(param: ShardedParam, grad: torch.Tensor) -> None:
     """Add a gradient that did not come through the layers' own parameter."""
     grad = grad.detach()
-    if slot.partial is None:
-        slot.partial = grad.to(slot.sum_dtype, copy=True)
+    if param.partial is None:
+        param.partial = grad.to(param.sum_dtype, copy=True)
     else:
-        slot.partial.add_(grad)
+        param.partial.add_(grad)
 
 
 def _reduce(
-    engine: Engine, slots: list[Slot], fulls: list[nn.Parameter], anywhere: list[bool]
+    engine: Engine, params: list[ShardedParam], fulls: list[nn.Parameter], anywhere: list[bool]
 ) -> None:
     """Reduce the gradients of the units that have one on any rank, as a backward pass does."""
     engine.finish_reductions()
-    for slot, full, somewhere in zip(slots, fulls, anywhere, strict=True):
+    for param, full, somewhere in zip(params, fulls, anywhere, strict=True):
         if somewhere:
-            engine.expect_reduction(slot.unit)
+            engine.expect_reduction(param.unit)
         if full.grad is not None:
-            _add_partial(slot, full.grad)
+            _add_partial(param, full.grad)
             full.grad = None
-        elif somewhere and slot.partial is None:  # so that all ranks reduce in one dtype
-            _add_partial(slot, torch.zeros_like(full))
+        elif somewhere and param.partial is None:  # so that all ranks reduce in one dtype
+            _add_partial(param, torch.zeros_like(full))
     engine.on_pass_end()
 
 
-def _differs(slot: Slot, full: nn.Parameter) -> bool:
+def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
     """Tell whether this rank's elements differ: what ``.data`` writes has no version."""
-    here = slot.param.to_local()
-    if full.shape != slot.cut.shape or full.dtype != here.dtype:
+    here = param.sharded.to_local()
+    if full.shape != param.cut.shape or full.dtype != here.dtype:
         return True
-    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (slot.cut.slice_of(full.data), here)]
+    bits = [
+        t.contiguous().view(-1).view(torch.uint8) for t in (param.cut.slice_of(full.data), here)
+    ]
     return not torch.equal(*bits)
 
 
-def _slots_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, list[Slot]]:
+def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, list[ShardedParam]]:
     if not targets:
         raise ConfigError("gathered(): name a sharded model, or some of its parameters")
     if isinstance(targets[0], nn.Module):
         if len(targets) > 1:
             raise ConfigError("gathered(): name one model, or parameters, not both")
         engine = engine_of(targets[0])
-        return engine, [s for u in engine.units for s in u.slots]
-    slots = []
+        return engine, [s for u in engine.units for s in u.params]
+    params = []
     for number, target in enumerate(targets):
         owner = target._owner if isinstance(target, ShardTensor) else None
-        if not isinstance(owner, Slot):
+        if not isinstance(owner, ShardedParam):
             raise ConfigError(
                 f"gathered(): argument {number} is a {type(target).__name__}, not a parameter of a "
                 "sharded model (for gradients and state use .full_tensor())"
             )
-        slots.append(owner)
-    return _engine_of(slots[0]), slots
+        params.append(owner)
+    return _engine_of(params[0]), params
 
 
-def _engine_of(slot: Slot) -> Engine:
-    engine = slot.unit.scheduler
+def _engine_of(param: ShardedParam) -> Engine:
+    engine = param.unit.scheduler
     assert isinstance(engine, Engine)
     return engine
 
 
-def _copy_of(slot: Slot) -> torch.Tensor:
+def _copy_of(param: ShardedParam) -> torch.Tensor:
     """Return the full parameter in memory of its own, on one rank too."""
-    full: torch.Tensor = slot.param.full_tensor()
-    is_shard = full.data_ptr() == slot.param.to_local().data_ptr()
+    full: torch.Tensor = param.sharded.full_tensor()
+    is_shard = full.data_ptr() == param.sharded.to_local().data_ptr()
     return full.clone() if is_shard else full
 
 
@@ -184,20 +186,19 @@ def _check(engine: Engine, source: int | None) -> None:
     engine.conditions.check_usable("gathered(): ")
 
 
-def _put(slots: list[Slot], params: list[nn.Parameter]) -> None:
-    for slot, param in zip(slots, params, strict=True):
-        for use in slot.uses:
-            use.module._parameters[use.attribute] = param
+def _put(params: list[ShardedParam], standing: list[nn.Parameter]) -> None:
+    for param, stands in zip(params, standing, strict=True):
+        param.put(stands)
 
 
 @torch.no_grad()
 def _write_back(
-    engine: Engine, slots: list[Slot], fulls: list[nn.Parameter], source: int | None
+    engine: Engine, params: list[ShardedParam], fulls: list[nn.Parameter], source: int | None
 ) -> None:
-    for slot, full in zip(slots, fulls, strict=True):
+    for param, full in zip(params, fulls, strict=True):
         if source is not None:
             engine.comm.broadcast(full.data, _SITE, source)
-        slot.param.to_local().copy_(slot.cut.slice_of(full))
+        param.sharded.to_local().copy_(param.cut.slice_of(full))
 
 
 def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:
@@ -208,8 +209,8 @@ def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:
     return [bool(value) for value in values.tolist()]
 
 
-def _refuse_changes(slots: list[Slot], changed: list[bool]) -> None:
-    names = [s.name for s, flag in zip(slots, changed, strict=True) if flag]
+def _refuse_changes(params: list[ShardedParam], changed: list[bool]) -> None:
+    names = [s.name for s, flag in zip(params, changed, strict=True) if flag]
     if names:
         raise StateError(
             f"gathered(): {', '.join(names[:5])} changed inside the context on some rank, which "

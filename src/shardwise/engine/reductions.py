@@ -36,7 +36,7 @@ class Reductions:
     def add(self, unit: Unit) -> None:
         """Take a unit's gradients to reduce them, which may wait for the oldest reduction."""
         is_shared = unit.comm.axes.num_ranks > 1  # another rank may have a gradient
-        if is_shared or unit.sums.zero_fill or any(slot.has_partial for slot in unit.slots):
+        if is_shared or unit.sums.zero_fill or any(param.has_partial for param in unit.params):
             self._queue.add(unit)
 
     def keep(self, unit: Unit) -> None:

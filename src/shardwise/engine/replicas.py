@@ -22,7 +22,7 @@ from shardwise.engine.agreement import find_difference
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ReplicaError
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
@@ -78,13 +78,13 @@ def _entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterato
     sharded = engine.config.stage.shards_state
     has_copies = not sharded or (replicate is not None and replicate.size > 1)
     for unit in engine.units:
-        for slot in unit.slots:
-            label = f"parameter '{slot.name}'"
+        for param in unit.params:
+            label = f"parameter '{param.name}'"
             if has_copies:
-                yield _Entry(f"{label}, value", not sharded, _digest(slot.param.to_local()))
-            if _has_fresh_copy(unit, slot.storage):
-                yield _Entry(f"{label}, full copy", True, _digest(_full_of(slot)))
-            state = {} if optimizer is None else optimizer.state.get(slot.param, {})
+                yield _Entry(f"{label}, value", not sharded, _digest(param.sharded.to_local()))
+            if _has_fresh_copy(unit, param.storage):
+                yield _Entry(f"{label}, full copy", True, _digest(_full_of(param)))
+            state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):
                 if isinstance(value, torch.Tensor):
                     scalar = value.ndim == 0 and not isinstance(value, DTensor)
@@ -102,9 +102,9 @@ def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
     return is_whole and not is_value and not storage.frees
 
 
-def _full_of(slot: Slot) -> torch.Tensor:
-    begin = slot.storage.layout.full_offset(slot.index)
-    return slot.storage.full[begin : begin + slot.leaf.numel()]
+def _full_of(param: ShardedParam) -> torch.Tensor:
+    begin = param.storage.layout.full_offset(param.index)
+    return param.storage.full[begin : begin + param.full.numel()]
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

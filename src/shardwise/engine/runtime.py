@@ -185,7 +185,7 @@ class Engine:
             at_root=not stack,
         )
 
-    # -- what slots ask (unit.Scheduler)
+    # -- what parameters ask (unit.Scheduler)
     def is_running(self) -> bool:
         """Tell whether a forward pass is under way, or a backward pass, which may recompute one."""
         return bool(self._passes.stack) or (in_backward() and not self._runs_grad_hooks)

@@ -63,7 +63,7 @@ def whole(value: Any) -> Any:
             raise refusal("this operation", [value])
         if not torch.is_grad_enabled() and not owner.in_use():
             return value.full_tensor()
-        full = owner.whole()
+        full = owner.use_full()
         return full if value.requires_grad else full.detach()  # frozen: no graph of the leaf's
     if isinstance(value, list | tuple) and any(isinstance(v, Sliced) for v in value):
         return [whole(v) for v in value]
@@ -74,9 +74,9 @@ def into_leaf(value: Any) -> Any:
     """Return what autograd knows of an input that ``backward(inputs=)`` names."""
     if not isinstance(value, Sliced):
         return value
-    if value._owner is None or value._owner.param is not value:
+    if value._owner is None or value._owner.sharded is not value:
         raise refusal("backward(inputs=[...])", [value])
-    return value._owner.leaf
+    return value._owner.full
 
 
 def refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
@@ -132,7 +132,7 @@ def set_property(func: Any, args: tuple[Any, ...]) -> Any:
         return None
     with torch._C.DisableTorchFunctionSubclass():
         func(*args)
-    if name == "requires_grad" and tensor._owner is not None and tensor._owner.param is tensor:
+    if name == "requires_grad" and tensor._owner is not None and tensor._owner.sharded is tensor:
         tensor._owner.set_requires_grad(bool(value))
     return None
 

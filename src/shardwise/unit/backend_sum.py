@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardwise.comm.packed import Packed, allocate
 from shardwise.comm.pending import Pending
 from shardwise.errors import CollectiveError
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.sums import counted_anywhere
 
 _NUMBER_BITS = 12  # of a unit's number; 1 << 12 units are told apart, as in comm.collectives
@@ -60,13 +60,13 @@ class _Running:
         self._pending: Pending | None = None
         self._is_shared = self._comm.axes.num_ranks > 1  # another rank may have a gradient
         takes_zeros = how.zero_fill or self._is_shared
-        self._slots: list[Slot] = []
-        for slot in unit.slots:
-            wanted = slot.has_partial or (takes_zeros and slot.is_trained)
-            if wanted and slot.leaf is not None:
-                self._slots.append(slot)
-        self._used_here = {s for s in self._slots if s.has_partial or how.zero_fill}
-        if self._slots:
+        self._params: list[ShardedParam] = []
+        for param in unit.params:
+            wanted = param.has_partial or (takes_zeros and param.is_trained)
+            if wanted and param.full is not None:
+                self._params.append(param)
+        self._used_here = {s for s in self._params if s.has_partial or how.zero_fill}
+        if self._params:
             self._start()
 
     def _start(self) -> None:
@@ -86,10 +86,10 @@ class _Running:
 
     def _pack(self, num_ranks: int) -> torch.Tensor:
         """Return the gradients, chunk by chunk, in the dtype that they are reduced in."""
-        grads = [slot.take_partial() for slot in self._slots]
+        grads = [param.take_partial() for param in self._params]
         dtypes = [
-            slot.reduce_dtype or (slot.leaf if grad is None else grad).dtype
-            for slot, grad in zip(self._slots, grads, strict=True)
+            param.reduce_dtype or (param.full if grad is None else grad).dtype
+            for param, grad in zip(self._params, grads, strict=True)
         ]
         dtype = reduce(torch.promote_types, dtypes)
         counts = self._counts()
@@ -98,11 +98,11 @@ class _Running:
         places: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         *columns, behind = packed.view(num_ranks, -1).split(widths, dim=1)
-        for slot, grad, column in zip(self._slots, grads, columns, strict=True):
+        for param, grad, column in zip(self._params, grads, columns, strict=True):
             if grad is None:
                 column.zero_()
                 continue
-            for rank, chunk in enumerate(_chunks(grad, num_ranks, slot)):
+            for rank, chunk in enumerate(_chunks(grad, num_ranks, param)):
                 place = column[rank]
                 if chunk.numel():
                     places.append(place[: chunk.numel()].view(chunk.shape))
@@ -115,14 +115,14 @@ class _Running:
         return packed
 
     def _widths(self) -> list[int]:
-        return [prod(slot.padded_size) for slot in self._slots]
+        return [prod(param.padded_size) for param in self._params]
 
     def _counts(self) -> list[float]:
         """Return one, the bits of the unit's number, and for each parameter whether it was used."""
         if not self._is_shared:
             return []
         number = [self._unit.index >> bit & 1 for bit in range(_NUMBER_BITS)]
-        counts = [1.0, *number, *(slot in self._used_here for slot in self._slots)]
+        counts = [1.0, *number, *(param in self._used_here for param in self._params)]
         return counts + [0.0] * (-len(counts) % _COUNTS_ROUND_TO)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -136,7 +136,7 @@ class _Running:
             self._pending = None
 
     @torch.no_grad()
-    def finish(self) -> dict[Slot, torch.Tensor]:
+    def finish(self) -> dict[ShardedParam, torch.Tensor]:
         """Complete the sum and divide; return this rank's slices of the means.
 
         **Raises** CollectiveError where ranks have reduced different units: on the CPU only, as
@@ -157,13 +157,13 @@ class _Running:
             if counts.device.type == "cpu":
                 self._check_number(counts.tolist())
             first = 1 + _NUMBER_BITS
-            counts = counts[first : first + len(self._slots)]
-            used = counted_anywhere(self._slots, used, counts)
+            counts = counts[first : first + len(self._params)]
+            used = counted_anywhere(self._params, used, counts)
         pieces = self._at_home(values).split(widths)
         return {
-            slot: _mean(slot, piece)
-            for slot, piece in zip(self._slots, pieces, strict=True)
-            if slot in used
+            param: _mean(param, piece)
+            for param, piece in zip(self._params, pieces, strict=True)
+            if param in used
         }
 
     def drop(self) -> None:
@@ -214,15 +214,15 @@ class _Running:
         return 0 if self._out is None else self._out.nbytes
 
 
-def _mean(slot: Slot, piece: torch.Tensor) -> torch.Tensor:
-    local_shape = slot.param._local_tensor.shape
-    return piece[: local_shape.numel()].to(slot.param.dtype).view(local_shape)
+def _mean(param: ShardedParam, piece: torch.Tensor) -> torch.Tensor:
+    local_shape = param.sharded._local_tensor.shape
+    return piece[: local_shape.numel()].to(param.sharded.dtype).view(local_shape)
 
 
-def _chunks(grad: torch.Tensor, num_ranks: int, slot: Slot) -> list[torch.Tensor]:
+def _chunks(grad: torch.Tensor, num_ranks: int, param: ShardedParam) -> list[torch.Tensor]:
     """Return every rank's part of a full gradient."""
-    rows = slot.padded_size[slot.dim]
-    found = list(grad.split(rows, dim=slot.dim)) if rows else []
+    rows = param.padded_size[param.dim]
+    found = list(grad.split(rows, dim=param.dim)) if rows else []
     return found + [grad.new_empty(0)] * (num_ranks - len(found))
 
 

@@ -26,10 +26,10 @@ class Encoding(Protocol):
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Take the storage's full memory of the parameter; return what the layers read."""
 
-    def start(self, slot: Any) -> list[GatherItem]:
+    def start(self, param: Any) -> list[GatherItem]:
         """List what is gathered beside the storage's items."""
 
-    def finish(self, slot: Any) -> torch.Tensor | None:
+    def finish(self, param: Any) -> torch.Tensor | None:
         """Make the parameter whole after the gather; return it where it is a new tensor."""
 
     def free(self) -> None:
@@ -46,11 +46,11 @@ class AsItLies:
         """Return the storage's memory as it is."""
         return view
 
-    def start(self, slot: Any) -> list[GatherItem]:
+    def start(self, param: Any) -> list[GatherItem]:
         """List nothing: the storage gathers it."""
         return []
 
-    def finish(self, slot: Any) -> None:
+    def finish(self, param: Any) -> None:
         """Do nothing: it is whole."""
 
     def free(self) -> None:
@@ -79,11 +79,11 @@ class AlongDim:
         self.free()
         return self._full.data
 
-    def start(self, slot: Any) -> list[GatherItem]:
+    def start(self, param: Any) -> list[GatherItem]:
         """List nothing: the storage gathers it."""
         return []
 
-    def finish(self, slot: Any) -> None:
+    def finish(self, param: Any) -> None:
         """Put the parts together."""
         full = self._full
         full.untyped_storage().resize_(full.nbytes)
@@ -128,9 +128,9 @@ class OwnGather:
         raise AssertionError("a tensor with a gather of its own lies in no storage")
 
     @torch.no_grad()
-    def start(self, slot: Any) -> list[GatherItem]:
+    def start(self, param: Any) -> list[GatherItem]:
         """Ask the local tensor what to gather, and list it."""
-        local = slot.param._local_tensor.to(slot.unit.comm.device)
+        local = param.sharded._local_tensor.to(param.unit.comm.device)
         self._local = local
         prepare = local.fsdp_pre_all_gather
         count = len(inspect.signature(prepare).parameters)
@@ -140,19 +140,19 @@ class OwnGather:
                 "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: "
                 "tuple[int, ...], module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
-        args: list[Any] = [slot.unit.shard_mesh]
+        args: list[Any] = [param.unit.shard_mesh]
         if count == 5:
-            size = torch.Size(slot.shape)
+            size = torch.Size(param.shape)
             stride = torch.empty(size, device="meta").stride()
-            args += [size, stride, slot.uses[0].module, self._policy]
+            args += [size, stride, param.uses[0].module, self._policy]
         inputs, self._metadata = prepare(*args)
-        num_ranks = slot.unit.comm.axes.shard.size
-        padded = slot.padded_size
+        num_ranks = param.unit.comm.axes.shard.size
+        padded = param.padded_size
         uneven = local.size() != padded
         if count == 5 and uneven and any(t.size() != padded for t in inputs):
             raise AssertionError(
                 "When a parameter is unevenly sharded by FSDP "
-                f"(orig size={torch.Size(slot.shape)}, FSDP world size={num_ranks}), "
+                f"(orig size={torch.Size(param.shape)}, FSDP world size={num_ranks}), "
                 "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
                 f"{padded} but got {[t.size() for t in inputs]}"
             )
@@ -167,21 +167,21 @@ class OwnGather:
             for f, o in zip(flats, self._outputs, strict=True)
         ]
 
-    def finish(self, slot: Any) -> torch.Tensor | None:
+    def finish(self, param: Any) -> torch.Tensor | None:
         """Make the full tensor of what came: a new one the first time, else inside the leaf."""
         outputs = tuple(
             o.view(-1, *size[1:]) for o, size in zip(self._outputs, self._sizes, strict=True)
         )
         metadata, self._metadata = self._metadata, None
-        dtype = slot.unit.precision.param or slot.param.dtype
+        dtype = param.unit.precision.param or param.sharded.dtype
         made: torch.Tensor | None = None
-        if slot.leaf is None:
+        if param.full is None:
             made, inner = self._local.fsdp_post_all_gather(outputs, metadata, dtype)
             self._inner = list(inner)
         else:
             for tensor in self._inner:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            self._local.fsdp_post_all_gather(outputs, metadata, dtype, out=slot.leaf)
+            self._local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.full)
         del self._local
         return made
 

@@ -24,7 +24,7 @@ class Form(Protocol):
 
     asks_unit: bool
 
-    def place(self, slot: Any, storage: Storage) -> None:
+    def place(self, param: Any, storage: Storage) -> None:
         """Let what stands in the model have its elements in a storage."""
 
     def like(self, local: torch.Tensor) -> DTensor:
@@ -39,10 +39,10 @@ class Form(Protocol):
     def full_grad(self, grad: Any) -> torch.Tensor:
         """Return the memory of a full gradient."""
 
-    def grad_of(self, slot: Any) -> torch.Tensor | None:
+    def grad_of(self, param: Any) -> torch.Tensor | None:
         """Return the reduced gradient."""
 
-    def add_to_grad(self, slot: Any, mean: torch.Tensor) -> None:
+    def add_to_grad(self, param: Any, mean: torch.Tensor) -> None:
         """Give the parameter a mean of gradients, or add it to what is there."""
 
 
@@ -53,11 +53,11 @@ class AsShardTensor:
     cut: Cut
     asks_unit = True
 
-    def place(self, slot: Any, storage: Storage) -> None:
+    def place(self, param: Any, storage: Storage) -> None:
         """Make the parameter."""
-        local = storage.local(slot.index, self.cut.local_shape)
-        slot.param = nn.Parameter(
-            ShardTensor.wrap(local, self.cut, slot), requires_grad=slot.requires_grad
+        local = storage.local(param.index, self.cut.local_shape)
+        param.sharded = nn.Parameter(
+            ShardTensor.wrap(local, self.cut, param), requires_grad=param.requires_grad
         )
 
     def like(self, local: torch.Tensor) -> DTensor:
@@ -77,19 +77,19 @@ class AsShardTensor:
         found: torch.Tensor = grad
         return found
 
-    def grad_of(self, slot: Any) -> torch.Tensor | None:
-        """Return what the slot keeps."""
-        found: torch.Tensor | None = slot.mean
+    def grad_of(self, param: Any) -> torch.Tensor | None:
+        """Return what the parameter keeps."""
+        found: torch.Tensor | None = param.mean
         return found
 
-    def add_to_grad(self, slot: Any, mean: torch.Tensor) -> None:
-        """Keep the mean in the slot, or add it to what is there, as autograd would."""
-        slot.grad_hooks.is_due = True
-        if slot.mean is None:
-            slot.mean = ShardTensor.wrap(mean, self.cut)
+    def add_to_grad(self, param: Any, mean: torch.Tensor) -> None:
+        """Keep the mean in the parameter, or add it to what is there, as autograd would."""
+        param.grad_hooks.is_due = True
+        if param.mean is None:
+            param.mean = ShardTensor.wrap(mean, self.cut)
         else:
-            slot.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
-            grad = slot.mean
+            param.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+            grad = param.mean
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 
 
@@ -108,13 +108,13 @@ class AsDTensor:
     summed_dims: Sequence[int] = ()
     asks_unit = False
 
-    def place(self, slot: Any, storage: Storage) -> None:
+    def place(self, param: Any, storage: Storage) -> None:
         """Move the local tensor's elements into the storage."""
-        local_shape = tuple(slot.param._local_tensor.shape)
-        shape = local_shape if slot.dim == 0 else (1, torch.Size(local_shape).numel())
-        place = storage.local_apart(slot.index, shape).view(local_shape)
-        place.copy_(slot.param._local_tensor)
-        slot.param._local_tensor = place
+        local_shape = tuple(param.sharded._local_tensor.shape)
+        shape = local_shape if param.dim == 0 else (1, torch.Size(local_shape).numel())
+        place = storage.local_apart(param.index, shape).view(local_shape)
+        place.copy_(param.sharded._local_tensor)
+        param.sharded._local_tensor = place
 
     def like(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor of the same mesh and placements."""
@@ -151,22 +151,22 @@ class AsDTensor:
         found: torch.Tensor = grad
         return found
 
-    def grad_of(self, slot: Any) -> torch.Tensor | None:
+    def grad_of(self, param: Any) -> torch.Tensor | None:
         """Return the attribute."""
-        found: torch.Tensor | None = slot.param.grad
+        found: torch.Tensor | None = param.sharded.grad
         return found
 
-    def add_to_grad(self, slot: Any, mean: torch.Tensor) -> None:
+    def add_to_grad(self, param: Any, mean: torch.Tensor) -> None:
         """Set the attribute, or add to it; run the user's hooks."""
-        param = slot.param
-        mean = mean.to(param.device)
-        if param.grad is None:
-            param.grad = as_dtensor(mean, param._spec)
+        held = param.sharded
+        mean = mean.to(held.device)
+        if held.grad is None:
+            held.grad = as_dtensor(mean, held._spec)
         else:
-            param.grad._local_tensor.add_(mean)
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            held.grad._local_tensor.add_(mean)
+        hooks = getattr(held, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
-            hook(param)
+            hook(held)
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

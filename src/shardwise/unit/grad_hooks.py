@@ -40,18 +40,18 @@ class GradHooks:
 
 class _Unit(Protocol):
     @property
-    def slots(self) -> Iterable[Any]: ...
+    def params(self) -> Iterable[Any]: ...
 
 
 def any_grad_hooks(units: Iterable[_Unit]) -> bool:
     """Tell whether any parameter has a hook."""
-    return any(slot.grad_hooks for unit in units for slot in unit.slots)
+    return any(param.grad_hooks for unit in units for param in unit.params)
 
 
 @torch.no_grad()
 def run_grad_hooks(units: Iterable[_Unit]) -> None:
     """Call the hooks of the parameters that got a gradient, in the order of the units."""
     for unit in units:
-        for slot in unit.slots:
-            if slot.grad_hooks and slot.grad is not None:
-                slot.grad_hooks.run(slot.param)
+        for param in unit.params:
+            if param.grad_hooks and param.grad is not None:
+                param.grad_hooks.run(param.sharded)

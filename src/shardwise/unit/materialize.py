@@ -27,8 +27,8 @@ from shardwise.trace import FullBytes
 from shardwise.unit.cut import make_cut
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home
+from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.rank_order import RankOrderSum
-from shardwise.unit.slot import Scheduler, Slot
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -124,10 +124,10 @@ class Materializer:
                 cut_layout = layout if self._config.stage.shards_state else None
                 cut = make_cut(shapes[number], cut_layout, number, self._comm)
                 grad = param.param.requires_grad
-                slot = Slot(unit, param.uses, AsShardTensor(cut), cut.shape, grad, cut=cut)
-                slot.lie_in(storage, number)
-                slot.keep_notes(vars(param.param))
-                unit.add(slot)
+                made = ShardedParam(unit, param.uses, AsShardTensor(cut), cut.shape, grad, cut=cut)
+                made.lie_in(storage, number)
+                made.keep_notes(vars(param.param))
+                unit.add(made)
             storage.free()
         unit.lay_out(storages)
         return unit

@@ -9,7 +9,7 @@ from shardwise.errors import StateError
 
 
 class Holder(Protocol):
-    """What holds the unreduced gradient: a slot of a unit."""
+    """What holds the unreduced gradient: a parameter of a unit."""
 
     name: str
     storage: Any
@@ -25,23 +25,23 @@ class PartialGrad(torch.Tensor):
     It can be asked for its metadata and be dropped (``zero_grad``); anything else raises.
     """
 
-    _slot: Holder
+    _param: Holder
 
     def full_tensor(self) -> NoReturn:
         """Refuse: there is no mean to gather yet."""
-        raise _not_reduced("full_tensor", [self._slot])
+        raise _not_reduced("full_tensor", [self._param])
 
     def to_local(self) -> NoReturn:
         """Refuse: there is no mean to slice yet."""
-        raise _not_reduced("to_local", [self._slot])
+        raise _not_reduced("to_local", [self._param])
 
     @classmethod
-    def of(cls, slot: Holder) -> "PartialGrad":
-        """Stand in for the unreduced gradient of ``slot``."""
+    def of(cls, param: Holder) -> "PartialGrad":
+        """Stand in for the unreduced gradient of ``param``."""
         made: PartialGrad = (
-            slot.storage.master.new_empty(()).expand(slot.cut.shape).as_subclass(cls)
+            param.storage.master.new_empty(()).expand(param.cut.shape).as_subclass(cls)
         )
-        made._slot = slot
+        made._param = param
         return made
 
     @classmethod
@@ -60,14 +60,14 @@ class PartialGrad(torch.Tensor):
         if name in ("zero_", "_foreach_zero_"):
             for grad in args[0] if name == "_foreach_zero_" else args[:1]:
                 if isinstance(grad, PartialGrad):
-                    grad._slot.drop_partial()
+                    grad._param.drop_partial()
             return None
-        slots = [a._slot for a in _flatten(args) if isinstance(a, PartialGrad)]
-        raise _not_reduced(name, slots)
+        params = [a._param for a in _flatten(args) if isinstance(a, PartialGrad)]
+        raise _not_reduced(name, params)
 
 
-def _not_reduced(name: str, slots: Sequence[Holder]) -> StateError:
-    which = f"'{slots[0].name}'" if slots else "a parameter"
+def _not_reduced(name: str, params: Sequence[Holder]) -> StateError:
+    which = f"'{params[0].name}'" if params else "a parameter"
     return StateError(
         f"{name}: the gradient of {which} is not reduced yet, because "
         "the accumulation window is still open. Run the window's last micro-batch under "

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.layout.segments import Segment
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import counted_anywhere
 
@@ -30,7 +30,7 @@ class RankOrderSum:
 
 @dataclass
 class _Part:
-    """The sum of one storage: which slots take part, and where their means will lie.
+    """The sum of one storage: which parameters take part, and where their means will lie.
 
     ``out`` is the buffer of this rank's slices ([S]), or of everything where state is replicated
     ([P]); ``wholes`` are then the segments in it, each to be gathered. ``counts`` are those of
@@ -39,7 +39,7 @@ class _Part:
 
     unit: Any
     storage: Storage
-    slots: list[Slot]
+    params: list[ShardedParam]
     out: torch.Tensor
     counts: torch.Tensor
     wholes: list[tuple[Segment, torch.Tensor]]
@@ -64,7 +64,7 @@ class _Running:
         self._comm = units[0].comm
         self._parts: list[_Part] = []
         self._gathers: list[Pending] = []
-        self._used_here: set[Slot] = set()
+        self._used_here: set[ShardedParam] = set()
         items: list[ReduceItem] = []
         for unit in units:
             for storage in unit.storages:
@@ -77,15 +77,15 @@ class _Running:
         )
 
     def _start_storage(self, unit: Any, storage: Storage) -> list[ReduceItem]:
-        slots = [s for s in unit.slots if s.storage is storage and s.leaf.requires_grad]
-        if not slots:
+        params = [s for s in unit.params if s.storage is storage and s.full.requires_grad]
+        if not params:
             return []
-        dtype = slots[0].sum_dtype
+        dtype = params[0].sum_dtype
         wire_dtype = dtype if unit.has_local_sum else storage.full.dtype
-        grads = [self._take(slot, wire_dtype) for slot in slots]
+        grads = [self._take(param, wire_dtype) for param in params]
         replicated = not storage.shards_state
         layout = storage.layout
-        num_counts = len(slots) if self._comm.axes.num_ranks > 1 else 0
+        num_counts = len(params) if self._comm.axes.num_ranks > 1 else 0
         # Over replicas the counts are summed with the slices, so they lie behind them.
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
         buffer = storage.grad_buffer(dtype, behind)
@@ -93,8 +93,8 @@ class _Running:
         if num_counts != behind:
             counts = buffer.new_empty(num_counts)
         parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for slot, grad in zip(slots, grads, strict=True):
-            placed = layout.params[slot.index]
+        for param, grad in zip(params, grads, strict=True):
+            placed = layout.params[param.index]
             parts.setdefault(placed.segment, []).append((placed.offset, grad))
         items, wholes = [], []
         for number, segment in enumerate(layout.segments):
@@ -107,30 +107,30 @@ class _Running:
                 place = out[begin : begin + segment.slot_numel]
                 items.append(ReduceItem(segment, tuple(parts[number]), place))
         if num_counts:
-            items.append(self._count(slots, counts))
-        self._parts.append(_Part(unit, storage, slots, out, counts, wholes))
+            items.append(self._count(params, counts))
+        self._parts.append(_Part(unit, storage, params, out, counts, wholes))
         return items
 
-    def _take(self, slot: Slot, dtype: torch.dtype) -> torch.Tensor:
-        grad = slot.take_partial()
+    def _take(self, param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
+        grad = param.take_partial()
         if grad is None:
-            return torch.zeros(slot.leaf.numel(), dtype=dtype, device=slot.leaf.device)
-        self._used_here.add(slot)
+            return torch.zeros(param.full.numel(), dtype=dtype, device=param.full.device)
+        self._used_here.add(param)
         if grad.dtype != dtype:
             grad = grad.to(dtype)
         return grad.contiguous().view(-1)
 
-    def _count(self, slots: list[Slot], counts: torch.Tensor) -> ReduceItem:
+    def _count(self, params: list[ShardedParam], counts: torch.Tensor) -> ReduceItem:
         """Return what counts the ranks on which each parameter had a gradient.
 
         Every rank is to know it, so every rank's slot of the segment is the same row.
         """
         num_ranks = self._comm.axes.shard.size
-        here = counts.new_ones(num_ranks * len(slots))
-        missing = [i for i, slot in enumerate(slots) if slot not in self._used_here]
+        here = counts.new_ones(num_ranks * len(params))
+        missing = [i for i, param in enumerate(params) if param not in self._used_here]
         if missing:
             here.view(num_ranks, -1)[:, missing] = 0
-        segment = Segment(here.numel(), len(slots), 0, 0)
+        segment = Segment(here.numel(), len(params), 0, 0)
         return ReduceItem(segment, ((0, here),), counts)
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class _Running:
                 part.start_evict()
 
     @torch.no_grad()
-    def finish(self) -> dict[Slot, torch.Tensor]:
+    def finish(self) -> dict[ShardedParam, torch.Tensor]:
         """Wait; return this rank's slices of the means."""
         self.settle()
         for gather in self._gathers:
@@ -161,7 +161,7 @@ class _Running:
         self._gathers = []
         for part in self._parts:
             part.start_evict()
-        found: dict[Slot, torch.Tensor] = {}
+        found: dict[ShardedParam, torch.Tensor] = {}
         for part in self._parts:
             found.update(self._means(part))
         return found
@@ -195,19 +195,19 @@ class _Running:
         pending: Pending = self._comm.start_all_gather(items, axis, site)
         return pending
 
-    def _means(self, part: _Part) -> dict[Slot, torch.Tensor]:
+    def _means(self, part: _Part) -> dict[ShardedParam, torch.Tensor]:
         means = {}
         dtype = part.storage.master.dtype
         out = part.evicted()
         counts = part.counts if part.counts.numel() else None
-        used = counted_anywhere(part.slots, self._used_here, counts)
-        for slot in part.slots:
-            if slot in used:
-                cut = slot.cut
+        used = counted_anywhere(part.params, self._used_here, counts)
+        for param in part.params:
+            if param in used:
+                cut = param.cut
                 assert cut is not None
-                begin = part.storage.place_in_shards(slot.index)
+                begin = part.storage.place_in_shards(param.index)
                 mean = out[begin : begin + cut.hi - cut.lo].view(cut.local_shape)
-                means[slot] = mean if mean.dtype == dtype else mean.to(dtype)
+                means[param] = mean if mean.dtype == dtype else mean.to(dtype)
         return means
 
     @property

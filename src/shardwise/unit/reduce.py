@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.trace import span
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
 from shardwise.unit.sums import Running
 from shardwise.unit.unit import Unit
@@ -19,10 +19,10 @@ class Reduction:
         self._names = [unit.name for unit in units]
         # A parameter that asks its unit gets its gradient when it asks: a pass that raises after
         # all must leave what was there. An attribute, and hooks that step in backward, cannot wait.
-        self.is_asked = any(slot.form.asks_unit for unit in units for slot in unit.slots)
+        self.is_asked = any(param.form.asks_unit for unit in units for param in unit.params)
         self.is_dropped = False  # its result is not wanted any more
         self._running: Running | None = None
-        self._first: list[Slot] = []  # got a gradient from it and had none before
+        self._first: list[ShardedParam] = []  # got a gradient from it and had none before
 
     @torch.no_grad()
     def start(self) -> None:
@@ -51,10 +51,10 @@ class Reduction:
             return
         means = self._running.finish()
         self._end()
-        for slot, mean in means.items():
-            if slot.grad is None:
-                self._first.append(slot)
-            slot.form.add_to_grad(slot, mean)
+        for param, mean in means.items():
+            if param.grad is None:
+                self._first.append(param)
+            param.form.add_to_grad(param, mean)
         for unit in self.units:
             unit.forget_grads_if_none()
 
@@ -63,8 +63,8 @@ class Reduction:
         if self._running is not None:
             self._running.drop()
             self._end()
-        for slot in self._first:
-            slot.param.grad = None
+        for param in self._first:
+            param.sharded.grad = None
         for unit in self.units:
             unit.forget_grads_if_none()
 

@@ -13,8 +13,8 @@ class Owner(Protocol):
     """What a parameter's ShardTensor asks of the unit that owns it."""
 
     name: str
-    param: Any
-    leaf: Any
+    sharded: Any
+    full: Any
 
     def read_grad(self) -> torch.Tensor | None:
         """Return the reduced gradient, finishing reductions that are under way."""
@@ -22,7 +22,7 @@ class Owner(Protocol):
     def write_grad(self, value: torch.Tensor | None) -> None:
         """Replace the gradient; None drops it, reduced or not."""
 
-    def whole(self) -> torch.Tensor:
+    def use_full(self) -> torch.Tensor:
         """Return the full parameter, the one that autograd knows."""
 
     def in_use(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.unit.slot import Slot
+from shardwise.unit.param import ShardedParam
 
 
 class Running(Protocol):
@@ -28,7 +28,7 @@ class Running(Protocol):
     def settle(self) -> None:
         """Wait for the sums over shards; start, or complete, what comes second."""
 
-    def finish(self) -> dict[Slot, torch.Tensor]:
+    def finish(self) -> dict[ShardedParam, torch.Tensor]:
         """Return this rank's slice of the mean of every parameter that had a gradient anywhere."""
 
     def drop(self) -> None:
@@ -55,10 +55,10 @@ class Sum(Protocol):
 
 
 def counted_anywhere(
-    slots: Sequence[Slot], used_here: set[Slot], counts: torch.Tensor | None
-) -> set[Slot]:
-    """Return the parameters that had a gradient on any rank, of ``slots``, which were counted."""
-    if counts is None or used_here.issuperset(slots):
+    params: Sequence[ShardedParam], used_here: set[ShardedParam], counts: torch.Tensor | None
+) -> set[ShardedParam]:
+    """Return the parameters that had a gradient on any rank, of ``params``, which were counted."""
+    if counts is None or used_here.issuperset(params):
         return used_here
-    found = zip(slots, counts.tolist(), strict=True)
-    return used_here.union(slot for slot, count in found if count)
+    found = zip(params, counts.tolist(), strict=True)
+    return used_here.union(param for param, count in found if count)

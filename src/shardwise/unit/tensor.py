@@ -84,14 +84,14 @@ class ShardTensor(Sliced):
     def grad(self) -> torch.Tensor | None:
         """This rank's slice of the mean gradient; finishes reductions that are under way."""
         owner = self._owner
-        if owner is None or owner.param is not self:
+        if owner is None or owner.sharded is not self:
             return self.__dict__.get("_plain_grad")
         return owner.read_grad()
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         owner = self._owner
-        if owner is None or owner.param is not self:
+        if owner is None or owner.sharded is not self:
             self.__dict__["_plain_grad"] = value
         else:
             owner.write_grad(value)
@@ -180,7 +180,7 @@ class ShardTensor(Sliced):
             return check_conversion(*args)
         elif name in ("register_hook", "register_post_accumulate_grad_hook"):
             owner = args[0]._owner
-            if name != "register_hook" and owner is not None and owner.param is args[0]:
+            if name != "register_hook" and owner is not None and owner.sharded is args[0]:
                 return owner.add_grad_hook(*args[1:], **kwargs)
             raise ShardError(
                 f"{name} on a ShardTensor: autograd does not see it, and the full parameter's "

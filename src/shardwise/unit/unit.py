@@ -27,7 +27,7 @@ from shardwise.stages import UnitSettings
 from shardwise.trace import span
 from shardwise.unit.home import Home
 from shardwise.unit.nearby import Nearby
-from shardwise.unit.slot import Scheduler, Slot
+from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
     PARAM_TRANSITIONS,
@@ -71,7 +71,7 @@ class Unit:
         self.transport: Any = transport
         self.home = home
         self.nearby = nearby
-        self.slots: list[Slot] = []
+        self.params: list[ShardedParam] = []
         self.storages: list[Storage] = []
         self.full_bytes = 0  # of the unit's full copy
         self.param_state = ParamState.SHARDED
@@ -80,9 +80,9 @@ class Unit:
         self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
         self._bind_depth = 0
         self._pending: Pending | None = None
-        self._bindings: list[tuple[dict[str, Any], str, Slot]] = []
+        self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
-        self._gathered_apart: list[Slot] = []
+        self._gathered_apart: list[ShardedParam] = []
 
     @property
     def module(self) -> nn.Module:
@@ -97,26 +97,26 @@ class Unit:
         """Tell whether the other unit's module lies inside one of this one's."""
         return id(other.module) in self._inside
 
-    def add(self, slot: Slot) -> None:
+    def add(self, param: ShardedParam) -> None:
         """Take a parameter over, and let its sharded form stand in every module that uses it."""
-        self.slots.append(slot)
-        slot.put(slot.param)
-        for use in slot.uses:
-            self._bindings.append((use.module._parameters, use.attribute, slot))
+        self.params.append(param)
+        param.put(param.sharded)
+        for use in param.uses:
+            self._bindings.append((use.module._parameters, use.attribute, param))
 
     # -- parameters
     def lay_out(self, storages: Sequence[Storage]) -> None:
         """Take over where the parameters lie, once they do, and again where that has changed."""
         self.storages = list(storages)
         self.full_bytes = sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
-        self._gathered_apart = [slot for slot in self.slots if not slot.encoding.in_storage]
+        self._gathered_apart = [param for param in self.params if not param.encoding.in_storage]
 
     @property
     def frees_in_backward(self) -> bool:
         """Tell whether a backward pass leaves no memory under the full parameters."""
         if not self.settings.stage.frees_after_backward or self.settings.stays_full:
             return False
-        apart = any(slot.encoding.puts_together for slot in self.slots)
+        apart = any(param.encoding.puts_together for param in self.params)
         return apart or any(s.frees for s in self.storages)
 
     def start_unshard(self) -> None:
@@ -134,8 +134,8 @@ class Unit:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
                         items += storage.prepare_gather()
-            for slot in self._gathered_apart:
-                items += slot.encoding.start(slot)
+            for param in self._gathered_apart:
+                items += param.encoding.start(param)
             if not items:
                 return
             if axis.size == 1:
@@ -151,7 +151,7 @@ class Unit:
     @property
     def _local_versions(self) -> list[int]:
         """Numbers that change whenever a sharded parameter is modified."""
-        return [slot.param._local_tensor._version for slot in self.slots]
+        return [param.sharded._local_tensor._version for param in self.params]
 
     def _after_fetch(self) -> AbstractContextManager[None]:
         """Enqueue inside what follows the fetches of slices that live at a home."""
@@ -174,11 +174,11 @@ class Unit:
 
     def _complete(self) -> None:
         with torch._C._DisableFuncTorch():
-            for slot in self.slots:
-                slot.complete()
-                slot.put(slot.leaf)
+            for param in self.params:
+                param.complete()
+                param.put(param.full)
         for storage in self.storages:
-            apart = all(s.encoding.puts_together for s in self.slots if s.storage is storage)
+            apart = all(s.encoding.puts_together for s in self.params if s.storage is storage)
             if apart and self.nearby is None:
                 storage.free()  # what was gathered is put together elsewhere
 
@@ -194,9 +194,9 @@ class Unit:
             storage.free()
         self._enter(ParamState.SHARDED)
         if self.settings.stands_while_full:
-            for slot in self.slots:
-                slot.put(slot.param)
-                slot.encoding.free()
+            for param in self.params:
+                param.put(param.sharded)
+                param.encoding.free()
 
     @property
     def is_fresh(self) -> bool:
@@ -213,7 +213,7 @@ class Unit:
     @property
     def is_trained(self) -> bool:
         """Tell whether any parameter of the unit has a gradient."""
-        return any(slot.is_trained for slot in self.slots)
+        return any(param.is_trained for param in self.params)
 
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a slice is modified.
@@ -230,16 +230,16 @@ class Unit:
         self._bind_depth += 1
         if self._bind_depth > 1 or self.settings.stands_while_full:
             return
-        for params, attribute, slot in self._bindings:
+        for params, attribute, param in self._bindings:
             found: Any = params.get(attribute)
-            if found is not slot.param or found._owner is not slot:
+            if found is not param.sharded or found._owner is not param:
                 self._bind_depth = 0
                 raise StateError(
-                    f"parameter '{slot.name}' was replaced after shard(), by model.to(), .half(), "
+                    f"parameter '{param.name}' was replaced after shard(), by model.to(), .half(), "
                     "load_state_dict(assign=True) or an assignment; do that before shard()"
                 )
-            params[attribute] = slot.leaf
-        self._versions = [slot.leaf._version for _, _, slot in self._bindings]
+            params[attribute] = param.full
+        self._versions = [param.full._version for _, _, param in self._bindings]
 
     def unbind(self) -> str | None:
         """Put the ShardTensors back; return the name of a parameter that was written meanwhile."""
@@ -249,10 +249,10 @@ class Unit:
         if self._bind_depth or self.settings.stands_while_full:
             return None
         written = None
-        for (params, attribute, slot), version in zip(self._bindings, self._versions, strict=True):
-            params[attribute] = slot.param
-            if slot.leaf._version != version:
-                written = slot.name
+        for (params, attribute, param), version in zip(self._bindings, self._versions, strict=True):
+            params[attribute] = param.sharded
+            if param.full._version != version:
+                written = param.name
         return written
 
     def unbind_all(self) -> None:
@@ -268,7 +268,7 @@ class Unit:
 
     def forget_grads_if_none(self) -> None:
         """Return to EMPTY when no parameter has a gradient any more."""
-        if not any(slot.keeps_grad for slot in reversed(self.slots)):
+        if not any(param.keeps_grad for param in reversed(self.params)):
             self.enter_grad_state(GradState.EMPTY)
             self.has_local_sum = False
 
@@ -276,16 +276,16 @@ class Unit:
         """Keep the micro-batch's gradients on this rank, added to those of the window so far."""
         self.enter_grad_state(GradState.PARTIAL)
         self.has_local_sum = True
-        for slot in self.slots:
-            slot.keep_partial()
+        for param in self.params:
+            param.keep_partial()
 
     def drop_partials(self) -> None:
         """Forget unreduced gradients, after a backward pass that was cut short."""
-        for slot in self.slots:
-            slot.forget_partial()
+        for param in self.params:
+            param.forget_partial()
         self.unreduced = None
         if self.grad_state is GradState.PARTIAL:
-            any_reduced = any(slot.mean is not None for slot in self.slots)
+            any_reduced = any(param.mean is not None for param in self.params)
             self.enter_grad_state(GradState.REDUCED if any_reduced else GradState.EMPTY)
         self.has_local_sum = False
 

@@ -48,8 +48,8 @@ class GroupEngine(Engine):
         super().__init__(config, units[0].comm, FullBytes())
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
-            for slot in unit.slots:
-                slot.watch()
+            for param in unit.params:
+                param.watch()
             for storage in unit.storages:
                 storage.count_in(self.ledger)
         self.settle(units, order=())
@@ -90,17 +90,17 @@ class GroupEngine(Engine):
         for state in self.all_states:
             state.reshard()
             state.adopt()
-        for slot in (slot for unit in self.units for slot in unit.slots):
-            if slot.cut is None:
+        for param in (param for unit in self.units for param in unit.params):
+            if param.cut is None:
                 raise ConfigError(
-                    f"{what}: parameter '{slot.name}' is {_kind_of(slot)}; use "
+                    f"{what}: parameter '{param.name}' is {_kind_of(param)}; use "
                     "torch.distributed.checkpoint for such a model"
                 )
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
         for unit in self.units:
-            if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.slots):
+            if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
                 unit.enter_grad_state(GradState.PARTIAL)
         self.on_pass_end()
 
@@ -110,12 +110,12 @@ class GroupEngine(Engine):
         self.on_cut()
 
 
-def _kind_of(slot: Any) -> str:
-    if not slot.encoding.in_storage:
+def _kind_of(param: Any) -> str:
+    if not param.encoding.in_storage:
         return "a tensor of a class that defines its own gather"
-    if slot.form.full_spec is not None:
+    if param.form.full_spec is not None:
         return "a DTensor of another axis (tensor parallelism)"
-    return f"cut along dim {slot.dim}" if slot.dim else "on the meta device still"
+    return f"cut along dim {param.dim}" if param.dim else "on the meta device still"
 
 
 class Member:
@@ -153,7 +153,7 @@ class State(_State):
             _insert_module_state(module, self)
         for module in modules:
             register_hooks(self, Member(module))
-        owners = {use.module for unit in units for slot in unit.slots for use in slot.uses}
+        owners = {use.module for unit in units for param in unit.params for use in param.uses}
         for owner in owners:
             register_state_dict_hooks(owner, self.reshard, self.adopt)
 
@@ -204,7 +204,7 @@ class State(_State):
         states = self._states_below()
         if self.asked.frees_after_forward is None:
             self.change_stage(frees_after_forward=False)
-        tie_free(slot for state in states for unit in state.units for slot in unit.slots)
+        tie_free(param for state in states for unit in state.units for param in unit.params)
         for state in states:
             state.make_ready()
         engine = GroupEngine(states)
@@ -231,9 +231,9 @@ class State(_State):
             known = [names[id(m)] for m in state.modules if id(m) in names]
             for unit in state.units:
                 unit.name = ", ".join(known)
-                for slot in unit.slots:
-                    slot.uses = tuple(_named(use, names) for use in slot.uses)
-                    slot.name = slot.uses[0].name
+                for param in unit.params:
+                    param.uses = tuple(_named(use, names) for use in param.uses)
+                    param.name = param.uses[0].name
         return list(found.values())
 
     # -- a forward pass of one of the modules (hooks.Watcher)
@@ -289,7 +289,7 @@ class State(_State):
 
     @property
     def _fsdp_param_groups(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.slots]
+        return [unit for unit in self.units if unit.params]
 
     @property
     def _fsdp_param_group(self) -> Unit | None:

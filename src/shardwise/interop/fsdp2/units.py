@@ -30,8 +30,8 @@ from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor, as_dtensor
 from shardwise.unit.home import Home
 from shardwise.unit.nearby import Nearby
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import FULLY_SHARD
-from shardwise.unit.slot import Slot
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -96,11 +96,11 @@ def take(
         param._spec if isinstance(param, DTensor) else None,
         spread.reduced_dims,
     )
-    slot = Slot(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
+    made = ShardedParam(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
     chunk = _chunk(values, shard.size, shard.rank, dim)
-    slot.param = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
-    vars(slot.param)[FULLY_SHARD] = True
-    unit.add(slot)
+    made.sharded = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
+    vars(made.sharded)[FULLY_SHARD] = True
+    unit.add(made)
 
 
 def _check(name: str, param: nn.Parameter, values: torch.Tensor, dim: int, num_ranks: int) -> None:
@@ -141,51 +141,51 @@ def adopt(unit: Unit, asked: Asked, ledger: FullBytes) -> None:
 
     On meta there is nothing to lay out yet.
     """
-    is_new = [_reread(slot) for slot in unit.slots]  # each of them must look
+    is_new = [_reread(param) for param in unit.params]  # each of them must look
     if not any(is_new):
         return
     storages: list[Storage] = []
-    groups: dict[Any, list[Slot]] = {}
-    for slot in unit.slots:
-        local, slot.cut = slot.param._local_tensor, None
+    groups: dict[Any, list[ShardedParam]] = {}
+    for param in unit.params:
+        local, param.cut = param.sharded._local_tensor, None
         if OwnGather.is_of(local):
-            slot.lie_apart(OwnGather(asked.mp))
+            param.lie_apart(OwnGather(asked.mp))
             continue
-        slot.lie_apart(AlongDim(slot.dim, slot.shape) if slot.dim else AS_IT_LIES)
+        param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else AS_IT_LIES)
         if not local.is_meta:
-            groups.setdefault((*_dtypes(unit, local), slot.dim > 0), []).append(slot)
+            groups.setdefault((*_dtypes(unit, local), param.dim > 0), []).append(param)
     axis = unit.comm.axes.shard
-    for (master, compute, _), slots in groups.items():
-        shapes = [_shape_in_memory(slot, axis.size) for slot in slots]
+    for (master, compute, _), params in groups.items():
+        shapes = [_shape_in_memory(param, axis.size) for param in params]
         layout = build_layout("rows", shapes, axis.size)
         dtypes = master, compute
         device = unit.comm.device
         storage = Storage(layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home)
-        for index, slot in enumerate(slots):
-            is_plain = slot.dim == 0 and slot.form.full_spec is None
-            slot.cut = make_cut(slot.shape, layout, index, unit.comm) if is_plain else None
-            slot.lie_in(storage, index)
+        for index, param in enumerate(params):
+            is_plain = param.dim == 0 and param.form.full_spec is None
+            param.cut = make_cut(param.shape, layout, index, unit.comm) if is_plain else None
+            param.lie_in(storage, index)
         storage.free()
         storages.append(storage)
     unit.lay_out(storages)
 
 
-def _reread(slot: Slot) -> bool:
+def _reread(param: ShardedParam) -> bool:
     """Take what stands in the module for the sharded parameter; tell whether it is new."""
-    found: Any = slot.uses[0].module._parameters[slot.uses[0].attribute]
+    found: Any = param.uses[0].module._parameters[param.uses[0].attribute]
     if not isinstance(found, DTensor):
-        raise AssertionError(f"parameter '{slot.name}': expected DTensor, got {type(found)}")
-    slot.param = found
+        raise AssertionError(f"parameter '{param.name}': expected DTensor, got {type(found)}")
+    param.sharded = found
     vars(found)[FULLY_SHARD] = True
     local = found._local_tensor
-    return local is not slot.local or OwnGather.is_of(local) == slot.encoding.in_storage
+    return local is not param.local or OwnGather.is_of(local) == param.encoding.in_storage
 
 
-def _shape_in_memory(slot: Slot, num_ranks: int) -> tuple[int, ...]:
+def _shape_in_memory(param: ShardedParam, num_ranks: int) -> tuple[int, ...]:
     """Return the shape that is cut along dim 0 in memory: one row per rank, for another dim."""
-    if slot.dim == 0:
-        return slot.shape
-    return num_ranks, torch.Size(slot.shape).numel() // num_ranks
+    if param.dim == 0:
+        return param.shape
+    return num_ranks, torch.Size(param.shape).numel() // num_ranks
 
 
 def _dtypes(unit: Unit, local: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -197,7 +197,7 @@ def _dtypes(unit: Unit, local: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
 
 def check_device(unit: Unit) -> None:
     """Refuse parameters that are on meta still, or away from their home."""
-    on_meta = [s.name for s in unit.slots if s.param.device.type == "meta"]
+    on_meta = [s.name for s in unit.params if s.sharded.device.type == "meta"]
     if on_meta:
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, but the "
@@ -207,7 +207,7 @@ def check_device(unit: Unit) -> None:
         )
     if unit.home is None:
         return
-    away = [(s.name, s.param.device) for s in unit.slots if s.param.device != unit.home.place]
+    away = [(s.name, s.sharded.device) for s in unit.params if s.sharded.device != unit.home.place]
     if away:
         raise RuntimeError(
             "FSDP parameters should be materialized on CPU when enabling CPU offloading. For "
@@ -216,14 +216,14 @@ def check_device(unit: Unit) -> None:
         )
 
 
-def tie_free(slots: Iterable[Slot]) -> None:
+def tie_free(params: Iterable[ShardedParam]) -> None:
     """Check that no parameter is in two groups. **Raises** ValueError, naming it."""
     seen: set[object] = set()
-    for slot in slots:
-        identity = getattr(slot.form, "identity", None)
+    for param in params:
+        identity = getattr(param.form, "identity", None)
         if identity in seen:
             raise ValueError(
-                f"Parameter '{slot.name}' is shared with a parameter already managed by another "
+                f"Parameter '{param.name}' is shared with a parameter already managed by another "
                 "FSDP group. For shared/tied parameters, use fully_shard([module_a, module_b]) to "
                 "place them in the same FSDP group."
             )

@@ -42,10 +42,10 @@ def places_of(model: nn.Module) -> dict[str, Place]:
         if not isinstance(tensor, torch.nn.Parameter):
             shape = tuple(tensor.shape)
             places[name] = Place(tensor.detach().view(-1), 0, tensor.numel(), shape)
-    for slot in (slot for unit in engine_of_shard(model).units for slot in unit.slots):
-        data = slot.param.to_local().view(-1)
-        for use in slot.uses:
-            places[use.name] = Place(data, slot.cut.lo, slot.cut.hi, slot.cut.shape)
+    for param in (param for unit in engine_of_shard(model).units for param in unit.params):
+        data = param.sharded.to_local().view(-1)
+        for use in param.uses:
+            places[use.name] = Place(data, param.cut.lo, param.cut.hi, param.cut.shape)
     return places
 
 

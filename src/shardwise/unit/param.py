@@ -23,7 +23,7 @@ from shardwise.unit.tensor import ShardTensor
 
 
 class Scheduler(Protocol):
-    """What a slot asks of the engine: things that concern more than its own unit."""
+    """What a parameter asks of the engine: things that concern more than its own unit."""
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -42,7 +42,7 @@ class Scheduler(Protocol):
         """Hear when autograd has written the gradient of a full parameter."""
 
 
-class Slot:
+class ShardedParam:
     """A parameter in its sharded form (``param``) and its full one (``leaf``, autograd's).
 
     ``mean`` is the reduced gradient where the form asks the unit for it, ``partial`` the sum of
@@ -71,8 +71,8 @@ class Slot:
         self.encoding: Encoding = AS_IT_LIES
         self.storage: Any = None  # None where its elements lie in no storage
         self.index = 0
-        self.param: Any = None
-        self.leaf: Any = None
+        self.sharded: Any = None
+        self.full: Any = None
         self.local: Any = None  # this rank's elements, as they were last laid out
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
@@ -84,27 +84,27 @@ class Slot:
         """Let the sharded parameter's elements lie in ``storage``, as its ``index``-th."""
         self.storage, self.index = storage, index
         self.form.place(self, storage)
-        self.local = self.param._local_tensor
+        self.local = self.sharded._local_tensor
         self._make_leaf(self.encoding.attach(storage.view(index), tuple(self.local.shape)))
 
     def lie_apart(self, encoding: Encoding) -> None:
         """Let the sharded parameter stay where it is, in no storage, or in none yet."""
-        self.storage, self.encoding, self.leaf = None, encoding, None
-        self.local = self.param._local_tensor
+        self.storage, self.encoding, self.full = None, encoding, None
+        self.local = self.sharded._local_tensor
 
     def _make_leaf(self, view: torch.Tensor) -> None:
-        is_trained = self.param.requires_grad
-        self.leaf = nn.Parameter(self.form.full(view), requires_grad=is_trained)
+        is_trained = self.sharded.requires_grad
+        self.full = nn.Parameter(self.form.full(view), requires_grad=is_trained)
         self._watched = False
         self.watch()
 
     def watch(self) -> None:
         """Let the engine, if there is one, hear when autograd has written the gradient."""
         engine: Scheduler | None = self.unit.scheduler
-        if engine is None or self._watched or self.leaf is None:
+        if engine is None or self._watched or self.full is None:
             return
-        if self.leaf.requires_grad:
-            engine.watch_grad(self.unit, self.leaf)
+        if self.full.requires_grad:
+            engine.watch_grad(self.unit, self.full)
             self._watched = True
 
     @torch.no_grad()
@@ -114,8 +114,8 @@ class Slot:
         if made is not None:
             stride = torch.empty(self.shape, device="meta").stride()
             self._make_leaf(torch.as_strided(made, self.shape, stride, 0))
-        if self.leaf.requires_grad != self.param.requires_grad:
-            self.leaf.requires_grad_(self.param.requires_grad)
+        if self.full.requires_grad != self.sharded.requires_grad:
+            self.full.requires_grad_(self.sharded.requires_grad)
             self.watch()
 
     @property
@@ -130,7 +130,7 @@ class Slot:
         ours = ("_cut", "_owner", "_is_param", "_local_tensor", "_spec")
         for name, value in notes.items():
             if name not in ours:
-                vars(self.param).setdefault(name, value)
+                vars(self.sharded).setdefault(name, value)
 
     def put(self, param: Any) -> None:
         """Put a parameter into every module that uses this one."""
@@ -158,16 +158,16 @@ class Slot:
         if state is GradState.REDUCING:
             self._finish_reduction()
         elif state is GradState.PARTIAL:
-            self.leaf.grad = self.partial = None
+            self.full.grad = self.partial = None
         if value is None:
             self.mean = None
             self.unit.forget_grads_if_none()
             return
         if not isinstance(value, ShardTensor):
             value = ShardTensor.wrap(self.cut.slice_of(value).clone(), self.cut)
-        if not value._cut.matches(self.cut) or value.dtype != self.param.dtype:
+        if not value._cut.matches(self.cut) or value.dtype != self.sharded.dtype:
             raise StateError(
-                f"gradient of '{self.name}': expected {self.cut.shape} {self.param.dtype}, got "
+                f"gradient of '{self.name}': expected {self.cut.shape} {self.sharded.dtype}, got "
                 f"{tuple(value.shape)} {value.dtype}"
             )
         self.mean = value
@@ -176,10 +176,10 @@ class Slot:
     def _finish_reduction(self) -> None:
         self.unit.scheduler.finish_reductions(self.unit)
 
-    def whole(self) -> torch.Tensor:
+    def use_full(self) -> torch.Tensor:
         """Return the full parameter for a use outside its module."""
         self.unit.scheduler.use_outside(self.unit)
-        found: torch.Tensor = self.leaf
+        found: torch.Tensor = self.full
         return found
 
     def in_use(self) -> bool:
@@ -188,12 +188,12 @@ class Slot:
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
-        self.leaf.requires_grad_(requires_grad)
+        self.full.requires_grad_(requires_grad)
         self.watch()
 
     def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
-        return self.grad_hooks.add(hook, self.leaf)
+        return self.grad_hooks.add(hook, self.full)
 
     # -- what checkpoints and contexts ask
     @property
@@ -204,7 +204,7 @@ class Slot:
     @property
     def is_trained(self) -> bool:
         """Tell whether the parameter gets gradients."""
-        of = self.leaf if self.form.asks_unit else self.param
+        of = self.full if self.form.asks_unit else self.sharded
         return bool(of.requires_grad)
 
     @property
@@ -212,19 +212,19 @@ class Slot:
         """The dtype that gradients are summed in; None is that in which they come."""
         asked: torch.dtype | None = self.unit.precision.reduce
         if asked is None and self.unit.sums.in_param_dtype:
-            asked = self.param.dtype
+            asked = self.sharded.dtype
         return asked
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which unreduced gradients are summed that came on another way."""
-        return self.reduce_dtype or self.param.dtype
+        return self.reduce_dtype or self.sharded.dtype
 
     # -- gradients on their way
     @property
     def has_partial(self) -> bool:
         """Tell whether this rank has a gradient of this parameter that is not reduced."""
-        return self.partial is not None or (self.leaf is not None and self.leaf.grad is not None)
+        return self.partial is not None or (self.full is not None and self.full.grad is not None)
 
     @property
     def keeps_grad(self) -> bool:
@@ -239,23 +239,23 @@ class Slot:
     def forget_partial(self) -> None:
         """Forget the unreduced gradient; the unit's state is the caller's to change."""
         self.partial = None
-        if self.leaf is not None:
-            self.leaf.grad = None
+        if self.full is not None:
+            self.full.grad = None
 
     def keep_partial(self) -> None:
         """Add the micro-batch's gradient to the unreduced sum."""
-        grad = None if self.leaf is None else self.leaf.grad
+        grad = None if self.full is None else self.full.grad
         dtype = self.reduce_dtype
         if grad is None or (self.partial is None and dtype in (None, grad.dtype)):
             return
-        self.leaf.grad = None
+        self.full.grad = None
         self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
 
     def take_partial(self) -> torch.Tensor | None:
         """Return the unreduced gradient, a strided tensor of this rank's memory, and forget it."""
-        if self.leaf is None:
+        if self.full is None:
             return None
-        grad, self.leaf.grad = self.leaf.grad, None
+        grad, self.full.grad = self.full.grad, None
         partial, self.partial = self.partial, None
         if partial is not None:
             grad = partial if grad is None else partial.add_(grad)
