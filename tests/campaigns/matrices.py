@@ -1,12 +1,18 @@
-"""Every cell of five matrices of which the suite has samples: `make soak CAMPAIGN=matrices`."""
+"""Every cell of the matrices of which the suite has samples: `make soak CAMPAIGN=matrices`."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "checkpoint"), str(TESTS / "plan")]
+FOLDERS = ("checkpoint", "engine", "interop", "plan")
+sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in FOLDERS)]
+
+import test_models_calls as calls  # noqa: E402
+import test_models_checkpointing as checkpointing  # noqa: E402
+import test_models_parameters as parameters  # noqa: E402
 
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
@@ -15,6 +21,7 @@ import test_shard_tensor_optimizers as optimizers  # noqa: E402
 import test_shard_tensor_sweep as functions  # noqa: E402
 from memory_cells import MODELS, cells_of  # noqa: E402
 from ranks import run_ranks  # noqa: E402
+from trainer import LAYOUTS, compare  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -46,3 +53,20 @@ def test_every_optimizer_at_every_stage_and_layout(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_draw_at_every_stage(world_size: int) -> None:
     run_ranks(draws.check_draws, world_size, every=True)
+
+
+FAMILIES = (
+    *(*calls.SEVERAL_TIMES, *calls.IN_PLACE, *checkpointing.CHECKPOINTED),
+    *(*parameters.TIED, *parameters.FROZEN, *parameters.OUTSIDE),
+)
+
+
+@pytest.mark.parametrize("make_model", FAMILIES)
+def test_every_model_of_the_families_at_every_stage_and_layout(make_model: Any) -> None:
+    run_ranks(compare, 3, make_model, LAYOUTS)
+
+
+def test_every_adapter_in_every_setting() -> None:
+    peft = pytest.importorskip("test_peft", reason="peft is in the test extra")
+    for name in sorted(peft.VARIANTS):
+        run_ranks(peft.compare_with_ddp, 2, name, peft.SETTINGS)
