@@ -15,7 +15,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,11 +118,7 @@ def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
                 failures.append(error)
         for names in plan.groups:
             try:
-                target = None if failures else writer
-                keep = target is not None
-                layer = {name: _whole(plan.tensors[name], keep=keep) for name in names}
-                if target is not None:
-                    target.write(plan.revert(layer))
+                _write_layer(plan, names, None if failures else writer)
             except OSError as error:  # the others gather on; they are told below
                 failures.append(error)
 
@@ -162,6 +158,13 @@ def _bytes_of(size: int | str) -> int:
     if num_bytes <= 0:
         raise ConfigError(f"max_shard_size={size!r}: expected bytes, or text such as '5GB'")
     return num_bytes
+
+
+def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> None:
+    """Gather one group of tensors; every rank takes part. See Note [A layer at a time]."""
+    layer = {name: _whole(plan.tensors[name], keep=writer is not None) for name in names}
+    if writer is not None:
+        writer.write(plan.revert(layer))
 
 
 @torch.no_grad()
