@@ -61,7 +61,7 @@ bench-ckpt: $(RUN_STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
-# `matrices` runs every cell of the five largest tables of which the suite has covering samples.
+# `matrices` runs every cell of the largest tables of which the suite has covering samples.
 CAMPAIGN ?= crashes errors damage reshard kill power matrices
 TRIALS ?= 200
 SEED ?= 0

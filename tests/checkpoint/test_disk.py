@@ -624,13 +624,13 @@ def test_a_hang_is_told_and_every_thread_ends() -> None:
         if control.rank != 1:
             control.exchange(b"")
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(AssertionError, match=r"a hang: waiting \{0: 'in call 1', 2: 'in call 1'\}"):
         Lockstep().run(3, body)
-    for thread in threading.enumerate():
-        if thread.daemon:
-            thread.join(HANG_S)
-    assert threading.active_count() == before
+    new = set(threading.enumerate()) - before
+    for thread in new:
+        thread.join(HANG_S)
+    assert not any(thread.is_alive() for thread in new)
 
 
 @pytest.mark.parametrize("swapped", ["kind", "length"])

@@ -1,7 +1,5 @@
 """From a table of state to what `write_checkpoint` takes: one manifest, and this rank's part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 

@@ -1,7 +1,5 @@
 """All checkpoints of a run: saved in the background, found again, kept or removed."""
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

@@ -8,8 +8,6 @@ the last one checked the engine therefore refuses every forward pass (`Condition
 load, as a rule that of the next older checkpoint, ends this.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A plain model is whole on every rank, and nothing is sent for it: each process t
 all of it, alone or in a group, or without any.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Put a checkpoint's values into a model and its optimizer: this rank's slices, read in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The calls for one checkpoint: save it, load it."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping

@@ -11,8 +11,6 @@ At stage 0, where every rank has everything, each rank still writes only the sli
 at another stage: replicas are written once, by all ranks together.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

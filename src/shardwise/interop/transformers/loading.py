@@ -8,8 +8,6 @@ class. So it is called on a class made for the one call, which inherits all of t
 answers these two; afterwards the model gets its own class back. No class of transformers changes.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path

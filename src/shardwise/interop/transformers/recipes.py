@@ -7,8 +7,6 @@ stacks along other dims, row ``e`` needs the sources number ``e`` alone, so a ra
 its own rows. Any other conversion gets its sources whole on every rank, one parameter at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass

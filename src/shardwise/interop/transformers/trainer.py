@@ -10,8 +10,6 @@ A sharded one carries the mark of Note [Sharded at load time], with which transf
 checkpoints to go on from; here it is not seen.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path
