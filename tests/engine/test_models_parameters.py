@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from models import Block, Experts, Stack, routed_loss
 from oracle import assert_same_bits
@@ -402,3 +403,31 @@ def compare_scheduled(rank: int, world_size: int) -> None:
 
 def test_learning_rate_schedules_drive_the_sharded_optimizer() -> None:
     run_ranks(compare_scheduled, 2)
+
+
+class WithNothing(nn.Module):
+    """A parameter without elements, alone in its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.nothing = nn.Parameter(torch.empty(0, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.nothing.sum().float()
+
+
+def reduce_nothing_over_replicas(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for stage in range(4):
+        model = shard(WithNothing(), stage=stage, mesh=mesh)
+        model(torch.full((2, 4), rank + 1.0)).sum().backward()
+        grads: list[Any] = [p.grad for p in model.parameters()]
+        means = [g.full_tensor() for g in grads]
+        by_name = dict(zip((n for n, _ in model.named_parameters()), means, strict=True))
+        assert torch.equal(by_name["layer.weight"], torch.full((4, 4), 3.0)), stage
+        assert by_name["nothing"].shape == (0, 4) and by_name["nothing"].dtype == torch.float64
+
+
+def test_a_parameter_without_elements_alone_in_its_dtype_is_reduced_over_replicas() -> None:
+    run_ranks(reduce_nothing_over_replicas, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ranks import run_ranks
-from shardwise import accumulate, shard, stats
+from shardwise import accumulate, gathered, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.engine.calls import CALL_TRANSITIONS, Call, CallState
 from shardwise.errors import ConfigError, IllegalTransition
@@ -250,3 +250,36 @@ def check_inside(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_pass_inside_a_forward_pass_leaves_the_forward_pass_alone(stage: int) -> None:
     run_ranks(check_inside, 2, stage)
+
+
+def check_late_grads_in_any_order(rank: int, world_size: int, stage: int) -> None:
+    """Let a penalty's gradients come after the layers' own are on their way; read in two orders."""
+    found = []
+    for step in (1, -1):
+        model = shard(whole_numbers(), stage=stage, units=nn.Linear, bucket_bytes=0)
+        with gathered(model):
+            penalty = sum(p.sum() for p in model.parameters())
+        (model(inputs(0, rank)).sum() + penalty).backward()
+        params = list(model.parameters())[::step]
+        grads = [p.grad.full_tensor() for p in params][::step]  # type: ignore[union-attr]
+        model.zero_grad()
+        model(inputs(1, rank)).sum().backward()  # nothing is left over for it
+        grads += [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]
+        found.append(grads)
+    plain = whole_numbers()
+    for number in range(2):
+        of_ranks = [plain(inputs(number, r)).sum() for r in range(world_size)]
+        penalty = sum(p.sum() for p in plain.parameters()) if number == 0 else torch.zeros(())
+        truth = torch.autograd.grad(sum(of_ranks) / world_size + penalty, list(plain.parameters()))
+        begin = number * NUM_BLOCKS
+        for grads in found:
+            for ours, expected in zip(grads[begin : begin + NUM_BLOCKS], truth, strict=True):
+                assert torch.equal(ours, expected), (stage, number)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_come_late_are_whole_in_whatever_order_they_are_read(
+    stage: int, num_ranks: int
+) -> None:
+    run_ranks(check_late_grads_in_any_order, num_ranks, stage)

@@ -287,3 +287,51 @@ def grads_of_late_gradients(rank, world_size, skips):
 @pytest.mark.parametrize("skips", [False, True])
 def test_gradients_that_come_late_are_reduced_once_and_right(num_ranks, skips):
     run_ranks(grads_of_late_gradients, num_ranks, skips)
+
+
+class Half(nn.Module):
+    """A layer of its own behind one that it shares, which a batch may skip."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x, run):
+        return self.own(self.shared(x) if run else x)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.first, self.second = Half(shared), Half(shared)
+
+    def forward(self, x, run):
+        return self.second(self.first(x, run), True)
+
+
+def skip_a_shared_layer(rank, world_size):
+    torch.manual_seed(0)
+    truth = Shared().double()
+    xs = [torch.randn(3, 8, dtype=torch.float64) for _ in range(world_size)]
+    for number, x in enumerate(xs):
+        (truth(x, number == 0).square().mean() / world_size).backward()
+    torch.manual_seed(0)
+    model = Shared().double()
+    layer = model.first.shared
+    model = shard(model, units=[Half, layer], optional=[layer], stage=3, bucket_bytes=0)
+    # Four layers, a square and a mean; passes and ranks.
+    roundings = of_gradient(8, 8, 8, 8, 1, 24, over=2 * world_size)
+    for _ in range(2):
+        model.zero_grad()
+        model(xs[rank], rank == 0).square().mean().backward()
+        for (name, grad), expected in zip(
+            full_grads(model).items(), truth.parameters(), strict=True
+        ):
+            assert_rounded_alike(grad, expected.grad, roundings, name)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layer_that_two_units_share_may_be_skipped_in_one_of_them(num_ranks):
+    run_ranks(skip_a_shared_layer, num_ranks)

@@ -362,3 +362,21 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_torch_refuses_is_refused_with_its_errors() -> None:
     run_ranks(refusals, 2)
+
+
+def load_over_parts(rank: int, world_size: int) -> None:
+    """Load other parameters while parts of the old ones are left from a forward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    model(x)  # with gradients, so parts are kept for a backward pass that never comes
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(model(x), torch.full((2, 4), 21.0))  # 5 in each of four, and one
+
+
+def test_what_is_loaded_counts_where_parts_of_other_values_are_left() -> None:
+    run_ranks(load_over_parts, 4)

@@ -144,7 +144,7 @@ def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
 def space_of(setup: Setup, *, to_train: bool = False) -> Space:
     """Return what a search varies: every setting that the user did not decide.
 
-    ``to_train``: no offloading, which the engine does not do.
+    ``to_train``: no offloading, which `shardwise train` does not do.
     """
     base, given = setup.candidate, setup.given
     return Space(

@@ -149,10 +149,11 @@ class Comm:
         if axis.size == 1:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", site.unit, values.nbytes * (axis.size - 1))
-        rows = [torch.empty_like(values) for _ in range(axis.size)]
+        here = values.to(self.device).contiguous()  # what lives on the host is sent from the device
+        rows = [torch.empty_like(here) for _ in range(axis.size)]
         with meets(meeting_of(site, axis)):
-            dist.all_gather(rows, values.contiguous(), axis.group)
-        return torch.stack(rows)
+            dist.all_gather(rows, here, axis.group)
+        return torch.stack(rows).to(values.device)
 
     def broadcast(self, tensor: torch.Tensor, site: Site, source: int = 0) -> None:
         """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica."""

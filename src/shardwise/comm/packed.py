@@ -39,10 +39,9 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """The transport of one unit: each collective on one packed buffer, by torch's or the user's."""
+    """The transport of one unit: each gather on one packed buffer, by torch's or the user's own."""
 
     all_gather: Transfer | None = None
-    reduce_scatter: Transfer | None = None
 
     def start_all_gather(
         self, items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
@@ -81,35 +80,34 @@ class Packed:
         finish = None if output is items[0].full else unpack
         return Pending(meeting, [work] if work else [], finish, (packed, output))
 
-    def start_sum(
-        self,
-        packed: torch.Tensor,
-        out: torch.Tensor,
-        axis: Axis,
-        site: Site,
-        traffic: Traffic,
-        op: Any,
-    ) -> Pending:
-        """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
-        traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
-        meeting = meeting_of(site, axis)
-        transfer = self.reduce_scatter
-        with blame(meeting):
-            if transfer is not None:
-                work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
-            else:
-                work = _reduce_scatter()(
-                    output=out, input=packed, group=axis.group, op=op, async_op=True
-                )
-        return Pending(meeting, [work] if work else [], keep=(packed, out))
 
-    def sum_replicas(
-        self, values: torch.Tensor, axis: Axis, site: Site, traffic: Traffic, op: Any
-    ) -> None:
-        """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
-        traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
-        with meets(meeting_of(site, axis)):
-            dist.all_reduce(values, group=axis.group, op=op)
+def start_sum(
+    packed: torch.Tensor,
+    out: torch.Tensor,
+    axis: Axis,
+    site: Site,
+    traffic: Traffic,
+    op: Any,
+    transfer: Transfer | None,
+) -> Pending:
+    """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
+    traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
+    meeting = meeting_of(site, axis)
+    with blame(meeting):
+        if transfer is not None:
+            work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
+        else:
+            work = _reduce_scatter()(
+                output=out, input=packed, group=axis.group, op=op, async_op=True
+            )
+    return Pending(meeting, [work] if work else [], keep=(packed, out))
+
+
+def sum_replicas(values: torch.Tensor, axis: Axis, site: Site, traffic: Traffic, op: Any) -> None:
+    """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
+    traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
+    with meets(meeting_of(site, axis)):
+        dist.all_reduce(values, group=axis.group, op=op)
 
 
 def waited_for(tensor: Any) -> Any:

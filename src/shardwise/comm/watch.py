@@ -46,7 +46,6 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
 # What small collectives are of, by the name in the place of a unit's.
 _OTHERS = {
-    "(all)": "the flags of all units",
     "(gathered)": "what gathered() writes back",
     "(generator)": "a random generator's state",
     "(norm)": "a norm",

@@ -59,7 +59,7 @@ def shard(
     shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
     by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named
     as in ``units``, that some ranks may skip while others run them (layerdrop, experts, a head per
-    task); stages 0 to 2 need no such list. The rest is in `ShardConfig`.
+    task); stages 0 to 2 need no such list. The rest, ``offload`` too, is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 

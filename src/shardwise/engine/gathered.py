@@ -55,7 +55,8 @@ def gathered(
     engine.forget_cut_pass()
     engine.rest("gathered()")
     with torch.no_grad():
-        fulls = [nn.Parameter(_copy_of(s), requires_grad=False) for s in params]
+        device = engine.comm.device
+        fulls = [nn.Parameter(_copy_of(s).to(device), requires_grad=False) for s in params]
     versions = [full._version for full in fulls]
     whole_model = isinstance(targets[0], nn.Module)
     ways: list[_Way] = []
@@ -133,7 +134,8 @@ def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
     if full.shape != param.cut.shape or full.dtype != here.dtype:
         return True
     bits = [
-        t.contiguous().view(-1).view(torch.uint8) for t in (param.cut.slice_of(full.data), here)
+        t.contiguous().view(-1).view(torch.uint8)
+        for t in (param.cut.slice_of(full.data).to(here.device), here)
     ]
     return not torch.equal(*bits)
 

@@ -27,7 +27,9 @@ class OptionalUnits:
         self._any = any(u.settings.optional and u.settings.stage.frees_after_forward for u in units)
         self._inside: dict[int, list[Unit]] = {unit.index: [] for unit in units}
         for unit in units[1:] if self._any else ():
-            parents = [u for u in units if u is not unit and u.contains(unit)]
+            # By name: a module that stands in several places is visited in the first of them.
+            around = [u for u in units if not u.name or unit.name.startswith(f"{u.name}.")]
+            parents = [u for u in around if u is not unit]
             self._inside[max(parents, key=lambda u: len(u.name)).index].append(unit)
 
     def record(self, call: Call) -> None:

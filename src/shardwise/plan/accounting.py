@@ -74,7 +74,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends and copies in one step, padding and flags left out.
+    """What one rank sends and copies in one step, padding and counts of gradients left out.
 
     ``shard_sent_elements`` go to the ranks that share a copy, ``replica_sent_elements`` to other
     copies; bytes likewise. A gather and a reduction are one collective each over the whole model;
@@ -353,8 +353,9 @@ def _left_out(sums: _Sums) -> tuple[str, ...]:
         ),
         "One step counter of 4 bytes per tensor.": sums.optimizer.has_step,
         f"{sums.optimizer.note[:1].upper()}{sums.optimizer.note[1:]}.": bool(sums.optimizer.note),
-        "Pinned buffers through which offloaded state is copied. Offload is in numbers only: the "
-        "engine does not have it yet.": sums.moved > 0 or setup.offload.params != "device",
+        "Pinned buffers through which offloaded state is copied. Offload is in numbers only, but "
+        'for shard(offload="cpu"), which keeps in host memory all that a rank owns.': sums.moved > 0
+        or setup.offload.params != "device",
         f"Precision {setup.precision!r} is how another system keeps its state; the engine does not "
         "run it.": not sums.dtypes.engine_runs_it,
     }

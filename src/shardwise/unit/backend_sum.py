@@ -7,7 +7,7 @@ only tells that they have reduced different units.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from math import prod
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.packed import Packed, allocate
+from shardwise.comm.packed import Transfer, allocate, start_sum, sum_replicas
 from shardwise.comm.pending import Pending
 from shardwise.errors import CollectiveError
 from shardwise.unit.param import ShardedParam
@@ -29,12 +29,13 @@ _COUNTS_ROUND_TO = 32  # so that units of equal size have equally many counts
 class BackendSum:
     """One unit's gradients, reduced alone.
 
-    ``divisor``: of the sum; None is the number of ranks. ``sums_only``: the collective sums, and
-    the division is apart. ``all_reduces``: over the replicate axis too, in every micro-batch.
-    ``after_reduce`` is called with the reduced values before they are divided.
+    ``reduce_scatter`` is a collective of the user's own. ``divisor``: of the sum; None is the
+    number of ranks. ``sums_only``: the collective sums, and the division is apart. ``all_reduces``:
+    over the replicate axis too, in every micro-batch. ``after_reduce`` is called with the reduced
+    values before they are divided.
     """
 
-    transport: Packed = field(default_factory=Packed)
+    reduce_scatter: Transfer | None = None
     divisor: float | None = None
     sums_only: bool = False
     zero_fill: bool = False
@@ -80,8 +81,8 @@ class _Running:
             return
         self._out = self._allocate(packed.numel() // axis.size, packed.dtype)
         site = self._comm.site("reduce_scatter", self._unit.name, self._unit.index)
-        self._pending = self._how.transport.start_sum(
-            packed, self._out, axis, site, self._comm.traffic, self._op
+        self._pending = start_sum(
+            packed, self._out, axis, site, self._comm.traffic, self._op, self._how.reduce_scatter
         )
 
     def _pack(self, num_ranks: int) -> torch.Tensor:
@@ -111,7 +112,7 @@ class _Running:
         if places:
             torch._foreach_copy_(places, sources)
         if counts:
-            behind.copy_(torch.tensor(counts, dtype=dtype))
+            behind.copy_(torch.tensor(counts, dtype=dtype), non_blocking=True)
         return packed
 
     def _widths(self) -> list[int]:
@@ -126,7 +127,7 @@ class _Running:
         return counts + [0.0] * (-len(counts) % _COUNTS_ROUND_TO)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(self._how.transport.reduce_scatter, numel, dtype, self._comm.device)
+        return allocate(self._how.reduce_scatter, numel, dtype, self._comm.device)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -185,7 +186,7 @@ class _Running:
             return False
         site = self._comm.site("all_reduce", unit.name, unit.index)
         op = dist.ReduceOp.SUM if self._how.divisor else self._op
-        self._how.transport.sum_replicas(values, axis, site, self._comm.traffic, op)
+        sum_replicas(values, axis, site, self._comm.traffic, op)
         return True
 
     def _check_number(self, counts: list[float]) -> None:

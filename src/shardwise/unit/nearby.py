@@ -43,6 +43,10 @@ class Nearby:
             self._versions = versions
             self._parts = [s.full.data.chunk(axis.size)[axis.rank].clone() for s in storages]
 
+    def forget(self) -> None:
+        """Drop the parts, as other parameters have come in the place of these."""
+        self._parts = []
+
     def take(self, storages: Sequence[Storage], versions: list[int]) -> list[GatherItem]:
         """List the parts, to be gathered over the axis; none when they are stale."""
         parts, self._parts = self._parts, []

@@ -177,7 +177,7 @@ class _Running:
         summed = [
             whole[slice(*segment.bounds(part.storage.rank))] for segment, whole in part.wholes
         ]
-        if summed:
+        if not part.storage.shards_state:
             summed.append(part.counts)
         else:  # the counts lie behind the slices
             summed = [part.out.as_strided((part.out.numel() + part.counts.numel(),), (1,))]

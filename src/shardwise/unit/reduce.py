@@ -31,6 +31,7 @@ class Reduction:
             for unit in self.units:
                 unit.enter_grad_state(GradState.PARTIAL)
                 unit.enter_grad_state(GradState.REDUCING)
+                unit.num_reducing += 1
             self._running = self.units[0].sums.start(self.units)
             for unit in self.units:
                 unit.has_local_sum = False
@@ -55,8 +56,7 @@ class Reduction:
             if param.grad is None:
                 self._first.append(param)
             param.form.add_to_grad(param, mean)
-        for unit in self.units:
-            unit.forget_grads_if_none()
+        self._forget_grads_if_none()
 
     def drop(self) -> None:
         """Wait and forget the result, after a pass that was cut short."""
@@ -65,14 +65,19 @@ class Reduction:
             self._end()
         for param in self._first:
             param.sharded.grad = None
-        for unit in self.units:
-            unit.forget_grads_if_none()
+        self._forget_grads_if_none()
 
     def _end(self) -> None:
         self._running = None
         for unit in self.units:
-            if unit.grad_state is GradState.REDUCING:
+            unit.num_reducing -= 1
+            if not unit.num_reducing and unit.grad_state is GradState.REDUCING:
                 unit.enter_grad_state(GradState.REDUCED)
+
+    def _forget_grads_if_none(self) -> None:
+        for unit in self.units:
+            if not unit.num_reducing:
+                unit.forget_grads_if_none()
 
     @property
     def nbytes(self) -> int:

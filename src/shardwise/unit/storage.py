@@ -197,9 +197,9 @@ class Storage:
             )
 
     def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
-        """Return uninitialised memory for the means of the gradients: [S], or [P] at stage 0.
+        """Return uninitialised memory for the means of the gradients, and ``behind`` elements more.
 
-        And for ``behind`` elements more.
+        The means are [S], or [P] at stage 0.
 
         On the CPU the buffer of the step before is used again unless something still refers to it
         (``p.grad``, or a tensor that the user kept): fresh memory costs a page fault per 4 KiB,

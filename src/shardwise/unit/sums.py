@@ -7,7 +7,7 @@ A parameter may get a gradient on one rank and none on another. Every rank reduc
 ran, with zeros where it has nothing; a few numbers more in the same collective count the ranks on
 which each parameter had a gradient. A parameter that had none anywhere keeps ``grad`` None, and so
 its value and its optimizer state. The counts are read only by a rank that missed a gradient, so
-there is no synchronisation with the device in the usual case.
+there is no synchronisation with the device in the usual case; such a rank waits for the unit's sum.
 """
 
 from collections.abc import Sequence

@@ -67,8 +67,8 @@ class Unit:
         self.scheduler = scheduler
         self.settings = settings
         self.precision = precision
-        self.sums: Any = sums
-        self.transport: Any = transport
+        self.sums = sums
+        self.transport = transport
         self.home = home
         self.nearby = nearby
         self.params: list[ShardedParam] = []
@@ -76,6 +76,7 @@ class Unit:
         self.full_bytes = 0  # of the unit's full copy
         self.param_state = ParamState.SHARDED
         self.grad_state = GradState.EMPTY
+        self.num_reducing = 0  # reductions under way; a gradient that comes late begins another
         self.has_local_sum = False
         self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
         self._bind_depth = 0
@@ -95,7 +96,7 @@ class Unit:
 
     def contains(self, other: "Unit") -> bool:
         """Tell whether the other unit's module lies inside one of this one's."""
-        return id(other.module) in self._inside
+        return other is not self and id(other.module) in self._inside
 
     def add(self, param: ShardedParam) -> None:
         """Take a parameter over, and let its sharded form stand in every module that uses it."""
@@ -218,8 +219,8 @@ class Unit:
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a slice is modified.
 
-        None while the modules hold full parameters: these keep what a graph has saved, and the
-        sharded ones may change between forward and backward, as in FSDP2.
+        There are none where the modules hold full parameters: these keep what a graph has saved,
+        and the sharded ones may change between forward and backward, as in FSDP2.
         """
         if self.settings.stands_while_full:
             return ()

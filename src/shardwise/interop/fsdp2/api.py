@@ -1,7 +1,6 @@
 """``fully_shard``: from a module, or several, to sharded ones, in place."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -102,15 +101,14 @@ def fully_shard(
     params = list(_managed_params(managed, ignored_params or set()))
     _move(managed, params, device)
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-    asked = Asked(device, mp_policy, offload, None if reshard_after_forward is None else True)
+    asked = Asked(device, mp_policy, offload, frees_unless_root=reshard_after_forward is None)
     units: dict[Spread, Unit] = {}
     uses = _uses_of(modules, params)
 
     def unit_on(where: Spread) -> Unit:
         if where not in units:
-            frees, nearby = _checked_reshard(reshard_after_forward, where)
-            of_mesh = replace(asked, frees_after_forward=frees, nearby=nearby)
-            units[where] = make_unit(modules, where, of_mesh)
+            reshards = _checked_reshard(reshard_after_forward, where)
+            units[where] = make_unit(modules, where, asked, *reshards)
         return units[where]
 
     def take_over(param: nn.Parameter) -> None:
@@ -147,13 +145,13 @@ def _check_container(module: Any) -> None:
         )
 
 
-def _checked_reshard(asked: bool | int | None, spread: Spread) -> tuple[bool | None, Axis | None]:
+def _checked_reshard(asked: bool | int | None, spread: Spread) -> tuple[bool, Axis | None]:
     """Return whether parameters are freed after forward, and over what they stay spread.
 
-    None leaves the first to where the module is. An int makes a mesh of groups of that many ranks.
+    None is True, but for the root. An int makes a mesh of groups of that many ranks.
     """
     if asked is None or isinstance(asked, bool):
-        return asked, None
+        return asked is not False, None
     size = spread.axes.shard.size
     if not isinstance(asked, int):
         raise ValueError(

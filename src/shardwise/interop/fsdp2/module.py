@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 
+from shardwise.comm.packed import Packed
 from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.unit.unit import Unit
 
@@ -106,7 +107,7 @@ class FSDPModule(TorchFSDPModule):
             )
         for state in self._states(recurse):
             state.change_stage(frees_after_forward=reshard_after_forward)
-            state.asked = replace(state.asked, frees_after_forward=reshard_after_forward)
+            state.asked = replace(state.asked, frees_unless_root=False)
             for unit in state.units:
                 unit.nearby = None
 
@@ -168,22 +169,24 @@ class FSDPModule(TorchFSDPModule):
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with the caller's own collective."""
-        unit = self._sole_unit("set_custom_all_gather").units[0]
-        unit.transport = replace(unit.transport, all_gather=comm)
+        self._state_of_one_unit("set_custom_all_gather").units[0].transport = Packed(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with the caller's own collective."""
-        unit = self._sole_unit("set_custom_reduce_scatter").units[0]
-        unit.sums = replace(unit.sums, transport=replace(unit.sums.transport, reduce_scatter=comm))
+        """Reduce with the caller's own collective.
+
+        Behind the gradients it is given a few numbers that count them, see `unit.backend_sum`; they
+        must be summed exactly, so one that rounds should leave the last 32 or more alone.
+        """
+        self._state_of_one_unit("set_custom_reduce_scatter").change_sums(reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients, before they are divided."""
-        state = self._sole_unit("set_all_reduce_hook")
+        state = self._state_of_one_unit("set_all_reduce_hook")
         if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
         state.change_sums(after_reduce=hook)
 
-    def _sole_unit(self, method: str) -> State:
+    def _state_of_one_unit(self, method: str) -> State:
         state: State = self._get_fsdp_state()
         if len(state.units) > 1:
             raise ValueError(
@@ -221,7 +224,11 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accept it, but not beside the caller's own collectives."""
         for unit in self._get_fsdp_state().units:
-            if unit.transport.all_gather or unit.sums.transport.reduce_scatter:
+            own = (
+                getattr(unit.transport, "all_gather", None),
+                getattr(unit.sums, "reduce_scatter", 0),
+            )
+            if any(own):
                 raise AssertionError(
                     "cannot call set_allocate_memory_from_process_group() after "
                     "set_custom_all_gather() or set_custom_reduce_scatter(): those allocate"

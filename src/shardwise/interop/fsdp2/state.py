@@ -171,7 +171,7 @@ class State(_State):
     def change_sums(self, **changes: Any) -> None:
         """Replace fields of the way in which the units' gradients are summed."""
         for unit in self.units:
-            unit.sums = replace(unit.sums, **changes)
+            unit.sums = replace(unit.sums, **changes)  # type: ignore[type-var]
 
     def reshard(self) -> None:
         """Put the sharded parameters into the modules."""
@@ -202,7 +202,7 @@ class State(_State):
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         states = self._states_below()
-        if self.asked.frees_after_forward is None:
+        if self.asked.frees_unless_root:
             self.change_stage(frees_after_forward=False)
         tie_free(param for state in states for unit in state.units for param in unit.params)
         for state in states:

@@ -44,22 +44,26 @@ _SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15
 class Asked:
     """What one call asks for, beside what its units hold.
 
-    ``frees_after_forward``: None is "unless this is the root". ``nearby``: over these ranks the
-    full parameters stay spread between forward and backward.
+    ``frees_unless_root``: whether the root's parameters are freed after forward was left open.
     """
 
     device: torch.device
     mp: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
-    frees_after_forward: bool | None = None
-    nearby: Axis | None = None
+    frees_unless_root: bool = False
 
 
-def make_unit(modules: Sequence[nn.Module], spread: Spread, asked: Asked) -> Unit:
-    """Make the unit of a call on one mesh, without parameters yet."""
+def make_unit(
+    modules: Sequence[nn.Module], spread: Spread, asked: Asked, frees: bool, nearby: Axis | None
+) -> Unit:
+    """Make the unit of a call on one mesh, without parameters yet.
+
+    ``frees``: after forward. ``nearby``: over these ranks the full parameters stay spread until
+    backward.
+    """
     axes, mp = spread.axes, asked.mp
     comm = Comm(axes, asked.device, lambda: control_over(axes))
-    stage = replace(STAGES[3], frees_after_forward=asked.frees_after_forward is not False)
+    stage = replace(STAGES[3], frees_after_forward=frees)
     home = None
     if asked.offload is not None:
         home = Home(torch.device("cpu"), asked.device, comm.time, asked.offload.pin_memory)
@@ -72,9 +76,9 @@ def make_unit(modules: Sequence[nn.Module], spread: Spread, asked: Asked) -> Uni
         UnitSettings(stage, keeps_last=False, stands_while_full=True),
         Precision(mp.param_dtype, None, mp.reduce_dtype, cast_inputs=False),
         BackendSum(in_param_dtype=_SUMS_IN_OWN_DTYPE),
-        Packed(),
-        home,
-        Nearby(asked.nearby) if asked.nearby is not None else None,
+        transport=Packed(),
+        home=home,
+        nearby=Nearby(nearby) if nearby is not None else None,
     )
 
 
@@ -144,6 +148,8 @@ def adopt(unit: Unit, asked: Asked, ledger: FullBytes) -> None:
     is_new = [_reread(param) for param in unit.params]  # each of them must look
     if not any(is_new):
         return
+    if unit.nearby is not None:
+        unit.nearby.forget()
     storages: list[Storage] = []
     groups: dict[Any, list[ShardedParam]] = {}
     for param in unit.params:
