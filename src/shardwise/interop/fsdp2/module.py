@@ -3,7 +3,7 @@
 The setters live here alone: each replaces the frozen settings of units, between passes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -181,7 +181,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._sole_unit("set_all_reduce_hook")
         if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
-        state.change_sums(after_reduce=hook)
+        state.change_sums(after_reduce=hook if stream is None else _on_stream(hook, stream))
 
     def _sole_unit(self, method: str) -> State:
         state: State = self._get_fsdp_state()
@@ -241,6 +241,20 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
         units += module._get_fsdp_state().units
     return tuple(units)
+
+
+def _on_stream(hook: Callable[[torch.Tensor], Any], stream: Any) -> Callable[[torch.Tensor], None]:
+    """Return the hook as work of ``stream``: after what computed the values, before who reads."""
+
+    def run(values: torch.Tensor) -> None:
+        streams = torch.get_device_module(values.device)
+        current = streams.current_stream()
+        stream.wait_stream(current)
+        with streams.stream(stream):
+            hook(values)
+        current.wait_stream(stream)
+
+    return run
 
 
 def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:
