@@ -290,6 +290,46 @@ class Wide(nn.Module):
         return self.head(self.body(self.embed(ids)))
 
 
+class Int8(Gather):
+    """Sends int8 with one scale for each rank's chunk, as compressors of gradients do."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.numels: list[int] = []
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:  # type: ignore[override]
+        self.numels.append(output_tensor.numel())
+        chunks = input_tensor.view(group.size(), -1)
+        scales = chunks.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
+        sent = (chunks / scales).round() * scales
+        dist.all_reduce(sent, op, group)
+        output_tensor.copy_(sent[group.rank()])
+
+
+def compressed(rank: int, world: int) -> None:
+    """The caller's own reduce-scatter gets the gradients and nothing beside them."""
+    torch.manual_seed(0)
+    alone, model, scatter = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), Int8()
+    model.load_state_dict(alone.state_dict())
+    fully_shard(model)
+    model.set_custom_reduce_scatter(scatter)
+    for module in (alone, model):
+        (module(batch(rank)) * 1e-3).sum().backward()  # far smaller than any count
+    mean, largest = alone.weight.grad, alone.weight.grad.abs().max()
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    error = (model.weight.grad.full_tensor() - mean).abs().max()
+    assert error <= largest / 127 < mean.abs().max() / 4
+    assert scatter.numels == ([-(-8 // world) * 8] if world > 1 else [])
+    partly = Block()
+    partly.idle = nn.Parameter(torch.ones(4))
+    fully_shard(partly)
+    partly.set_custom_reduce_scatter(Int8())
+    out = partly(batch())
+    (out if rank == 0 else out.detach() + partly.down.bias).sum().backward()
+    assert [name for name, p in partly.named_parameters() if p.grad is None] == ["idle"]
+
+
 class Fallible(Block):
     fails = False
 
@@ -380,6 +420,7 @@ def everything(rank: int, world: int) -> None:
     casts(rank, world)
     as_torch_tells(rank, world)
     streams(rank, world)
+    compressed(rank, world)
     if world > 1:
         unused(rank, world)
 
