@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -288,6 +290,46 @@ class Wide(nn.Module):
         return self.head(self.body(self.embed(ids)))
 
 
+class Int8(Gather):
+    """Sends int8 with one scale for each rank's chunk, as compressors of gradients do."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.numels: list[int] = []
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any) -> None:  # type: ignore[override]
+        self.numels.append(output_tensor.numel())
+        chunks = input_tensor.view(group.size(), -1)
+        scales = chunks.abs().amax(dim=1, keepdim=True).clamp_min(1e-30) / 127
+        sent = (chunks / scales).round() * scales
+        dist.all_reduce(sent, op, group)
+        output_tensor.copy_(sent[group.rank()])
+
+
+def compressed(rank: int, world: int) -> None:
+    """The caller's own reduce-scatter gets the gradients and nothing beside them."""
+    torch.manual_seed(0)
+    alone, model, scatter = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), Int8()
+    model.load_state_dict(alone.state_dict())
+    fully_shard(model)
+    model.set_custom_reduce_scatter(scatter)
+    for module in (alone, model):
+        (module(batch(rank)) * 1e-3).sum().backward()  # far smaller than any count
+    mean, largest = alone.weight.grad, alone.weight.grad.abs().max()
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    error = (model.weight.grad.full_tensor() - mean).abs().max()
+    assert error <= largest / 127 < mean.abs().max() / 4
+    assert scatter.numels == ([-(-8 // world) * 8] if world > 1 else [])
+    partly = Block()
+    partly.idle = nn.Parameter(torch.ones(4))
+    fully_shard(partly)
+    partly.set_custom_reduce_scatter(Int8())
+    out = partly(batch())
+    (out if rank == 0 else out.detach() + partly.down.bias).sum().backward()
+    assert [name for name, p in partly.named_parameters() if p.grad is None] == ["idle"]
+
+
 class Fallible(Block):
     fails = False
 
@@ -304,12 +346,81 @@ def casts(rank: int, world: int) -> None:
     assert model(Output(torch.ones(2, 4))).logits.dtype is torch.float32
 
 
+def what_is_told(shard_with: Any) -> tuple[list[str], list[Any]]:
+    """Train one step; return what was logged, and what private names say of groups and root."""
+    torch.manual_seed(0)
+    model = Stack()
+    groups = [*model.blocks, model]
+    for module in groups:
+        shard_with(module)
+    states = [shard_with.state(module) for module in groups]
+    said: list[Any] = [[state._is_root for state in states]]
+    states[-1]._lazy_init()
+    said.append([state._is_root for state in states])
+    said.append([states.index(state) for state in states[-1]._state_ctx.all_states])
+    for state in states:
+        (group,) = state._fsdp_param_groups
+        said.append([group._module_fqn, *(param._param_fqn for param in group.fsdp_params)])
+        assert group is state._fsdp_param_group and group.is_sharded
+    group = states[0]._fsdp_param_group
+    said.append(
+        [
+            param.sharded_param is p
+            for param, p in zip(group.fsdp_params, model.blocks[0].parameters(), strict=True)
+        ]
+    )
+    model.blocks[0].unshard()
+    said.append([group.is_unsharded, group.is_sharded])
+    log, lines = logging.getLogger("torch.distributed.fsdp.fully_shard"), Lines()
+    log.addHandler(lines)
+    level = log.level
+    log.setLevel(logging.DEBUG)
+    try:
+        model(batch()).sum().backward()
+    finally:
+        log.removeHandler(lines)
+        log.setLevel(level)
+    return lines.found, said
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def as_torch_tells(rank: int, world: int) -> None:
+    """Private names that tools read, and the lines of TORCH_LOGS=+fsdp, are those of torch."""
+    lines, said = what_is_told(fully_shard)
+    expected_lines, expected = what_is_told(torch_fully_shard)
+    assert said == expected
+    assert lines[:-2] == expected_lines[:-2] and lines[-3] == "FSDP::root_post_backward"
+    # The input needs no gradient, so the ends of the first block and of the root are told at the
+    # end of the pass: ours from the last group to the first, torch's the other way round.
+    assert lines[-2:] == expected_lines[:-3:-1]
+
+
+def streams(rank: int, world: int) -> None:
+    """The hook of reduced gradients runs on the stream that it was given with."""
+    model, seen = sharded(), []
+    stream, current = torch.cpu.Stream(), torch.cpu.current_stream()
+    model.set_all_reduce_hook(lambda _: seen.append(torch.cpu.current_stream()), stream=stream)
+    model(batch()).sum().backward()
+    assert seen == [stream] and torch.cpu.current_stream() is current
+
+
 def everything(rank: int, world: int) -> None:
     lifetimes(rank, world)
     settings(rank, world)
     states(rank, world)
     compositions(rank, world)
     casts(rank, world)
+    as_torch_tells(rank, world)
+    streams(rank, world)
+    compressed(rank, world)
     if world > 1:
         unused(rank, world)
 

@@ -110,6 +110,23 @@ def sum_replicas(values: torch.Tensor, axis: Axis, site: Site, traffic: Traffic,
         dist.all_reduce(values, group=axis.group, op=op)
 
 
+def sends_as_told(transfer: Transfer | None) -> bool:
+    """Tell whether a reduce-scatter takes any numbers, as torch's own does, and not a user's.
+
+    A user's may send fewer bits, by the largest number, or look at how much is sent.
+    """
+    return transfer is None and _reduce_scatter() is _REDUCE_SCATTER
+
+
+def start_counts(counts: torch.Tensor, axis: Axis, site: Site, traffic: Traffic) -> Pending:
+    """Sum a few numbers over ``axis``, in place, beside gradients that a user's own sums."""
+    traffic.add(f"{axis.name}.{site.kind}", site.unit, 2 * counts.nbytes)
+    meeting = meeting_of(site, axis)
+    with blame(meeting):
+        work = dist.all_reduce(counts, group=axis.group, async_op=True)
+    return Pending(meeting, [work] if work else [], keep=(counts,))
+
+
 def waited_for(tensor: Any) -> Any:
     """Return a tensor that a functional collective is not writing any more."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
@@ -157,3 +174,6 @@ def _reduce_scatter() -> Callable[..., Any]:
         getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     )
     return found
+
+
+_REDUCE_SCATTER = _reduce_scatter()  # another one at run time is somebody's who looks

@@ -3,7 +3,8 @@
 Note [Units of one size]
 gloo matches reductions by their order alone. So a unit's number goes with its gradients, one
 element for each bit, beside an element that is one on every rank: a bit that is set on some ranks
-only tells that they have reduced different units.
+only tells that they have reduced different units. A user's own reduce-scatter gets the gradients
+alone, as from FSDP2: it may send fewer bits, by the largest number. The counts are summed beside.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.packed import Transfer, allocate, start_sum, sum_replicas
+from shardwise.comm.packed import (
+    Transfer,
+    allocate,
+    sends_as_told,
+    start_counts,
+    start_sum,
+    sum_replicas,
+)
 from shardwise.comm.pending import Pending
 from shardwise.errors import CollectiveError
 from shardwise.unit.param import ShardedParam
@@ -59,6 +67,7 @@ class _Running:
         self._completes = how.all_reduces or unit.scheduler.is_last_micro_batch
         self._out: torch.Tensor | None = None
         self._pending: Pending | None = None
+        self._counted: tuple[torch.Tensor, Pending] | None = None  # apart from the gradients
         self._is_shared = self._comm.axes.num_ranks > 1  # another rank may have a gradient
         takes_zeros = how.zero_fill or self._is_shared
         self._params: list[ShardedParam] = []
@@ -71,8 +80,9 @@ class _Running:
             self._start()
 
     def _start(self) -> None:
-        axis = self._comm.axes.shard
-        packed = self._pack(axis.size)
+        axis, counts = self._comm.axes.shard, self._counts()
+        apart = axis.size > 1 and not sends_as_told(self._how.reduce_scatter)
+        packed = self._pack(axis.size, [] if apart else counts)
         self._before, self._after, self._op = _division(self._how, self._comm.axes, packed.dtype)
         if self._before != 1:
             packed.div_(self._before)
@@ -84,16 +94,20 @@ class _Running:
         self._pending = start_sum(
             packed, self._out, axis, site, self._comm.traffic, self._op, self._how.reduce_scatter
         )
+        if apart:
+            said = torch.tensor(counts, dtype=packed.dtype, device=packed.device)
+            site = self._comm.site("counts", self._unit.name, self._unit.index)
+            pending = start_counts(said, axis, site, self._comm.traffic)
+            self._counted = said, pending
 
-    def _pack(self, num_ranks: int) -> torch.Tensor:
-        """Return the gradients, chunk by chunk, in the dtype that they are reduced in."""
+    def _pack(self, num_ranks: int, counts: list[float]) -> torch.Tensor:
+        """Return gradients and counts, chunk by chunk, in the dtype that they are reduced in."""
         grads = [param.take_partial() for param in self._params]
         dtypes = [
             param.reduce_dtype or (param.full if grad is None else grad).dtype
             for param, grad in zip(self._params, grads, strict=True)
         ]
         dtype = reduce(torch.promote_types, dtypes)
-        counts = self._counts()
         widths = [*self._widths(), len(counts)]
         packed = self._allocate(sum(widths) * num_ranks, dtype)
         places: list[torch.Tensor] = []
@@ -135,6 +149,10 @@ class _Running:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._counted is not None and self._out is not None:
+            counts, pending = self._counted
+            pending.wait()
+            self._out, self._counted = torch.cat([self._out, counts]), None
 
     @torch.no_grad()
     def finish(self) -> dict[ShardedParam, torch.Tensor]:

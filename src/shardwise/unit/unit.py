@@ -297,18 +297,10 @@ class Unit:
         mesh = self.comm.axes.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
-    def post_backward(self) -> None:
-        """Do nothing: what ends a pipeline's step for all units reduces them."""
-
     @property
     def is_unsharded(self) -> bool:
         """Tell whether the full parameters are there."""
         return self.param_state is ParamState.FULL
-
-    @property
-    def is_sharded(self) -> bool:
-        """Tell whether they are not."""
-        return not self.is_unsharded
 
     def _enter(self, state: ParamState) -> None:
         self.param_state = check_transition(PARAM_TRANSITIONS, self.name, self.param_state, state)

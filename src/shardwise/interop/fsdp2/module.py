@@ -3,7 +3,7 @@
 The setters live here alone: each replaces the frozen settings of units, between passes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -172,11 +172,7 @@ class FSDPModule(TorchFSDPModule):
         self._state_of_one_unit("set_custom_all_gather").units[0].transport = Packed(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce with the caller's own collective.
-
-        Behind the gradients it is given a few numbers that count them, see `unit.backend_sum`; they
-        must be summed exactly, so one that rounds should leave the last 32 or more alone.
-        """
+        """Reduce with the caller's own collective."""
         self._state_of_one_unit("set_custom_reduce_scatter").change_sums(reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
@@ -184,7 +180,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._state_of_one_unit("set_all_reduce_hook")
         if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
-        state.change_sums(after_reduce=hook)
+        state.change_sums(after_reduce=hook if stream is None else _on_stream(hook, stream))
 
     def _state_of_one_unit(self, method: str) -> State:
         state: State = self._get_fsdp_state()
@@ -248,6 +244,20 @@ def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
         units += module._get_fsdp_state().units
     return tuple(units)
+
+
+def _on_stream(hook: Callable[[torch.Tensor], Any], stream: Any) -> Callable[[torch.Tensor], None]:
+    """Return the hook as work of ``stream``: after what computed the values, before who reads."""
+
+    def run(values: torch.Tensor) -> None:
+        streams = torch.get_device_module(values.device)
+        current = streams.current_stream()
+        stream.wait_stream(current)
+        with streams.stream(stream):
+            hook(values)
+        current.wait_stream(stream)
+
+    return run
 
 
 def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:

@@ -8,6 +8,7 @@ module runs that is inside no other: it is the root, and all units below it get 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
+from shardwise.interop.fsdp2.private import GroupView, tell
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.units import ParamUse
 from shardwise.trace import FullBytes
@@ -96,6 +98,22 @@ class GroupEngine(Engine):
                     f"{what}: parameter '{param.name}' is {_kind_of(param)}; use "
                     "torch.distributed.checkpoint for such a model"
                 )
+
+    def on_backward(self, unit: Unit, is_first: bool) -> None:
+        """Say so, in the log that torch's own writes."""
+        if is_first:
+            tell("pre_backward", unit)
+        super().on_backward(unit, is_first)
+
+    def on_unit_over(self, unit: Unit) -> None:
+        """Say so, in the log that torch's own writes."""
+        tell("post_backward", unit)
+        super().on_unit_over(unit)
+
+    def on_pass_end(self) -> None:
+        """Say so, in the log that torch's own writes."""
+        tell("root_post_backward")
+        super().on_pass_end()
 
     def reduce_kept(self) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
@@ -242,6 +260,7 @@ class State(_State):
         engine = self.lazy_init()
         device = self.asked.device
         if not engine.is_running():
+            tell("root_pre_forward")
             for state in engine.all_states:
                 state.make_ready()
         if not engine.is_running() and device.type != "cpu" and (args or kwargs):
@@ -253,6 +272,7 @@ class State(_State):
         if mp.cast_forward_inputs and mp.param_dtype is not None:
             args, kwargs = _cast(args, mp.param_dtype), _cast(kwargs, mp.param_dtype)
         for unit in self.units:
+            tell("pre_forward", unit)
             args, kwargs = engine.before_forward(unit, args, kwargs)
         return args, kwargs
 
@@ -264,6 +284,7 @@ class State(_State):
         self._modules_to_run_forward.discard(member.module)
         goes_on = bool(self._modules_to_run_forward)
         for unit in reversed(self.units):
+            tell("post_forward", unit)
             with nullcontext() if unit.nearby is None else unit.nearby.leaving():
                 engine.after_forward(unit, output, goes_on=goes_on)
         if not engine.is_running():
@@ -280,6 +301,13 @@ class State(_State):
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.after_forward(Member(module), output)
 
+    def _lazy_init(self) -> None:
+        self.lazy_init()
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self.engine is None else self.engine.all_states[0] is self
+
     @property
     def _state_ctx(self) -> GroupEngine:
         return self.lazy_init()
@@ -287,12 +315,12 @@ class State(_State):
     def _root_post_backward_final_callback(self) -> None:
         self.lazy_init().reduce_kept()
 
-    @property
-    def _fsdp_param_groups(self) -> list[Unit]:
-        return [unit for unit in self.units if unit.params]
+    @cached_property
+    def _fsdp_param_groups(self) -> list[GroupView]:
+        return [GroupView(unit) for unit in self.units if unit.params]
 
     @property
-    def _fsdp_param_group(self) -> Unit | None:
+    def _fsdp_param_group(self) -> GroupView | None:
         return next(iter(self._fsdp_param_groups), None)
 
 
