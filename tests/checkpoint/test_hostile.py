@@ -298,16 +298,18 @@ def attack_all(
     warnings.simplefilter("ignore")  # a damaged newest checkpoint is warned of, rightly
     model, optimizer = build(rank)
     loader = Loader(model, optimizer)
-    loader.load_this_one(root / "good" / NAME)
-    good = state_of_good(loader, root / "good" / NAME)
+    own = root / f"good of {os.getpid()}"  # the other process would hold its lock
+    shutil.copytree(root / "good", own)
+    loader.load_this_one(own / NAME)
+    good = state_of_good(loader, own / NAME)
     others = [read_all, verified, quick, *([commands] if HAS_COMMAND else [])]
     for way in others:
-        way(root / "good" / NAME)
+        way(own / NAME)
     watch = Watch()
     sys.addaudithook(watch.hook)
     reports = []
     probe = Report("probe")
-    _try(CASES[0], misbehaves, root / "good" / NAME, probe, watch, good, OVER_BYTES)
+    _try(CASES[0], misbehaves, own / NAME, probe, watch, good, OVER_BYTES)
     reports.append(probe)
     _, *further = loader.ways()
     for number, case in enumerate(case for case in CASES if case.name in names):

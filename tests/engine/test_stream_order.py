@@ -352,11 +352,6 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         "stage 0, replicas",
         r"while reduce_scatter_tensor_coalesced_",
     ),
-    "who had a gradient is read before it is counted": (
-        blind(Reduction, "settle"),
-        "ranks differ",
-        r"a read of all elements .* reads .* while reduce_scatter_tensor_coalesced_",
-    ),
     "the host steps before the means are at home": (
         blind(_Part, "evicted"),
         "stage 3, slices at home",

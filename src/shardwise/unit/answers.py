@@ -149,7 +149,7 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.requires_grad_(*args, **kwargs)
         owner = shards[0]._owner
-        if owner is not None and getattr(owner, "param", None) is shards[0]:
+        if owner is not None and getattr(owner, "sharded", None) is shards[0]:
             owner.set_requires_grad(shards[0].requires_grad)
         return shards[0]
     if name == "to":

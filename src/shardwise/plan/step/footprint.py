@@ -305,8 +305,6 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
         if num_counts and num_ranks > 1:
             messages.append(_counting(num_counts, group.reduce, setting))
         buffers = [layout.shard_numel + num_counts]
-        if sharded and setting.num_replicas > 1:  # they lie behind the slices
-            out += num_counts * group.reduce
         if not sharded:
             buffers = [*(s.bounds(0)[1] for s, _ in segments), num_counts]
         if setting.num_replicas > 1:
