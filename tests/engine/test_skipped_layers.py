@@ -52,20 +52,25 @@ UNITS = {"units": [nn.Linear]}
 STAYS_FULL = [{**options, **UNITS} for options in LAYOUTS if options["stage"] < 3]
 
 
-def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
-    budgets = itertools.cycle((None, 0, 0, None))  # both with each layout
-    settings = [dict(s, prefetch_bytes=b) for s, b in zip(STAYS_FULL, budgets, strict=False)]
+def compare_dropped(rank, world_size, settings, optimizer, num_micro_batches):
     compare(
         rank,
         world_size,
         Dropped,
         settings,
         loss_of,
-        {"adamw": adamw, "sgd": sgd}[optimizer],
+        optimizer,
         draw_batch,
         num_steps=5,
         num_micro_batches=num_micro_batches,
     )
+
+
+def skip_where_parameters_stay(rank, world_size, optimizer, num_micro_batches):
+    budgets = itertools.cycle((None, 0, 0, None))  # both with each layout
+    settings = [dict(s, prefetch_bytes=b) for s, b in zip(STAYS_FULL, budgets, strict=False)]
+    made_by = {"adamw": adamw, "sgd": sgd}[optimizer]
+    compare_dropped(rank, world_size, settings, made_by, num_micro_batches)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -80,17 +85,7 @@ def skip_where_parameters_are_freed(rank, world_size, num_micro_batches):
         {"stage": 3, "layout": layout, "optional": optional, "prefetch_bytes": budget}
         for layout, budget in (("rows", None), ("rows", 0), ("flat", 0), ("flat", 1 << 20))
     ]
-    compare(
-        rank,
-        world_size,
-        Dropped,
-        settings,
-        loss_of,
-        adamw,
-        draw_batch,
-        num_steps=5,
-        num_micro_batches=num_micro_batches,
-    )
+    compare_dropped(rank, world_size, settings, adamw, num_micro_batches)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -43,7 +43,7 @@ class Scheduler(Protocol):
 
 
 class ShardedParam:
-    """A parameter in its sharded form (``param``) and its full one (``leaf``, autograd's).
+    """A parameter in its ``sharded`` form and its ``full`` one, which is autograd's leaf.
 
     ``mean`` is the reduced gradient where the form asks the unit for it, ``partial`` the sum of
     unreduced ones that autograd does not keep in the leaf. ``dim`` is the one it is cut along.
@@ -158,7 +158,7 @@ class ShardedParam:
         if state is GradState.REDUCING:
             self._finish_reduction()
         elif state is GradState.PARTIAL:
-            self.full.grad = self.partial = None
+            self.forget_partial()
         if value is None:
             self.mean = None
             self.unit.forget_grads_if_none()

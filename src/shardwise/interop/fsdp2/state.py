@@ -200,7 +200,7 @@ class State(_State):
         """Take over what stands in the modules; it is looked at again before the next gather."""
         self._is_ready = False
         for unit in self.units:
-            adopt(unit, self.asked, self._ledger if self.engine is None else self.engine.ledger)
+            adopt(unit, self.asked, self._ledger)
 
     def make_ready(self) -> None:
         """Take over what stands in the modules, and check it, unless that was done."""
@@ -208,7 +208,7 @@ class State(_State):
             return
         for unit in self.units:
             if not unit.is_unsharded:
-                adopt(unit, self.asked, self._ledger if self.engine is None else self.engine.ledger)
+                adopt(unit, self.asked, self._ledger)
             check_device(unit)
         self._is_ready = True
 
@@ -227,7 +227,7 @@ class State(_State):
             state.make_ready()
         engine = GroupEngine(states)
         for state in states:
-            state.engine = engine
+            state.engine, state._ledger = engine, engine.ledger
         return engine
 
     def _states_below(self) -> list["State"]:
