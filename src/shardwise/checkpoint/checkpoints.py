@@ -179,7 +179,7 @@ class Checkpoints:
         self.finish()
         request = Request(
             self._files,
-            self._engine.comm.control,
+            self._engine.everyone,
             self._model,
             self._optimizer,
             extra,
@@ -213,7 +213,7 @@ class Checkpoints:
         if self._saving is None:
             return
         mine = _FAILED if self._saving.failed else _DONE if self._saving.done else _RUNNING
-        said = {row[0] for row in self._engine.comm.control.exchange(bytes([mine]))}
+        said = {row[0] for row in self._engine.everyone.exchange(bytes([mine]))}
         if _FAILED in said or said == {_DONE}:
             self.finish()
 

@@ -100,7 +100,7 @@ class _Sharded:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         engine.rest("load()")
-        self.control: Control = engine.comm.control
+        self.control: Control = engine.everyone
         self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
         self.device = engine.comm.device
         self._params = [param for unit in engine.units for param in unit.params]

@@ -57,7 +57,7 @@ def save(
     if step is not None:
         target = target / step_name(checked_step(step))
     engine = engine_of(model)
-    control = engine.comm.control
+    control = engine.everyone
     with naming(f"the save of {target}"):
         table = collect_together(model, optimizer, extra)
         manifest, part = assemble(control, table, new_run(control), step)
@@ -170,7 +170,7 @@ def collect_together(
     def work() -> None:
         tables.append(then(collect(model, optimizer, extra, read_generators(device))))
 
-    together(engine.comm.control, work)
+    together(engine.everyone, work)
     return tables[0]
 
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.comm.collectives import Comm
+from shardwise.comm.control import Control
 from shardwise.config import ShardConfig
 from shardwise.engine.calls import Call
 from shardwise.engine.conditions import Conditions
@@ -85,6 +86,11 @@ class Engine:
     def suspended(self) -> bool:
         """Tell whether forward passes go unnoticed now."""
         return self.conditions.is_suspended
+
+    @property
+    def everyone(self) -> Control:
+        """The exchanges between all ranks that hold a part of the model."""
+        return self.comm.control
 
     @property
     def is_last_micro_batch(self) -> bool:

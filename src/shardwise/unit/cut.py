@@ -38,6 +38,18 @@ class Ragged(Placement):
         return f"Ragged({self.lo}, {self.hi})"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor of shape ``of`` that begins at ``at``: what ranks of one mesh cut.
+
+    The others are held by ranks that are not in it (tensor and expert parallelism).
+    """
+
+    shape: tuple[int, ...]
+    at: tuple[int, ...]
+    of: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
     """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
@@ -55,6 +67,11 @@ class Cut:
     placements: tuple[Placement, ...]
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
     base: "Cut | None" = None
+
+    @property
+    def piece(self) -> Piece:
+        """The box of the tensor whose flattened elements [lo, hi) are this rank's; here all."""
+        return Piece(self.shape, (0,) * len(self.shape), self.shape)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return DTensor's description of the cut."""
