@@ -32,6 +32,11 @@ class Axes:
         """Number of data-parallel ranks: the divisor of the gradients' mean."""
         return self.shard.size * (self.replicate.size if self.replicate else 1)
 
+    def __str__(self) -> str:
+        """Say how many ranks there are; which ones differs from rank to rank."""
+        replicas = self.replicate.size if self.replicate else 1
+        return f"{replicas} replicas x {self.shard.size} shards"
+
     @property
     def all(self) -> tuple[Axis, ...]:
         """Both axes, the shard axis first."""
@@ -85,11 +90,12 @@ def resolve_axes(
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh: rank {dist.get_rank()} is not part of it")
     if mesh.ndim == 1:
-        return Axes(mesh, _axis(mesh, 0, "shard"), None)
-    return Axes(mesh, _axis(mesh, 1, "shard"), _axis(mesh, 0, "replicate"))
+        return Axes(mesh, axis_of(mesh, 0, "shard"), None)
+    return Axes(mesh, axis_of(mesh, 1, "shard"), axis_of(mesh, 0, "replicate"))
 
 
-def _axis(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:
+def axis_of(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:
+    """Return one axis of a mesh, named by what it is for."""
     group = mesh.get_group(mesh_dim)
     return Axis(
         name=role,

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 
 import shardwise
 from ranks import run_ranks
@@ -223,16 +222,11 @@ def refusals(rank: int, world_size: int, folder: str) -> None:
         with pytest.raises(ConfigError, match=match):
             shardwise.save(folder, make())
 
-    def other_dim() -> nn.Module:
-        place: Callable[[nn.Parameter], Any] = lambda p: Shard(1) if p.ndim > 1 else None  # noqa: E731
-        return fully_shard(nn.Linear(4, 4), shard_placement_fn=place)
-
     def blocks_alone() -> nn.Module:
         model = Net()
         fully_shard(model.blocks[0])
         return model
 
-    refused("'weight' is cut along dim 1", other_dim)
     refused("must be called last on the model itself", blocks_alone)
 
 

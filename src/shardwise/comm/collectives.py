@@ -155,9 +155,14 @@ class Comm:
             dist.all_gather(rows, here, axis.group)
         return torch.stack(rows).to(values.device)
 
-    def broadcast(self, tensor: torch.Tensor, site: Site, source: int = 0) -> None:
-        """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica."""
-        for axis in reversed(self.axes.all):
+    def broadcast(
+        self, tensor: torch.Tensor, site: Site, source: int = 0, also: Sequence[Axis] = ()
+    ) -> None:
+        """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica.
+
+        With further axes, by that of their first rank.
+        """
+        for axis in reversed((*self.axes.all, *also)):
             if axis.size > 1:
                 with meets(meeting_of(site, axis)):
                     first = source if axis is self.axes.shard else 0

@@ -203,8 +203,10 @@ def timeout_of(axes: Axes) -> timedelta:
     return min(found, default=dist.distributed_c10d.default_pg_timeout)
 
 
-def control_over(axes: Axes) -> Control:
+def control_over(axes: Axes, ranks: Sequence[int] | None = None) -> Control:
     """Open a group for small exchanges over a mesh; every rank of the mesh calls it together.
+
+    ``ranks``: over more than the mesh, which these are.
 
     Torch does not know this group: it ends with the last reference to it, and its name, which
     ranks find each other by, does not depend on which other groups a rank is in. Two threads must
@@ -215,9 +217,10 @@ def control_over(axes: Axes) -> Control:
 
     **Raises** CollectiveError where another rank has died; under gloo at once.
     """
-    if axes.num_ranks == 1 or axes.shard.backend == "fake":
+    if ranks is None:
+        ranks = axes.mesh.mesh.flatten().tolist()  # (replicate, shard), so replica by replica
+    if len(ranks) == 1 or axes.shard.backend == "fake":
         return SoloControl()
-    ranks = axes.mesh.mesh.flatten().tolist()  # (replicate, shard), so replica by replica
     rank = ranks.index(dist.get_rank())
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()

@@ -17,6 +17,7 @@ from shardwise.comm.pending import Site
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.unit.param import ShardedParam
+from shardwise.unit.pieces import local_of
 from shardwise.unit.replaced import retire
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
@@ -108,7 +109,7 @@ def _state_facts(param: ParamSpec, state: dict[str, Any]) -> Iterator[str]:
                 "built; build this optimizer after shard()"
             )
         if _is_cut(key, value, param.param) and (
-            type(value) is not torch.Tensor or not value.is_floating_point()
+            type(local_of(value)) is not torch.Tensor or not value.is_floating_point()
         ):
             raise ConfigError(
                 f"optimizer: {what} is a {type(value).__name__} of {value.dtype}, and quantised "
@@ -126,10 +127,10 @@ def _adopted(key: str, value: Any, spec: ParamSpec, param: ShardedParam, comm: C
     """Return one value of a parameter's state: rank 0's, and cut where the parameter is."""
     if not isinstance(value, torch.Tensor):
         return value
-    first = value.detach().to(comm.device, copy=True).contiguous()
+    first = local_of(value).detach().to(comm.device, copy=True).contiguous()
     comm.broadcast(first, Site("broadcast", f"{spec.name}, {key}", param.unit.index))
     if not _is_cut(key, value, spec.param):
         return first.to(value.device)
     dtype = param.sharded.dtype if value.dtype == spec.param.dtype else value.dtype
-    local = param.cut.slice_of(first).to(param.sharded.device, dtype, copy=True)
+    local = param.cut.slice_of_piece(first).to(param.sharded.device, dtype, copy=True)
     return ShardTensor.wrap(local, param.cut)

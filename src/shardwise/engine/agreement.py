@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise import __version__
 from shardwise.comm.control import Control, naming
@@ -103,14 +104,14 @@ def start_facts(
         facts.append(f"{setting.name}={value.number if isinstance(value, Stage) else value}")
     facts.append(f"init={getattr(init, '__qualname__', type(init).__name__)}")
     mesh = axes.mesh
-    replicas = axes.replicate.size if axes.replicate else 1
     facts.append(
-        f"mesh of {replicas} replicas x {axes.shard.size} shards, {mesh.device_type}, "
+        f"mesh of {axes}, {mesh.device_type}, "
         f"axes {mesh.mesh_dim_names or '(unnamed)'}, ranks {mesh.mesh.tolist()}"
     )
     for unit in specs:
         kind = ", optional" if unit.optional else ""
-        facts.append(f"unit '{unit.name or '(root)'}' ({type(unit.module).__name__}){kind}")
+        where = f", on {unit.axes}" if unit.axes else ""
+        facts.append(f"unit '{unit.name or '(root)'}' ({type(unit.module).__name__}){kind}{where}")
     for unit in specs:
         for param in unit.params:
             facts += _param_facts(param, unit.name or "(root)")
@@ -121,11 +122,13 @@ def start_facts(
 
 def _param_facts(spec: ParamSpec, unit: str) -> Iterator[str]:
     kind = "trainable" if spec.param.requires_grad else "frozen"
-    yield f"parameter '{spec.name}' {_describe(spec.param)}, {kind}, unit '{unit}'"
+    dim = f", cut along dim {spec.dim}" if spec.dim else ""
+    yield f"parameter '{spec.name}' {_describe(spec.param)}, {kind}, unit '{unit}'{dim}"
     for use in spec.uses[1:]:
         yield f"parameter '{spec.name}' tied to '{use.name}'"
 
 
 def _describe(tensor: torch.Tensor) -> str:
     place = " on meta" if tensor.is_meta else ""
-    return f"{tuple(tensor.shape)} {tensor.dtype}{place}"
+    placed = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tuple(tensor.shape)} {tensor.dtype}{placed}{place}"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
@@ -21,8 +22,9 @@ from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.model import ATTRIBUTE, settle
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
+from shardwise.layout.placements import Placements, place_params
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
-from shardwise.mesh import resolve_axes
+from shardwise.mesh import Axes, resolve_axes
 from shardwise.trace import FullBytes, Stats
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import cut_plain_state  # noqa: F401 - registers itself with torch
@@ -48,18 +50,20 @@ def shard(
     optional: UnitChoice | Iterable[UnitChoice] = (),
     optimizer: Optimizers = None,
     offload: str | None = None,
+    placements: Placements | None = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor` from here on, or pass those that were built
-    before: they get these parameters, and their state is cut. ``precision`` is "fp32", "bf16",
-    "fp16", the dtype to compute in, or a `Precision`. ``units`` are module classes, class names or
+    ``model.parameters()``, which are `ShardTensor` then, or pass those that were built before: they
+    get these parameters, and their state is cut. ``precision`` is "fp32", "bf16", "fp16", the dtype
+    to compute in, or a `Precision`. ``units`` are module classes, class names or
     modules, or one of them (default: found); ``mesh`` has one axis (shard) or two (replicate,
-    shard), or name them; a model built under ``torch.device("meta")`` is materialised unit by unit
-    by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named
-    as in ``units``, that some ranks may skip while others run them (layerdrop, experts, a head per
-    task); stages 0 to 2 need no such list. The rest, ``offload`` too, is in `ShardConfig`.
+    shard), or name them; ``placements`` is in `place_params`. A model built under
+    ``torch.device("meta")`` is materialised unit by unit by its modules' ``reset_parameters()``, or
+    by ``init(module)``. ``optional`` are modules, named as in ``units``, that some ranks may skip
+    while others run them (layerdrop, experts, a head per task); stages 0 to 2 need no such list.
+    Parameters that are DTensors keep their placements. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
@@ -67,28 +71,26 @@ def shard(
     ranks when they differ in version, setting or model, or when one of them refuses.
     """
     try:
-        wanted = stage, layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
-        config = resolve_config(*wanted)
+        wanted = layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
+        config = resolve_config(stage, *wanted)
         _check_model(model, init)
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
+        axes = _axes_for(device, mesh, shard_axis, replicate_axis)
+        specs = place_params(specs, placements, axes, config.layout)
         adoption = Adoption(optimizer, specs)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
-    device_type = device.type if device is not None else _default_device_type(mesh)
-    axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
-    comm = Comm(axes, device := device or current_device(device_type), lambda: control_over(axes))
+    comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
     agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
-    comm.agree_on_number(device)
-    ledger = FullBytes()
-    engine = Engine(config, comm, ledger)
-    materializer = Materializer(config, comm, device, ledger, engine, init)
+    comm.agree_on_number(comm.device)
+    engine = Engine(config, comm, FullBytes())
+    materializer = Materializer(config, comm, comm.device, engine.ledger, engine, init)
     materializer.check(specs)
-    remaining: list[UnitSpec] = list(specs)[::-1]
+    remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
-    built = _build(model, remaining, materializer, adoption)
-    settle(model, engine, built)
+    settle(model, engine, _build(model, remaining, materializer, adoption))
     _run_all_layers(model, engine)
     return model
 
@@ -132,18 +134,24 @@ def _tell_other_ranks(
     axes = None
     with suppress(Exception):  # without axes the others cannot be told; the refusal is what counts
         params = model.parameters() if isinstance(model, nn.Module) else ()
-        first = next((p.device.type for p in params if not p.is_meta), None)
-        device_type = first or _default_device_type(mesh)
-        axes = resolve_axes(mesh, shard_axis, replicate_axis, device_type)
+        device = next((p.device for p in params if not p.is_meta), None)
+        axes = _axes_for(device, mesh, shard_axis, replicate_axis)
     if axes is not None:
         agree(control_over(axes), refusal_facts(refusal), "shard()")
 
 
-def _default_device_type(mesh: DeviceMesh | None) -> str:
-    if mesh is not None:
-        return str(mesh.device_type)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
+def _axes_for(
+    device: torch.device | None,
+    mesh: DeviceMesh | None,
+    shard_axis: str | None,
+    replicate_axis: str | None,
+) -> Axes:
+    """Return the axes; without a device, those of the mesh's, else on the accelerator there is."""
+    if device is None and mesh is None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+    default = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    device_type = default if device is None else device.type
+    return resolve_axes(mesh, shard_axis, replicate_axis, device_type)
 
 
 def _check_model(model: nn.Module, init: Init | None) -> None:
@@ -155,6 +163,11 @@ def _check_model(model: nn.Module, init: Init | None) -> None:
         if ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
             raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
+        if isinstance(module, FSDPModule):
+            where = f"its submodule '{name}'" if name else "it"
+            raise ConfigError(
+                f"model: {where} is sharded already, by fully_shard(); use one of both"
+            )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             where = f"its submodule '{name}'" if name else "it"
             raise ConfigError(
@@ -166,10 +179,6 @@ def _check_model(model: nn.Module, init: Init | None) -> None:
             raise ConfigError(
                 f"model: parameter '{name}' is sharded already, with a model that has this "
                 f"{type(model).__name__} in it; call shard() once, on the whole"
-            )
-        if isinstance(param, DTensor):
-            raise ConfigError(
-                f"model: parameter '{name}' is a DTensor already; shard() takes plain parameters"
             )
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ConfigError(f"model: a {type(model).__name__} has no forward; shard the model itself")

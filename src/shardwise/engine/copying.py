@@ -19,7 +19,6 @@ from shardwise.engine.hooks import forget_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import StateError
 from shardwise.trace import FullBytes
-from shardwise.unit.cut import make_cut
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.storage import Storage
@@ -39,14 +38,19 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
             "two passes"
         )
     engine.conditions.check_usable("copy.deepcopy: ")
-    axes = engine.comm.axes
-    control = control_over(axes)
-    comm = Comm(axes, engine.comm.device, lambda: control)
-    comm.agree_on_number(engine.comm.device)
+    comms = {id(comm): _copy_comm(comm) for comm in engine.comms}
     ledger = FullBytes()
-    made = Engine(engine.config, comm, ledger)
+    made = Engine(engine.config, comms[id(engine.comm)], ledger)
     memo[id(engine)] = made
-    return made, [_copy_unit(unit, comm, made, ledger, memo) for unit in engine.units]
+    units = [_copy_unit(u, comms[id(u.comm)], made, ledger, memo) for u in engine.units]
+    return made, units
+
+
+def _copy_comm(comm: Comm) -> Comm:
+    control = control_over(comm.axes)
+    made = Comm(comm.axes, comm.device, lambda: control)
+    made.agree_on_number(comm.device)
+    return made
 
 
 def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: Memo) -> Unit:
@@ -65,9 +69,10 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: 
     for storage in unit.storages:
         storages[id(storage)] = _copy_storage(storage, made, ledger)
     for param in unit.params:
-        cut = make_cut(param.shape, param.cut.layout, param.index, comm)
+        cut = param.cut.over(comm)
         trains = param.sharded.requires_grad
-        copied = ShardedParam(made, param.uses, AsShardTensor(cut), param.shape, trains, cut=cut)
+        form, dim = AsShardTensor(cut), param.dim
+        copied = ShardedParam(made, param.uses, form, param.shape, trains, cut=cut, dim=dim)
         copied.lie_in(storages[id(param.storage)], param.index)
         copied.keep_notes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
         made.params.append(copied)

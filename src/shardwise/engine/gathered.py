@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.pending import Site
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
+from shardwise.unit.cut import Cut
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.pieces import local_of
+from shardwise.unit.plain_state import owner_of
 
 _SITE = Site("gather", "(gathered)", 0)
 
@@ -51,14 +54,14 @@ def gathered(
     at once for a ``source`` that is no rank.
     """
     engine, params = _params_of(targets)
-    _check(engine, source)
+    whole_model = isinstance(targets[0], nn.Module)
+    _check(engine, params, source)
     engine.forget_cut_pass()
     engine.rest("gathered()")
     with torch.no_grad():
         device = engine.comm.device
-        fulls = [nn.Parameter(_copy_of(s).to(device), requires_grad=False) for s in params]
+        fulls = [_standing(s, whole_model, device) for s in params]
     versions = [full._version for full in fulls]
-    whole_model = isinstance(targets[0], nn.Module)
     ways: list[_Way] = []
     if whole_model and not writeback:
         ways = [_Way(param, full) for param, full in zip(params, fulls, strict=True)]
@@ -135,9 +138,15 @@ def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
         return True
     bits = [
         t.contiguous().view(-1).view(torch.uint8)
-        for t in (param.cut.slice_of(full.data).to(here.device), here)
+        for t in (_slice_of(param, full.data).to(here.device), here)
     ]
     return not torch.equal(*bits)
+
+
+def _slice_of(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a parameter, full or as it stood in the model."""
+    cut: Cut = param.cut
+    return cut.slice_of_piece(local_of(full)) if isinstance(full, DTensor) else cut.slice_of(full)
 
 
 def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, list[ShardedParam]]:
@@ -150,7 +159,7 @@ def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, l
         return engine, [s for u in engine.units for s in u.params]
     params = []
     for number, target in enumerate(targets):
-        owner = target._owner if isinstance(target, ShardTensor) else None
+        owner = owner_of(target)
         if not isinstance(owner, ShardedParam):
             raise ConfigError(
                 f"gathered(): argument {number} is a {type(target).__name__}, not a parameter of a "
@@ -162,20 +171,29 @@ def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, l
 
 def _engine_of(param: ShardedParam) -> Engine:
     engine = param.unit.scheduler
+    if engine is None:
+        raise ConfigError(
+            f"gathered(): '{param.name}' is of a model of fully_shard() that has not run yet, so "
+            "which modules belong to it is not known; run it first, or pass the whole model"
+        )
     assert isinstance(engine, Engine)
     return engine
 
 
-def _copy_of(param: ShardedParam) -> torch.Tensor:
-    """Return the full parameter in memory of its own, on one rank too."""
-    full: torch.Tensor = param.sharded.full_tensor()
-    is_shard = full.data_ptr() == param.sharded.to_local().data_ptr()
-    return full.clone() if is_shard else full
+def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.Parameter:
+    """Return the full parameter in memory of its own, on one rank too.
+
+    In the model it is what it was before it was sharded, with tensor parallelism a DTensor.
+    """
+    local = param.sharded._local_tensor
+    full: torch.Tensor = (param.cut.gather_piece if in_model else param.cut.gather)(local)
+    full = (full.clone() if full.data_ptr() == local.data_ptr() else full).to(device)
+    return nn.Parameter(param.form.full(full) if in_model else full, requires_grad=False)
 
 
-def _check(engine: Engine, source: int | None) -> None:
+def _check(engine: Engine, params: list[ShardedParam], source: int | None) -> None:
     """Refuse a context that would be wrong, before anything is gathered."""
-    size = engine.comm.axes.shard.size
+    size = min((p.unit.comm.axes.shard.size for p in params), default=1)
     if source is not None and source not in range(size):
         raise ConfigError(
             f"gathered(source={source!r}): expected a rank of the shard axis, 0 to {size - 1}"
@@ -199,8 +217,8 @@ def _write_back(
 ) -> None:
     for param, full in zip(params, fulls, strict=True):
         if source is not None:
-            engine.comm.broadcast(full.data, _SITE, source)
-        param.sharded.to_local().copy_(param.cut.slice_of(full))
+            param.unit.comm.broadcast(local_of(full.data), _SITE, source)
+        param.sharded.to_local().copy_(_slice_of(param, full))
 
 
 def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:

@@ -16,6 +16,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control
 from shardwise.comm.watch import name_ranks
 from shardwise.engine.agreement import find_difference
@@ -56,12 +57,19 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     engine = engine_of(model)
     engine.rest("check_replicas()")
-    control = engine.comm.control
+    for comm in engine.comms:
+        _check_over(comm, engine, optimizer)
+
+
+def _check_over(comm: Comm, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check the units of one mesh."""
+    control = comm.control
     if control.num_ranks == 1:
         return
-    entries = list(_entries(engine, optimizer))
+    units = [unit for unit in engine.units if unit.comm is comm]
+    entries = list(_entries(units, comm, optimizer))
     rows = control.exchange(_digest_of(entries, True) + _digest_of(entries, False))
-    num_shards = engine.comm.axes.shard.size
+    num_shards = comm.axes.shard.size
     everywhere = {row[:_DIGEST_BYTES] for row in rows}
     if len(everywhere) > 1 or any(r != rows[rank % num_shards] for rank, r in enumerate(rows)):
         _refuse(control, entries, num_shards)
@@ -72,12 +80,14 @@ def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
     return xxhash.xxh3_128_digest("".join(lines).encode(errors="backslashreplace"))
 
 
-def _entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[_Entry]:
+def _entries(
+    units: list[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None
+) -> Iterator[_Entry]:
     """Yield every tensor of this rank that has a copy on another one, digested."""
-    replicate = engine.comm.axes.replicate
-    sharded = engine.config.stage.shards_state
-    has_copies = not sharded or (replicate is not None and replicate.size > 1)
-    for unit in engine.units:
+    replicate = comm.axes.replicate
+    for unit in units:
+        sharded = unit.settings.stage.shards_state
+        has_copies = not sharded or (replicate is not None and replicate.size > 1)
         for param in unit.params:
             label = f"parameter '{param.name}'"
             if has_copies:

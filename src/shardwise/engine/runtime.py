@@ -5,12 +5,13 @@ When that is, `passes` finds out; what is gathered, freed and reduced then, `sch
 
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, control_over
 from shardwise.config import ShardConfig
 from shardwise.engine.calls import Call
 from shardwise.engine.conditions import Conditions
@@ -26,7 +27,7 @@ from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
-from shardwise.errors import CollectiveError, ShardError, StateError
+from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
 from shardwise.trace import FullBytes, mark
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.states import GradState
@@ -59,7 +60,7 @@ class Engine:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
         config = self.config
         self.units = units
-        self._comms = list({id(unit.comm): unit.comm for unit in units}.values())
+        self.comms = list({id(c): c for c in (self.comm, *(u.comm for u in units))}.values())
         self._passes.settle(units)
         self._reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight)
         shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
@@ -87,10 +88,13 @@ class Engine:
         """Tell whether forward passes go unnoticed now."""
         return self.conditions.is_suspended
 
-    @property
+    @cached_property
     def everyone(self) -> Control:
         """The exchanges between all ranks that hold a part of the model."""
-        return self.comm.control
+        own = set(self.comm.axes.mesh.mesh.flatten().tolist())
+        meshes = {param.sharded.device_mesh for unit in self.units for param in unit.params}
+        ranks = own.union(*(mesh.mesh.flatten().tolist() for mesh in meshes))
+        return self.comm.control if ranks == own else control_over(self.comm.axes, sorted(ranks))
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -105,6 +109,12 @@ class Engine:
 
     def rest(self, what: str) -> None:
         """Let shards alone stand in the modules, for ``what``; here they do, between passes."""
+        cuts = [param.cut for unit in self.units for param in unit.params if param.cut is not None]
+        if what in ("save()", "load()") and any(cut.kind != "range" for cut in cuts):
+            raise ConfigError(
+                f"{what}: parameters are cut along several axes, or along another dim than 0; use "
+                "torch.distributed.checkpoint for such a model"
+            )
 
     # -- forward
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,7 +138,7 @@ class Engine:
         """Refuse what would be wrong without a word, before anything is gathered."""
         frees = any(unit.settings.stage.frees_after_forward for unit in self.units)
         refuse_transform(self.allows_transform, frees and records, self.where_full)
-        for comm in self._comms:
+        for comm in self.comms:
             comm.refuse_failed("a forward pass")
         self.conditions.check_usable("")
         if not records:

@@ -49,9 +49,9 @@ def join(
 
 
 def _mesh_of(model: nn.Module) -> DeviceMesh:
-    for param in model.parameters():
-        if isinstance(param, DTensor):
-            return param.device_mesh
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    if meshes:  # some parameters may have a smaller one of their own
+        return max(meshes, key=DeviceMesh.size)
     raise ConfigError(
         f"join(): this {type(model).__name__} is not sharded; pass the module that was given to "
         "shardwise.shard() or fully_shard()"

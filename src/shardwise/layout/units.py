@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.mesh import Axes
 
 UnitChoice = type[nn.Module] | str | nn.Module
 
@@ -39,10 +40,14 @@ class ParamUse:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter that a unit owns, with every place that uses it; the first names it."""
+    """A parameter that a unit owns, with every place that uses it; the first names it.
+
+    ``dim`` is the one that it is cut along.
+    """
 
     param: nn.Parameter
     uses: tuple[ParamUse, ...]
+    dim: int = 0
 
     @property
     def name(self) -> str:
@@ -54,13 +59,15 @@ class ParamSpec:
 class UnitSpec:
     """A unit: its module, that module's name ('' is the root), and the parameters it owns.
 
-    ``optional``: some ranks may skip it while others run it.
+    ``optional``: some ranks may skip it while others run it. ``axes``: those of a mesh of its own,
+    see `placements`; several units of one module differ in it.
     """
 
     name: str
     module: nn.Module
     params: tuple[ParamSpec, ...]
     optional: bool = False
+    axes: Axes | None = None
 
 
 def partition_into_units(

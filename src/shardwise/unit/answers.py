@@ -303,7 +303,7 @@ def _full(value: Any) -> Any:
     """Return the whole of a sharded tensor: for a parameter, what autograd knows."""
     if not isinstance(value, Sliced):
         return value
-    if value._cut.layout is None and not torch.is_grad_enabled():
+    if value._cut.is_whole and not torch.is_grad_enabled():
         return value._local_tensor
     return whole(value) if value._owner is not None else value.full_tensor()
 
@@ -315,9 +315,9 @@ def _plain_cpu(value: Any) -> Any:
 
 
 def _operand(value: Any, cut: Cut, name: str) -> Any:
-    if isinstance(value, Sliced) and value._cut.layout is None is cut.layout:
+    if isinstance(value, Sliced) and value._cut.is_whole and cut.is_whole:
         return value._local_tensor
-    if cut.layout is None and not isinstance(value, DTensor):
+    if cut.is_whole and not isinstance(value, DTensor):
         return value
     if isinstance(value, Sliced):
         if value._cut is not cut and not value._cut.matches(cut):
@@ -327,9 +327,7 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
             )
         return value._local_tensor
     if isinstance(value, DTensor):  # one of torch's own, made "like" a parameter by a loader
-        is_cut_alike = (
-            value.device_mesh == cut.comm.axes.mesh and value.placements == cut.placements
-        )
+        is_cut_alike = value.device_mesh == cut.mesh and value.placements == cut.placements
         return value._local_tensor if is_cut_alike else cut.slice_of(value.full_tensor())
     if isinstance(value, torch.Tensor):
         return value.reshape(()) if value.numel() == 1 else cut.slice_of(value)
@@ -378,13 +376,14 @@ def _unscale(func: Any, args: tuple[Any, ...]) -> None:
     """Unscale gradients; an overflow that one rank sees, every rank sees (torch.amp.GradScaler)."""
     tensors, found_inf, inv_scale = args
     func([locals_of(t) for t in tensors], found_inf, inv_scale)
-    first = next(t for t in tensors if isinstance(t, Sliced))
-    for axis in first._cut.comm.axes.all:
-        found_inf.copy_(first._cut.comm.max(found_inf, axis, GATHER_SITE))
+    cuts = [t._cut for t in tensors if isinstance(t, Sliced)]
+    axes = {id(a.group): (c.comm, a) for c in cuts for a in (*c.comm.axes.all, *c.own_axes)}
+    for comm, axis in axes.values():
+        found_inf.copy_(comm.max(found_inf, axis, GATHER_SITE))
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Sliced) -> Any:
-    if func.__name__ == "new" and args[1:] == like._cut.flat.shape and like._cut.layout is not None:
+    if func.__name__ == "new" and like._cut.is_range and args[1:] == like._cut.flat.shape:
         return like.wrap(like._local_tensor.new(like._local_tensor.numel()), like._cut.flat)
     size = args[1] if len(args) > 1 else kwargs.get("size")
     if isinstance(size, tuple | list) and tuple(size) == like._cut.shape:

@@ -6,6 +6,7 @@ from functools import cached_property
 from math import prod
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -13,6 +14,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Site
 from shardwise.errors import ShardError
 from shardwise.layout.segments import Layout
+from shardwise.mesh import Axis
 
 GATHER_SITE = Site("gather", "(tensor)", 0)
 
@@ -54,8 +56,11 @@ class Piece:
 class Cut:
     """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
 
-    ``base`` is how the tensor is cut of which this one is a flat view.
+    ``base`` is how the tensor is cut of which this one is a flat view. ``outer``: the tensor was a
+    DTensor before, placed so, and a piece of it is cut here; see `pieces.PieceCut`.
     """
+
+    kind = "range"  # of elements of the flattened tensor; two of one kind may be alike
 
     shape: tuple[int, ...]
     layout: Layout | None
@@ -67,23 +72,53 @@ class Cut:
     placements: tuple[Placement, ...]
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
     base: "Cut | None" = None
+    outer: DTensorSpec | None = None
 
     @property
     def piece(self) -> Piece:
         """The box of the tensor whose flattened elements [lo, hi) are this rank's; here all."""
         return Piece(self.shape, (0,) * len(self.shape), self.shape)
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the placements."""
+        return self.comm.axes.mesh
+
+    @property
+    def own_axes(self) -> tuple[Axis, ...]:
+        """The axes of a mesh that the tensor was on before; see `pieces`."""
+        return ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes over which the elements are spread."""
+        return () if self.layout is None else (self.comm.axes.shard,)
+
+    @property
+    def is_range(self) -> bool:
+        """Tell whether a rank's elements are one range of the flattened tensor, and not all."""
+        return self.layout is not None and self.kind == "range"
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether every rank has all elements."""
+        return not self.axes
+
+    def over(self, comm: Comm) -> "Cut":
+        """Return the same cut over other groups of the same ranks."""
+        return replace(self, comm=comm, specs={})
+
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return DTensor's description of the cut."""
         if dtype not in self.specs:
             stride = torch.empty(self.shape, device="meta").stride()
             meta = TensorMeta(torch.Size(self.shape), stride, dtype)
-            self.specs[dtype] = DTensorSpec(self.comm.axes.mesh, self.placements, tensor_meta=meta)
+            self.specs[dtype] = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
         return self.specs[dtype]
 
     def matches(self, other: "Cut") -> bool:
         """Tell whether two tensors have the same elements on every rank; all ranks agree on it."""
-        if self is other or self.shape != other.shape:
+        if self is other or self.shape != other.shape or self.kind != other.kind:
             return self is other
         if self.layout is None or other.layout is None:
             return self.layout is other.layout
@@ -115,14 +150,29 @@ class Cut:
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
+        return self.expand(full).reshape(-1)[self.lo : self.hi].view(self.local_shape)
+
+    def expand(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a view of the tensor's shape. **Raises** ShardError for what does not fit."""
         try:
-            expanded = full.expand(self.shape)
+            return full.expand(self.shape)
         except RuntimeError as error:
             raise ShardError(
                 f"a tensor of shape {tuple(full.shape)} was combined with a ShardTensor of shape "
                 f"{self.shape}; give it the global shape, or one that broadcasts to it"
             ) from error
-        return expanded.reshape(-1)[self.lo : self.hi].view(self.local_shape)
+
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what the shard axis cuts of a full tensor: here all."""
+        return full
+
+    def slice_of_piece(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of what the shard axis cuts."""
+        return self.slice_of(piece)
+
+    def gather_piece(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what the shard axis cuts, in full."""
+        return self.gather(local)
 
     def place(self, local: torch.Tensor) -> torch.Tensor:
         """Return a full tensor of zeros but for this rank's elements."""

@@ -29,12 +29,12 @@ def same_draws(cut: Cut, device: torch.device, own: torch.Generator | None) -> I
     **Cost** one broadcast of the generator's state, 5 KB.
     """
     comm = cut.comm
-    if all(axis.size == 1 for axis in comm.axes.all):
+    if all(axis.size == 1 for axis in (*comm.axes.all, *cut.own_axes)):
         yield
         return
     before = _states(device, own)
     first = torch.cat(before).to(comm.device)
-    comm.broadcast(first, _SITE)
+    comm.broadcast(first, _SITE, also=cut.own_axes)
     states = first.cpu().split([state.numel() for state in before])
     _set_states(device, own, states)
     try:

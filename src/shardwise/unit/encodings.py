@@ -26,6 +26,9 @@ class Encoding(Protocol):
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Take the storage's full memory of the parameter; return what the layers read."""
 
+    def spread(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor's elements as they lie in a storage, each rank's behind another."""
+
     def start(self, param: Any) -> list[GatherItem]:
         """List what is gathered beside the storage's items."""
 
@@ -45,6 +48,10 @@ class AsItLies:
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Return the storage's memory as it is."""
         return view
+
+    def spread(self, full: torch.Tensor) -> torch.Tensor:
+        """Return it as it is."""
+        return full
 
     def start(self, param: Any) -> list[GatherItem]:
         """List nothing: the storage gathers it."""
@@ -78,6 +85,10 @@ class AlongDim:
         self._full = torch.empty(self._shape, dtype=view.dtype, device=view.device)
         self.free()
         return self._full.data
+
+    def spread(self, full: torch.Tensor) -> torch.Tensor:
+        """Return a row for each rank."""
+        return torch.stack([c.reshape(-1) for c in full.chunk(len(self._parts), dim=self._dim)])
 
     def start(self, param: Any) -> list[GatherItem]:
         """List nothing: the storage gathers it."""
@@ -124,6 +135,10 @@ class OwnGather:
         return has[0]
 
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
+        """Refuse: nothing of it lies in a storage."""
+        raise AssertionError("a tensor with a gather of its own lies in no storage")
+
+    def spread(self, full: torch.Tensor) -> torch.Tensor:
         """Refuse: nothing of it lies in a storage."""
         raise AssertionError("a tensor with a gather of its own lies in no storage")
 

@@ -22,7 +22,7 @@ def run_flat(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         return _cat(*args, **kwargs)
     if name == "view_as" and not isinstance(first, Sliced):
         return first.view(args[1].shape)
-    if not isinstance(first, Sliced) or first._cut.layout is None or kwargs:
+    if not isinstance(first, Sliced) or not first._cut.is_range or kwargs:
         return NotImplemented
     if name == "view_as":
         as_it_is = args[1].shape == first.shape
@@ -40,7 +40,7 @@ def run_flat(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 def _view(tensor: Sliced, cut: Cut | None) -> Any:
     """Return the tensor's elements under another cut, which has the same on every rank."""
-    if cut is None or cut.layout is None or not tensor._cut.flat.matches(cut.flat):
+    if cut is None or not cut.is_range or not tensor._cut.flat.matches(cut.flat):
         return NotImplemented
     return tensor.wrap(tensor._local_tensor.view(cut.local_shape), cut, tensor._owner)
 
@@ -59,7 +59,7 @@ def _reshape(tensor: Sliced, name: str, args: tuple[Any, ...]) -> Any:
 
 def _cat(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
     for tensor in tensors:
-        is_ours = isinstance(tensor, Sliced) and tensor._cut.layout is not None
+        is_ours = isinstance(tensor, Sliced) and tensor._cut.is_range
         if not is_ours or tensor._owner is not None or tensor.ndim != 1:
             return NotImplemented
     if out is not None or dim not in (0, -1):

@@ -5,16 +5,17 @@ the second, as torch's does: its gradient is an attribute, set as soon as it is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardwise.comm.packed import waited_for
 from shardwise.unit.cut import Cut
+from shardwise.unit.pieces import as_dtensor
 from shardwise.unit.storage import Storage
 from shardwise.unit.tensor import ShardTensor
 
@@ -69,13 +70,13 @@ class AsShardTensor:
         return isinstance(value, ShardTensor) and value._cut.matches(self.cut)
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
-        """Return it as it is."""
-        return view
+        """Return a DTensor where the parameter was one."""
+        return view if self.cut.outer is None else as_dtensor(view, self.cut.outer)
 
     def full_grad(self, grad: Any) -> torch.Tensor:
-        """Return it as it is."""
+        """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
         found: torch.Tensor = grad
-        return found
+        return found if self.cut.outer is None else _local_grad(grad, self.cut.outer)
 
     def grad_of(self, param: Any) -> torch.Tensor | None:
         """Return what the parameter keeps."""
@@ -99,12 +100,14 @@ class AsDTensor:
 
     ``full_spec``: the parameter was a DTensor before (tensor parallelism), and its full form is one
     too; gradients may be sums that are not complete over ``summed_dims`` of its mesh, which are
-    data-parallel axes. ``identity`` tells tied parameters of two calls.
+    data-parallel axes; ``outer`` is ``full_spec`` without these. ``identity`` tells tied parameters
+    of two calls.
     """
 
     spec: DTensorSpec
     identity: object
     full_spec: DTensorSpec | None = None
+    outer: DTensorSpec | None = None
     summed_dims: Sequence[int] = ()
     asks_unit = False
 
@@ -118,9 +121,7 @@ class AsDTensor:
 
     def like(self, local: torch.Tensor) -> DTensor:
         """Return a DTensor of the same mesh and placements."""
-        assert self.spec.tensor_meta is not None
-        meta = self.spec.tensor_meta._replace(dtype=local.dtype)
-        return as_dtensor(local, replace(self.spec, tensor_meta=meta))
+        return as_dtensor(local, self.spec)
 
     def is_alike(self, value: Any) -> bool:
         """Compare mesh and placements."""
@@ -131,25 +132,14 @@ class AsDTensor:
 
     def full(self, view: torch.Tensor) -> torch.Tensor:
         """Return a DTensor where the parameter was one."""
-        if self.full_spec is None:
-            return view
-        spec, meta = self.full_spec, self.full_spec.tensor_meta
-        if meta is not None and meta.dtype != view.dtype:
-            spec = replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, view.dtype))
-        return as_dtensor(view, spec)
+        return view if self.full_spec is None else as_dtensor(view, self.full_spec)
 
     def full_grad(self, grad: Any) -> torch.Tensor:
         """Return what this rank holds of a DTensor's gradient, placed as the parameter is."""
-        if self.full_spec is not None:
-            grad = waited_for(grad)
-            wanted = list(self.full_spec.placements)
-            for dim in self.summed_dims:  # a sum over them is ours to complete
-                wanted[dim] = grad.placements[dim]
-            if tuple(wanted) != tuple(grad.placements):
-                grad = grad.redistribute(placements=wanted)
-            grad = grad._local_tensor
         found: torch.Tensor = grad
-        return found
+        if self.full_spec is None:
+            return found
+        return _local_grad(grad, self.full_spec, self.summed_dims)
 
     def grad_of(self, param: Any) -> torch.Tensor | None:
         """Return the attribute."""
@@ -169,6 +159,16 @@ class AsDTensor:
             hook(held)
 
 
-def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Return a DTensor of ``local``, without a copy."""
-    return DTensor(local, spec, requires_grad=local.requires_grad)
+def _local_grad(grad: Any, spec: DTensorSpec, summed_dims: Sequence[int] = ()) -> torch.Tensor:
+    """Return this rank's part of a DTensor's gradient, as ``spec`` places it.
+
+    A sum over ``summed_dims`` of its mesh may stay incomplete: it is ours to complete.
+    """
+    grad = waited_for(grad)
+    wanted = list(spec.placements)
+    for dim in summed_dims:
+        wanted[dim] = grad.placements[dim]
+    if tuple(wanted) != tuple(grad.placements):
+        grad = grad.redistribute(placements=wanted)
+    found: torch.Tensor = grad._local_tensor
+    return found

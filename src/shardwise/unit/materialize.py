@@ -11,11 +11,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.comm.control import control_over
 from shardwise.comm.pending import Site
 from shardwise.config import ShardConfig
 from shardwise.device import fork_rng_devices
@@ -24,10 +27,10 @@ from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.stages import UnitSettings
 from shardwise.trace import FullBytes
-from shardwise.unit.cut import make_cut
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home
 from shardwise.unit.param import Scheduler, ShardedParam
+from shardwise.unit.pieces import cut_along, cut_piece, local_of
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
@@ -54,9 +57,7 @@ class Materializer:
         self._ledger = ledger
         self._scheduler = scheduler
         self._init = init
-        self._home = None
-        if config.offload is not None:
-            self._home = Home(torch.device(config.offload), device, comm.time)
+        self._comms = {comm.axes.mesh: comm}
         self._seed = self._seed_of_rank_0()
 
     def _seed_of_rank_0(self) -> int:
@@ -78,7 +79,10 @@ class Materializer:
 
         **Cost** the unit's parameters once in full, freed on return; a broadcast of each.
         """
-        config = self._config
+        config, comm = self._config, self._comm_of(spec)
+        home = None
+        if config.offload is not None:
+            home = Home(torch.device(config.offload), self._device, comm.time)
         settings = UnitSettings(
             replace(config.stage, reduce_every=config.reduce_every),
             optional=spec.optional,
@@ -88,49 +92,66 @@ class Materializer:
             spec.name,
             index,
             [spec.module],
-            self._comm,
+            comm,
             self._scheduler,
             settings,
             config.precision,
-            RankOrderSum(),
-            home=self._home,
+            # Experts on a mesh of their own get the gradients of all batches from their layers.
+            RankOrderSum(self._comm.axes.num_ranks),
+            home=home,
         )
-        storages: list[Storage] = []
-        groups: dict[tuple[Dtypes, bool], list[ParamSpec]] = {}
+        groups: dict[tuple[Dtypes, bool, bool], list[ParamSpec]] = {}
         for param in spec.params:  # frozen ones apart: they need no gradients, and never go stale
-            key = self._dtypes(param.param), param.param.requires_grad
+            is_along_dim = param.dim > 0 and config.stage.shards_state
+            key = self._dtypes(param.param), param.param.requires_grad, is_along_dim
             groups.setdefault(key, []).append(param)
         values = self._initialised(spec)
-        for (dtypes, _), params in groups.items():
-            shapes = [tuple(p.param.shape) for p in params]
-            axis = self._comm.axes.shard
-            layout = build_layout(self._config.layout, shapes, axis.size)
-            storage = Storage(
-                layout,
-                axis.rank,
-                config.stage,
-                dtypes,
-                self._device,
-                self._ledger,
-                self._home,
-            )
-            storages.append(storage)
-            for number, param in enumerate(params):
-                value = values.pop(param.name, None)
-                if value is None:
-                    value = param.param.detach().contiguous()
-                    self._comm.broadcast(value, Site("broadcast", param.name, index))
-                storage.fill(number, value)
-                cut_layout = layout if self._config.stage.shards_state else None
-                cut = make_cut(shapes[number], cut_layout, number, self._comm)
-                grad = param.param.requires_grad
-                made = ShardedParam(unit, param.uses, AsShardTensor(cut), cut.shape, grad, cut=cut)
-                made.lie_in(storage, number)
-                made.keep_notes(vars(param.param))
-                unit.add(made)
-            storage.free()
-        unit.lay_out(storages)
+        unit.lay_out([self._build_storage(unit, g[0], p, values) for g, p in groups.items()])
         return unit
+
+    def _build_storage(
+        self, unit: Unit, dtypes: Dtypes, params: list[ParamSpec], values: dict[str, torch.Tensor]
+    ) -> Storage:
+        """Build one storage of a unit, fill it, and add its parameters to the unit."""
+        stage, comm, axis = self._config.stage, unit.comm, unit.comm.axes.shard
+        shapes = [tuple(local_of(p.param).shape) for p in params]
+        dims = [p.dim if stage.shards_state else 0 for p in params]
+        lying = [
+            (axis.size, prod(shape) // axis.size) if dim else shape
+            for shape, dim in zip(shapes, dims, strict=True)
+        ]
+        layout = build_layout(self._config.layout, lying, axis.size)
+        args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
+        storage = Storage(*args)
+        for number, (param, shape, dim) in enumerate(zip(params, shapes, dims, strict=True)):
+            cut_layout = layout if stage.shards_state else None
+            cut = cut_along(shape, cut_layout, number, comm, dim)
+            if isinstance(param.param, DTensor):
+                cut = cut_piece(cut, param.param._spec)
+            if param.name in values:
+                value = cut.piece_of(values.pop(param.name))
+            else:
+                value = local_of(param.param).detach().contiguous()
+                comm.broadcast(value, Site("broadcast", param.name, unit.index))
+            is_trained, form = param.param.requires_grad, AsShardTensor(cut)
+            made = ShardedParam(unit, param.uses, form, shape, is_trained, cut=cut, dim=dim)
+            made.lie_in(storage, number)
+            storage.fill(number, made.encoding.spread(value))
+            made.keep_notes(vars(param.param))
+            unit.add(made)
+        storage.free()
+        return storage
+
+    def _comm_of(self, spec: UnitSpec) -> Comm:
+        """Return the collectives over a unit's mesh; all of its ranks build its units in turn."""
+        if spec.axes is None:
+            return self._comm
+        if spec.axes.mesh not in self._comms:
+            axes = spec.axes
+            made = Comm(axes, self._device, lambda: control_over(axes))
+            made.agree_on_number(self._device)
+            self._comms[axes.mesh] = made
+        return self._comms[spec.axes.mesh]
 
     def _dtypes(self, param: nn.Parameter) -> Dtypes:
         """Return the parameter's (master, compute) dtypes."""
@@ -150,11 +171,22 @@ class Materializer:
         for params in by_module.values():
             use = params[0].uses[0]
             module_name = use.name.rpartition(".")[0]
-            with self._live(use.module), self._seeded(module_name):
+            with self._live(use.module), self._seeded(module_name + self._apart(spec)):
                 self._reset_of(use.module, module_name)(use.module)
                 for param in params:
                     values[param.name] = use.module._parameters[param.uses[0].attribute].detach()  # type: ignore[union-attr]
         return values
+
+    def _apart(self, spec: UnitSpec) -> str:
+        """Return what keeps values of other ranks' parameters, of one name with these, apart.
+
+        A unit on a mesh of its own may hold other experts on every such mesh. DTensors are pieces
+        of one tensor, which all ranks draw alike.
+        """
+        if spec.axes is None or any(isinstance(p.param, DTensor) for p in spec.params):
+            return ""
+        first, main = (int(axes.mesh.mesh.min()) for axes in (spec.axes, self._comm.axes))
+        return f"@{first}" if first != main else ""
 
     @contextmanager
     def _live(self, module: nn.Module) -> Iterator[None]:

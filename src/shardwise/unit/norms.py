@@ -2,7 +2,8 @@
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of every gradient and then the norm of those
 norms. Reduced one by one that is a collective per parameter; a `LazyNorm` stays this rank's part
-until something needs its value, and survives the ``stack`` in between, so it is one collective.
+until something needs its value, and survives the ``stack`` in between, so it is one collective;
+one for each mesh, where parameters lie on several.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ import torch
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Site
 from shardwise.errors import ShardError
+from shardwise.mesh import Axis
+from shardwise.unit.cut import Cut
 
 _SITE = Site("gather", "(norm)", 0)
 _METADATA = frozenset(
@@ -23,44 +26,83 @@ _METADATA = frozenset(
 
 @dataclass(frozen=True)
 class NormKind:
-    """What has to agree for two partial norms to be stacked: the order and the ranks."""
+    """What has to agree for partial norms to be completed in one: the order and the ranks.
+
+    Without axes they are complete.
+    """
 
     order: float
-    comm: Comm
+    comm: Comm | None
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def of(cls, order: float, cut: Cut) -> "NormKind":
+        """Return the kind of the norms of tensors that are cut so."""
+        return cls(float(order), cut.comm, cut.axes)
 
     def combine(self, partial: torch.Tensor) -> torch.Tensor:
-        """Complete partial norms over the shard axis, elementwise."""
-        axis = self.comm.axes.shard
+        """Complete partial norms over the axes, elementwise."""
+        comm = self.comm
+        if comm is None or not self.axes:
+            return partial
         if self.order in (float("inf"), float("-inf")):
             sign = 1 if self.order > 0 else -1
-            return self.comm.max(partial * sign, axis, _SITE) * sign
-        if self.order == 0:
-            return self.comm.sum_in_rank_order(partial, axis, _SITE)
-        powers = partial.double().pow(self.order)
-        total = self.comm.sum_in_rank_order(powers, axis, _SITE)
-        return total.pow(1.0 / self.order).to(partial.dtype)
+            extreme = partial * sign
+            for axis in self.axes:
+                extreme = comm.max(extreme, axis, _SITE)
+            return extreme * sign
+        total = partial if self.order == 0 else partial.double().pow(self.order)
+        for axis in self.axes:
+            total = comm.sum_in_rank_order(total, axis, _SITE)
+        return total if self.order == 0 else total.pow(1.0 / self.order).to(partial.dtype)
 
 
 class LazyNorm(torch.Tensor):
     """A norm (or a vector of norms) of which this rank knows only its own part.
 
-    **Cost** one collective over the shard axis when a value is asked for.
+    Norms in a vector may be of several kinds, as parameters may lie on several meshes.
+
+    **Cost** one collective over each axis of each kind when a value is asked for.
     """
 
-    _kind: NormKind
+    _kinds: tuple[NormKind, ...]  # of each norm
     _partial: torch.Tensor
 
     @classmethod
-    def of(cls, partial: torch.Tensor, kind: NormKind) -> "LazyNorm":
+    def of(cls, partial: torch.Tensor, *kinds: NormKind) -> "LazyNorm":
         """Wrap this rank's part."""
         lazy: LazyNorm = partial.as_subclass(cls)
-        lazy._kind = kind
+        lazy._kinds = kinds
         lazy._partial = partial
         return lazy
 
     def resolve(self) -> torch.Tensor:
-        """Return the norm over all ranks as a plain tensor."""
-        return self._kind.combine(self._partial)
+        """Return the norms over all ranks as a plain tensor."""
+        total = self._partial.clone()
+        for kind, places in self._by_kind():
+            total.view(-1)[places] = kind.combine(self._partial.reshape(-1)[places])
+        return total
+
+    def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the norm of the norms; each kind is put together before it is completed."""
+        flat = self._partial.reshape(-1)
+        found = [
+            kind.combine(torch.linalg.vector_norm(flat[places], *args, **kwargs))
+            for kind, places in self._by_kind()
+        ]
+        if len(found) == 1:
+            return found[0]
+        return torch.linalg.vector_norm(torch.stack(found), *args, **kwargs)
+
+    def _by_kind(self) -> list[tuple[NormKind, Any]]:
+        """Return the kinds in order of appearance, with the places of each one's norms."""
+        first = self._kinds[0]
+        if all(kind is first or kind == first for kind in self._kinds):
+            return [(first, slice(None))]
+        places: dict[NormKind, list[int]] = {}
+        for place, kind in enumerate(self._kinds):
+            places.setdefault(kind, []).append(place)
+        return list(places.items())
 
     @classmethod
     def __torch_function__(
@@ -78,14 +120,28 @@ class LazyNorm(torch.Tensor):
                 return func(*args, **kwargs)
         if name == "to" and not kwargs and args[1:] == (args[0]._partial.device,):
             return args[0]
-        if name == "stack" and len(args) == 1 and not kwargs:
-            lazies = [t for t in args[0] if isinstance(t, LazyNorm)]
-            if len(lazies) == len(args[0]) and len({t._kind for t in lazies}) == 1:
-                return cls.of(torch.stack([t._partial for t in lazies]), lazies[0]._kind)
+        if name == "stack" and len(args) == 1 and not kwargs and _all_norms(args[0]):
+            norms = [_as_lazy(norm, args[0]) for norm in args[0]]
+            return cls.of(torch.stack([n._partial for n in norms]), *(n._kinds[0] for n in norms))
         if name in ("vector_norm", "linalg_vector_norm") and _is_total(args, kwargs):
-            lazy = args[0]
-            return lazy._kind.combine(torch.linalg.vector_norm(lazy._partial, *args[1:], **kwargs))
+            return args[0].total(*args[1:], **kwargs)
         return func(*_resolved(args), **{k: _resolved(v) for k, v in kwargs.items()})
+
+
+def _all_norms(values: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a list has single norms of one order, and complete ones, only."""
+    orders = {v._kinds[0].order for v in values if isinstance(v, LazyNorm)}
+    return len(orders) == 1 and all(
+        v.dim() == 0 and (isinstance(v, LazyNorm) or type(v) is torch.Tensor) for v in values
+    )
+
+
+def _as_lazy(norm: torch.Tensor, among: Sequence[torch.Tensor]) -> LazyNorm:
+    """Return a norm with its kind; a plain one is complete."""
+    if isinstance(norm, LazyNorm):
+        return norm
+    order = next(n._kinds[0].order for n in among if isinstance(n, LazyNorm))
+    return LazyNorm.of(norm, NormKind(order, None, ()))
 
 
 def _is_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -93,7 +149,7 @@ def _is_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     extra = set(kwargs) - {"ord"}
     return (
         isinstance(args[0], LazyNorm)
-        and args[0]._kind.order == order
+        and args[0]._kinds[0].order == order
         and not extra
         and len(args) < 3
     )

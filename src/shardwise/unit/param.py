@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
 from shardwise.unit.cut import Cut
-from shardwise.unit.encodings import AS_IT_LIES, Encoding
+from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
 from shardwise.unit.forms import Form
 from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.partial import PartialGrad
@@ -68,7 +68,7 @@ class ShardedParam:
         self.requires_grad = requires_grad
         self.cut: Any = cut  # None where ranges of elements cannot tell how it is cut
         self.dim = dim
-        self.encoding: Encoding = AS_IT_LIES
+        self.encoding: Encoding = AlongDim(dim, shape) if dim else AS_IT_LIES
         self.storage: Any = None  # None where its elements lie in no storage
         self.index = 0
         self.sharded: Any = None

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.errors import ConfigError
 from shardwise.unit.tensor import ShardTensor
 
-FULLY_SHARD = "_is_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
+FULLY_SHARD = "_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
 _SEEN = "_shardwise_state_seen"
 # One number for the whole parameter, whatever shape that has.
 PLAIN_SCALARS = ("step", "mu_product", "eta", "mu")
@@ -28,6 +28,28 @@ _ELEMENTWISE = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
     *("acc_delta", "sum", "exp_inf", "ax", "prev", "step_size"),
 )
+
+
+class OfFullyShard:
+    """Says whose a parameter of `fully_shard` is; a copy of that, or a pickled one, is nobody's."""
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    def __deepcopy__(self, memo: Any) -> bool:
+        """Forget the owner, and that there is a model."""
+        return True
+
+    def __reduce__(self) -> Any:
+        """Forget the owner, and that there is a model."""
+        return bool, (True,)
+
+
+def owner_of(param: Any) -> Any:
+    """Return what owns a parameter of `shard` or `fully_shard`; None for others."""
+    if isinstance(param, ShardTensor):
+        return param._owner
+    return getattr(vars(param).get(FULLY_SHARD), "param", None)
 
 
 def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:

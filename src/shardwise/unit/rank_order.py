@@ -5,6 +5,7 @@ The bits depend neither on timing nor on the stage nor on the transport of the s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -18,14 +19,18 @@ from shardwise.unit.sums import counted_anywhere
 
 @dataclass(frozen=True)
 class RankOrderSum:
-    """One reduce-scatter in place for a bucket of units; over replicas the slices come second."""
+    """One reduce-scatter in place for a bucket of units; over replicas the slices come second.
 
+    ``divisor`` makes means of the sums: the number of ranks whose batches are in them.
+    """
+
+    divisor: int
     in_param_dtype = True
     zero_fill = False
 
     def start(self, units: Sequence[Any]) -> "_Running":
         """Hand the gradients to the transport."""
-        return _Running(units)
+        return _Running(units, self.divisor)
 
 
 @dataclass
@@ -60,7 +65,8 @@ class _Part:
 class _Running:
     """The sum of one bucket."""
 
-    def __init__(self, units: Sequence[Any]) -> None:
+    def __init__(self, units: Sequence[Any], divisor: int) -> None:
+        self._divisor = divisor
         self._comm = units[0].comm
         self._parts: list[_Part] = []
         self._gathers: list[Pending] = []
@@ -71,7 +77,7 @@ class _Running:
                 items += self._start_storage(unit, storage)
         site = self._comm.site("reduce_scatter", units[0].name, units[0].index)
         axes = self._comm.axes
-        divisor = 1 if axes.replicate else axes.num_ranks
+        divisor = 1 if axes.replicate else divisor
         self._pending: Pending | None = self._comm.start_reduce_scatter(
             items, axes.shard, site, divisor
         )
@@ -114,11 +120,11 @@ class _Running:
     def _take(self, param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
         grad = param.take_partial()
         if grad is None:
-            return torch.zeros(param.full.numel(), dtype=dtype, device=param.full.device)
+            return torch.zeros(prod(param.shape), dtype=dtype, device=param.full.device)
         self._used_here.add(param)
         if grad.dtype != dtype:
             grad = grad.to(dtype)
-        return grad.contiguous().view(-1)
+        return param.encoding.spread(grad).contiguous().view(-1)
 
     def _count(self, params: list[ShardedParam], counts: torch.Tensor) -> ReduceItem:
         """Return what counts the ranks on which each parameter had a gradient.
@@ -182,7 +188,7 @@ class _Running:
         else:  # the counts lie behind the slices
             summed = [part.out.as_strided((part.out.numel() + part.counts.numel(),), (1,))]
         for each in summed:
-            self._comm.all_reduce(each, axis, site, self._comm.axes.num_ranks)
+            self._comm.all_reduce(each, axis, site, self._divisor)
 
     def _start_gather(self, part: _Part) -> Pending:
         axis = self._comm.axes.shard

@@ -77,7 +77,7 @@ class ShardTensor(Sliced):
             raise ShardError(
                 "redistribute: a ShardTensor stays where its unit puts it; use full_tensor()"
             )
-        mesh = self._cut.comm.axes.mesh
+        mesh = self._cut.mesh
         return DTensor.from_local(self.full_tensor(), mesh, placements, run_check=False)
 
     @property

@@ -1,11 +1,11 @@
-"""Reductions of sharded tensors: each rank's part, put together over the shard axis."""
+"""Reductions of sharded tensors: each rank's part, put together over the axes they are cut over."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from shardwise.unit.cut import GATHER_SITE
+from shardwise.unit.cut import GATHER_SITE, Cut
 from shardwise.unit.norms import NormKind, local_norm
 from shardwise.unit.operations import NORMS, REDUCTIONS
 from shardwise.unit.sliced import Sliced
@@ -25,26 +25,27 @@ def total_norm(tensor: Any, order: float) -> torch.Tensor:
     """Return the norm of all elements, which is completed when somebody asks for it."""
     if not isinstance(tensor, Sliced):
         return torch.linalg.vector_norm(tensor, order)
-    if tensor._cut.layout is None:
+    cut = tensor._cut
+    if cut.is_whole:
         return torch.linalg.vector_norm(tensor._local_tensor, order)
-    return local_norm(tensor._local_tensor, order, NormKind(float(order), tensor._cut.comm))
+    return local_norm(tensor._local_tensor, order, NormKind.of(order, cut))
 
 
 def reduce_all(func: Any, name: str, tensor: Sliced) -> torch.Tensor:
     """Reduce all elements to one number. **Cost** one collective."""
     local, cut = tensor._local_tensor, tensor._cut
-    if cut.layout is None:
+    if cut.is_whole:
         result: torch.Tensor = func(local)
         return result
-    axis = cut.comm.axes.shard
     if REDUCTIONS[name] == "sum":
         partial = local.sum() / tensor.numel() if name == "mean" else func(local)
-        return cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
+        return _sum(partial, cut)
     sign = 1 if REDUCTIONS[name] == "max" else -1
     nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
     extreme = func(local).double() * sign if local.numel() else nothing
-    total = cut.comm.max(extreme, axis, GATHER_SITE) * sign
-    return total.to(torch.bool if name in ("all", "any") else local.dtype)
+    for axis in cut.axes:
+        extreme = cut.comm.max(extreme, axis, GATHER_SITE)
+    return (extreme * sign).to(torch.bool if name in ("all", "any") else local.dtype)
 
 
 def reduce_dims(
@@ -65,6 +66,12 @@ def reduce_dims(
             return NotImplemented
     partial: torch.Tensor = func(cut.place(tensor._local_tensor), *args[1:], **kwargs)
     if order is not None:
-        return NormKind(float(order), cut.comm).combine(partial)
-    total = cut.comm.sum_in_rank_order(partial, cut.comm.axes.shard, GATHER_SITE)
-    return total.to(partial.dtype)
+        return NormKind.of(order, cut).combine(partial)
+    return _sum(partial, cut).to(partial.dtype)
+
+
+def _sum(partial: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Sum over the axes that a tensor is spread over, one after the other."""
+    for axis in cut.axes:
+        partial = cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
+    return partial

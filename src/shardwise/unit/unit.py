@@ -84,6 +84,7 @@ class Unit:
         self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
         self._gathered_apart: list[ShardedParam] = []
+        self._put_together: list[ShardedParam] = []  # of what the storages gather
 
     @property
     def module(self) -> nn.Module:
@@ -111,6 +112,11 @@ class Unit:
         self.storages = list(storages)
         self.full_bytes = sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
         self._gathered_apart = [param for param in self.params if not param.encoding.in_storage]
+        self._put_together = [
+            param
+            for param in self.params
+            if param.encoding.in_storage and param.encoding.puts_together
+        ]
 
     @property
     def frees_in_backward(self) -> bool:
@@ -172,6 +178,9 @@ class Unit:
         self._enter(ParamState.FULL)
         if self.settings.stands_while_full:
             self._complete()
+        else:
+            for param in self._put_together:
+                param.encoding.finish(param)
 
     def _complete(self) -> None:
         with torch._C._DisableFuncTorch():
@@ -194,6 +203,9 @@ class Unit:
         for storage in self.storages:
             storage.free()
         self._enter(ParamState.SHARDED)
+        for param in self._put_together:
+            if param.storage.frees:
+                param.encoding.free()
         if self.settings.stands_while_full:
             for param in self.params:
                 param.put(param.sharded)

@@ -13,7 +13,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import Axes, Axis
+from shardwise.mesh import Axes, axis_of
+from shardwise.unit.pieces import placed_inside
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims  # torch 2.11 lacks it
@@ -41,6 +42,18 @@ class Spread:
         names = self.spmd.mesh_dim_names or ()
         chosen = (*self.dims.shard_names, *self.dims.replicate_names)
         return tuple(names.index(name) for name in chosen)
+
+    def outer(self, own: DTensorSpec) -> DTensorSpec | None:
+        """Return how a DTensor is placed on the axes, if any, that are not data-parallel."""
+        if self.spmd is None:
+            return own
+        rest = [dim for dim in range(own.mesh.ndim) if dim not in self.reduced_dims]
+        if not rest:
+            return None
+        names = own.mesh.mesh_dim_names or ()
+        mesh = own.mesh[tuple(names[dim] for dim in rest)]
+        placements = tuple(own.placements[dim] for dim in rest)
+        return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
 
     def __hash__(self) -> int:
         """Hash by the process groups: parameters with equal ones travel together."""
@@ -92,13 +105,8 @@ def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> Spread
 
 def axes_of(mesh: DeviceMesh) -> Axes:
     """Return a mesh's axes: the last one shards, one before it replicates."""
-    shard = _axis(mesh, mesh.ndim - 1, "shard")
-    return Axes(mesh, shard, _axis(mesh, 0, "replicate") if mesh.ndim == 2 else None)
-
-
-def _axis(mesh: DeviceMesh, dim: int, role: str) -> Axis:
-    group = mesh.get_group(dim)
-    return Axis(role, group, mesh.get_local_rank(dim), mesh.size(dim), str(dist.get_backend(group)))
+    shard = axis_of(mesh, mesh.ndim - 1, "shard")
+    return Axes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
 
 
 def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> Spread:
@@ -117,7 +125,7 @@ def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> Spread:
 
     if not dims.shard_names:
         replicas = part(dims.replicate_names)
-        axis = _axis(replicas, 0, "replicate")
+        axis = axis_of(replicas, 0, "replicate")
         alone = replace(axis, name="shard", rank=0, size=1)
         return Spread(replicas, Axes(replicas, alone, axis), False, mesh, dims)
     shards = part(dims.shard_names)
@@ -168,10 +176,7 @@ def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: Spread) -> DT
         raise NotImplementedError(
             f"parameter '{name}': {own.placements}: fully_shard takes DTensors with one or two axes"
         )
-    pieces = own.num_shards_map[dim]
-    if pieces > 1:
-        placed = _StridedShard(dim, split_factor=pieces)
-    placements = (*_in_front(spread, placed), *own.placements)
+    placements = (*_in_front(spread, placed_inside(own, dim)), *own.placements)
     return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
 
 

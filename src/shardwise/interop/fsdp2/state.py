@@ -83,15 +83,10 @@ class GroupEngine(Engine):
             raise StateError(
                 f"{what} inside a forward or backward pass: call it between two passes"
             )
-        meshes = {tuple(id(axis.group) for axis in u.comm.axes.all) for u in self.units}
-        if len(meshes) > 1:
-            raise ConfigError(
-                f"{what}: the modules were sharded over {len(meshes)} meshes; use "
-                "torch.distributed.checkpoint for such a model"
-            )
         for state in self.all_states:
             state.reshard()
             state.adopt()
+        super().rest(what)
         for param in (param for unit in self.units for param in unit.params):
             if param.cut is None:
                 raise ConfigError(
@@ -131,9 +126,7 @@ class GroupEngine(Engine):
 def _kind_of(param: Any) -> str:
     if not param.encoding.in_storage:
         return "a tensor of a class that defines its own gather"
-    if param.form.full_spec is not None:
-        return "a DTensor of another axis (tensor parallelism)"
-    return f"cut along dim {param.dim}" if param.dim else "on the meta device still"
+    return "on the meta device still"
 
 
 class Member:

@@ -25,13 +25,13 @@ from shardwise.mesh import Axis
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.trace import FullBytes
 from shardwise.unit.backend_sum import BackendSum
-from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
-from shardwise.unit.forms import AsDTensor, as_dtensor
+from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.plain_state import FULLY_SHARD
+from shardwise.unit.pieces import as_dtensor, cut_along, cut_piece
+from shardwise.unit.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -98,12 +98,13 @@ def take(
         # Tied parameters of two calls are found by it; ids are given to new objects again.
         vars(param).setdefault("_fully_shard_identity", object()),
         param._spec if isinstance(param, DTensor) else None,
+        spread.outer(param._spec) if isinstance(param, DTensor) else None,
         spread.reduced_dims,
     )
     made = ShardedParam(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
     chunk = _chunk(values, shard.size, shard.rank, dim)
     made.sharded = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
-    vars(made.sharded)[FULLY_SHARD] = True
+    vars(made.sharded)[FULLY_SHARD] = OfFullyShard(made)
     unit.add(made)
 
 
@@ -168,8 +169,8 @@ def adopt(unit: Unit, asked: Asked, ledger: FullBytes) -> None:
         device = unit.comm.device
         storage = Storage(layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home)
         for index, param in enumerate(params):
-            is_plain = param.dim == 0 and param.form.full_spec is None
-            param.cut = make_cut(param.shape, layout, index, unit.comm) if is_plain else None
+            cut = cut_along(param.shape, layout, index, unit.comm, param.dim)
+            param.cut = cut if param.form.outer is None else cut_piece(cut, param.form.outer)
             param.lie_in(storage, index)
         storage.free()
         storages.append(storage)
@@ -182,7 +183,7 @@ def _reread(param: ShardedParam) -> bool:
     if not isinstance(found, DTensor):
         raise AssertionError(f"parameter '{param.name}': expected DTensor, got {type(found)}")
     param.sharded = found
-    vars(found)[FULLY_SHARD] = True
+    vars(found)[FULLY_SHARD] = OfFullyShard(param)
     local = found._local_tensor
     return local is not param.local or OwnGather.is_of(local) == param.encoding.in_storage
 

@@ -12,6 +12,7 @@ import torch
 from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.engine.api import engine_of_shard
+from shardwise.errors import ConfigError
 from shardwise.interop.transformers.recipes import Part, Recipe, convert
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ def places_of(model: nn.Module) -> dict[str, Place]:
             places[name] = Place(tensor.detach().view(-1), 0, tensor.numel(), shape)
     for param in (param for unit in engine_of_shard(model).units for param in unit.params):
         data = param.sharded.to_local().view(-1)
+        if param.cut.piece.shape != param.cut.shape:
+            raise ConfigError(
+                f"parameter '{param.name}' is {param.sharded.placements}: weights are read into "
+                "parameters that are cut along dim 0 alone; load them, and shard the model then"
+            )
         for use in param.uses:
             places[use.name] = Place(data, param.cut.lo, param.cut.hi, param.cut.shape)
     return places

@@ -1,0 +1,156 @@
+"""Where each parameter is sharded: over the model's mesh or its own, along dim 0 or another one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise.errors import ConfigError
+from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.mesh import Axes, resolve_axes
+
+Placement = DeviceMesh | Shard | tuple[DeviceMesh, Shard]
+Placements = Mapping[str, Placement] | Callable[[str, nn.Parameter], Placement | None]
+
+
+def place_params(
+    specs: Sequence[UnitSpec], placements: Placements | None, axes: Axes, layout: str
+) -> tuple[UnitSpec, ...]:
+    """Give every parameter its mesh and its dim; a unit on several meshes becomes several units.
+
+    ``placements`` names parameters, or modules for all that is in them, with ``*`` for anything,
+    and says a mesh (of one axis, or (replicate, shard)), a ``Shard`` or both; the first name that
+    fits counts. Or it is a function of a parameter's name and the parameter.
+
+    **Raises** ConfigError naming the parameter, for a name that fits none, a mesh that is no part
+    of the model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
+    """
+    placed = tuple(specs) if placements is None else _placed(specs, placements, axes, layout)
+    for spec in placed:
+        for param in spec.params:
+            if isinstance(param.param, DTensor):
+                _check_piece(param.name, param.param, spec.axes or axes)
+    return placed
+
+
+def _placed(
+    specs: Sequence[UnitSpec], placements: Placements, axes: Axes, layout: str
+) -> tuple[UnitSpec, ...]:
+    choose = _chooser(placements, [p for spec in specs for p in spec.params])
+    known: dict[DeviceMesh, Axes] = {axes.mesh: axes}
+    found: list[UnitSpec] = []
+    for spec in specs:
+        by_mesh: dict[DeviceMesh, list[ParamSpec]] = {axes.mesh: []} if not spec.name else {}
+        for param in spec.params:
+            mesh, dim = _asked(choose(param), param, axes)
+            if mesh not in known:
+                known[mesh] = _part_of(axes, mesh, param)
+            _check_dim(param, dim, known[mesh].shard.size, layout)
+            by_mesh.setdefault(mesh, []).append(replace(param, dim=dim))
+        found += [
+            replace(spec, params=tuple(params), axes=None if mesh == axes.mesh else known[mesh])
+            for mesh, params in by_mesh.items()
+        ]
+    return tuple(found)
+
+
+def _chooser(
+    placements: Placements, params: Sequence[ParamSpec]
+) -> Callable[[ParamSpec], Placement | None]:
+    if not isinstance(placements, Mapping):
+        if not callable(placements):
+            raise ConfigError(
+                f"placements={placements!r}: expected a mapping of names, or a function of a "
+                "parameter's name and the parameter"
+            )
+        function = placements
+        return lambda param: function(param.name, param.param)
+    rules = placements
+    for pattern in rules:
+        if not any(_fits(pattern, param) for param in params):
+            raise ConfigError(
+                f"placements: '{pattern}' is the name of no parameter and of no module that has "
+                f"some; the model has '{params[0].name}' and others"
+            )
+    return lambda param: next((p for name, p in rules.items() if _fits(name, param)), None)
+
+
+def _fits(pattern: str, param: ParamSpec) -> bool:
+    return any(
+        fnmatchcase(u.name, pattern) or fnmatchcase(u.name, f"{pattern}.*") for u in param.uses
+    )
+
+
+def _asked(placement: object, param: ParamSpec, axes: Axes) -> tuple[DeviceMesh, int]:
+    """Return the mesh and the dim, not negative."""
+    given = placement if isinstance(placement, tuple) else (placement,)
+    mesh, dim = axes.mesh, 0
+    for each in given:
+        if isinstance(each, DeviceMesh):
+            mesh = each
+        elif isinstance(each, Shard):
+            dim = each.dim
+        elif each is not None:
+            raise ConfigError(
+                f"placements: '{param.name}' gets {each!r}; expected a DeviceMesh, a Shard of "
+                "torch.distributed.tensor, a tuple of both, or None"
+            )
+    ndim = param.param.ndim
+    if not -ndim <= dim < max(ndim, 1):
+        raise ConfigError(
+            f"placements: '{param.name}' has {ndim} dims, and was to be cut along dim {dim}"
+        )
+    return mesh, dim + ndim if dim < 0 else dim
+
+
+def _part_of(axes: Axes, mesh: DeviceMesh, param: ParamSpec) -> Axes:
+    """Return the axes of another mesh than the model's."""
+    what = f"placements: '{param.name}' gets {mesh}"
+    strangers = set(mesh.mesh.flatten().tolist()) - set(axes.mesh.mesh.flatten().tolist())
+    if strangers:
+        raise ConfigError(f"{what}: ranks {sorted(strangers)} are not of the model's {axes.mesh}")
+    try:
+        return resolve_axes(mesh, None, None, mesh.device_type)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
+def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None:
+    if dim == 0:
+        return
+    if layout != "rows":
+        raise ConfigError(
+            f"placements: '{param.name}' was to be cut along dim {dim}, and layout={layout!r} cuts "
+            'ranges of elements; use layout="rows"'
+        )
+    local = param.param._local_tensor if isinstance(param.param, DTensor) else param.param
+    size = local.shape[dim]
+    if size % num_shards:
+        raise ConfigError(
+            f"placements: dim {dim} of '{param.name}' {tuple(param.param.shape)} has {size} "
+            f"elements here, which {num_shards} ranks cannot share evenly; only dim 0 may be uneven"
+        )
+
+
+def _check_piece(name: str, param: DTensor, axes: Axes) -> None:
+    own, mesh = param._spec, axes.mesh
+    what = f"model: parameter '{name}' is a DTensor {own.placements} on {own.mesh}"
+    if not all(isinstance(at, Shard | Replicate) for at in own.placements):
+        raise ConfigError(f"{what}; shard() takes those that are Shard or Replicate on each axis")
+    both = set(own.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    if len(both) > 1:
+        raise ConfigError(
+            f"{what}, and the data-parallel mesh has ranks {sorted(both)} of it too. Pass the axes "
+            "that carry data parallelism alone, of the mesh that both are parts of: "
+            'shard(model, mesh=world["dp"])'
+        )
+    try:
+        DeviceMesh._concatenate([mesh, own.mesh])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{what}, and the data-parallel mesh is no part of the same mesh ({error}). Make one, "
+            'say init_device_mesh(..., (2, 4), mesh_dim_names=("dp", "tp")), and take both from it'
+        ) from error

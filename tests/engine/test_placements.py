@@ -1,0 +1,177 @@
+"""Parameters of `shard()` on a mesh of their own, or cut along another dim."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+import shardwise
+from ranks import run_ranks
+from roundings import assert_rounded_alike, of_gradient
+from shardwise.errors import ConfigError
+
+WIDTH, EXPERTS, ROWS = 12, 4, 3
+
+
+class Experts(nn.Module):
+    """One matrix for each expert, and all of them for each row, as if every row were sent to all.
+
+    The expert axis has a part of them each; the backward pass brings the gradients of all its
+    ranks' rows, as the way back of an all-to-all does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+        self.gate = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if hasattr(weight, "redistribute") and not isinstance(weight, shardwise.ShardTensor):
+            weight = weight.redistribute(placements=[Replicate()])
+            weight = weight.to_local(grad_placements=[Partial()])
+        mixed = torch.einsum("bi,eij->bj", x * self.gate, weight)
+        return x + torch.tanh(mixed)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Experts(), Experts())
+        self.head = nn.Linear(WIDTH, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+ROUNDINGS = of_gradient(*(WIDTH * EXPERTS,) * 2, WIDTH, over=ROWS * 4)
+
+
+def batch_of(step: int, num_ranks: int) -> Tensor:
+    return torch.randn(ROWS * num_ranks, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def full(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor()
+    return found
+
+
+def trains(rank: int, num_ranks: int, model: nn.Module, plain: nn.Module, num_sums: int) -> None:
+    """Two steps with clipping are those of one process with the whole batch."""
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        x = batch_of(step, num_ranks)
+        for part in x[ROWS * rank : ROWS * (rank + 1)].split([1, 2]):
+            with shardwise.accumulate(model, last=len(part) == 2):
+                (model(part).square().sum() / ROWS / 6).backward()
+        plain(x).square().mean().backward()
+        roundings = ROUNDINGS * (step + 1)
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.shape == q.shape
+            assert_rounded_alike(full(p.grad), q.grad, roundings, name)
+        before = shardwise.stats(model).num_collectives
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, plain)]
+        after = shardwise.stats(model).num_collectives
+        sent = {k: n - before.get(k, 0) for k, n in after.items() if n != before.get(k, 0)}
+        if num_ranks > 1:
+            assert sum(sent.values()) == num_sums, sent
+        numel = sum(p.numel() for p in plain.parameters())
+        assert_rounded_alike(float(norms[0]), float(norms[1]), roundings + numel, "norm")
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    x = batch_of(7, 1)
+    with shardwise.gathered(model):
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(copy.deepcopy(model)(x), plain(x), rtol=1e-4, atol=1e-5)
+    shardwise.check_replicas(model, ours)
+
+
+def experts(rank: int, world_size: int, mesh: DeviceMesh, stage: int, layout: str) -> None:
+    """Experts are DTensors over one axis and sharded over the other, the rest over both."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    for block in model.layers:
+        placed = distribute_tensor(block.weight.detach(), mesh["ep"], [Shard(0)])  # type: ignore[union-attr,arg-type]
+        block.weight = nn.Parameter(placed)
+    shardwise.shard(
+        model,
+        stage=stage,
+        layout=layout,
+        units=Experts,
+        mesh=mesh._flatten("dp"),
+        placements={"layers.*.weight": mesh["efsdp"]},
+    )
+    weight: Any = model.layers[0].weight
+    assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep")
+    # The norm: over the axes of the rest, where it is sharded, and over those of the experts.
+    sums = (stage > 0) + (stage > 0 and mesh["efsdp"].size() > 1) + 1
+    trains(rank, world_size, model, plain, sums)
+
+
+def columns(rank: int, world_size: int, stage: int, precision: str) -> None:
+    """Matrices cut along their last dim train as one process does; `p` is its columns."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (world_size,))
+    shardwise.shard(
+        model,
+        stage=stage,
+        units=Experts,
+        mesh=mesh,
+        precision=precision,
+        placements=lambda name, param: Shard(-1) if param.ndim > 1 else None,
+    )
+    weight: Any = model.layers[1].weight
+    if stage:
+        assert weight.placements == (Shard(2),)
+        assert weight.to_local().shape == (EXPERTS, WIDTH, WIDTH // world_size)
+        assert torch.equal(full(weight), plain.layers[1].weight)  # type: ignore[arg-type]
+        again = torch.empty_like(weight).copy_(plain.layers[1].weight)  # type: ignore[arg-type]
+        assert torch.equal(again.to_local(), weight.to_local())
+    trains(rank, world_size, model, plain, 1 if stage else 0)
+
+
+def all_of(rank: int, world_size: int) -> None:
+    if world_size == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+        for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):
+            experts(rank, world_size, mesh, stage, layout)
+        refuses(mesh)
+    elif world_size == 3:
+        experts(rank, 3, init_device_mesh("cpu", (1, 3), mesh_dim_names=("efsdp", "ep")), 3, "rows")
+    for stage in (0, 1, 2, 3):
+        columns(rank, world_size, stage, "fp32")
+
+
+def refuses(mesh: DeviceMesh) -> None:
+    """What cannot be is refused on all ranks before anything changes, with the parameter's name."""
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({"layers.7": Shard(1)}, {}, "'layers.7' is the name of no parameter"),
+        ({"head": Shard(1)}, {"layout": "flat"}, "'head.weight'.*cuts ranges of elements"),
+        ({"head.weight": Shard(2)}, {}, "'head.weight' has 2 dims"),
+        ({"head.bias": "dp"}, {}, "'head.bias' gets 'dp'; expected a DeviceMesh"),
+        ({"head.bias": mesh["ep"]}, {"mesh": mesh["efsdp"]}, "are not of the model's"),
+        (lambda name, param: Shard(1) if name == "layers.0.weight" else None, {}, "share evenly"),
+        (Shard(1), {}, "expected a mapping of names, or a function"),
+    ]
+    for placements, options, said in cases:
+        model = Net()
+        model.layers[0].weight = nn.Parameter(torch.zeros(2, 5, 2))
+        with pytest.raises(ConfigError, match=said):
+            shardwise.shard(model, placements=placements, **options)
+        assert not any(isinstance(p, shardwise.ShardTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_meshes_and_dims_of_single_parameters_leave_the_steps_of_one_process(
+    world_size: int,
+) -> None:
+    run_ranks(all_of, world_size)

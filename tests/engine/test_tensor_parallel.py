@@ -1,0 +1,246 @@
+"""`shard()` of models whose parameters are DTensors already: the steps of one process."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from ranks import run_ranks
+from roundings import assert_rounded_alike, of_gradient
+from shardwise.errors import ConfigError
+from shardwise.interop.fsdp2 import fully_shard
+
+WIDTH, HIDDEN = 6, 7  # hidden rows divide by no number of ranks
+ROWS = 4  # of each rank's batch
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+# Of one gradient: two blocks and the head, forward and back, over all rows of all ranks.
+SUMS = (WIDTH, WIDTH, HIDDEN) * 2 + (WIDTH,)
+
+
+def grid(dp: int, tp: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def parallel(model: Net, mesh: DeviceMesh) -> Net:
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    for block in model.layers:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def full(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor()
+    return found
+
+
+def batch_of(step: int, dp: int) -> Tensor:
+    return torch.randn(ROWS * dp, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def alike(ours: nn.Module, theirs: nn.Module, of: Callable[[Any], Any], roundings: int) -> None:
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert p.shape == q.shape
+        assert_rounded_alike(full(of(p)), of(q).detach(), roundings, name)
+
+
+def trains(mesh: DeviceMesh, stage: int, layout: str, in_window: bool) -> None:
+    """Three steps with clipping, of micro-batches if asked, against one process."""
+    dp = mesh["dp"].size()
+    here = mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    plain = Net()
+    model = parallel(copy.deepcopy(plain), mesh["tp"])
+    if stage == 2:  # an optimizer that was there before
+        before = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        shardwise.shard(
+            model, stage=stage, layout=layout, mesh=mesh["dp"], units=Block, optimizer=before
+        )
+        optimizer = before
+    else:
+        shardwise.shard(model, stage=stage, layout=layout, mesh=mesh["dp"], units=Block)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    num_steps = 3
+    for step in range(num_steps):
+        x = batch_of(step, dp)
+        mine = x[ROWS * here : ROWS * (here + 1)]
+        parts = mine.chunk(2) if in_window else (mine,)
+        for number, part in enumerate(parts):
+            with shardwise.accumulate(model, last=number == len(parts) - 1):
+                (model(part).square().mean() / len(parts)).backward()
+        plain(x).square().mean().backward()
+        roundings = of_gradient(*SUMS, over=ROWS * dp) * (step + 1)
+        alike(model, plain, lambda p: p.grad, roundings)
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, plain)]
+        numel = sum(p.numel() for p in plain.parameters())
+        assert_rounded_alike(float(norms[0]), float(norms[1]), roundings + numel, "norm")
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+        alike(model, plain, lambda p: p, roundings)
+    gathered_copied_and_drawn(model, plain, batch_of(9, dp))
+    shardwise.check_replicas(model, optimizer)
+
+
+def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
+    """What stands in the gathered model are DTensors; a copy, a write and a draw are whole."""
+    tolerance = {"rtol": 1e-4, "atol": 1e-5}  # that it runs; values were compared before
+    with shardwise.gathered(model):
+        torch.testing.assert_close(model(x), plain(x), **tolerance)
+        assert type(model.layers[0].up.weight.data) is DTensor
+        assert model.layers[0].up.weight.placements == (Shard(0),)
+    torch.testing.assert_close(copy.deepcopy(model)(x), plain(x), **tolerance)
+    weight: Any = model.layers[0].up.weight
+    with shardwise.gathered(weight, writeback=True) as (whole,):
+        whole.copy_(torch.arange(whole.numel()).view_as(whole))
+    with torch.no_grad():
+        assert torch.equal(full(weight).view(-1), torch.arange(HIDDEN * WIDTH).float())
+        assert float(weight.sum()) == sum(range(HIDDEN * WIDTH))
+        assert float(weight.max()) == HIDDEN * WIDTH - 1
+        assert torch.equal(weight.sum(dim=0), full(weight).sum(dim=0))
+    torch.manual_seed(torch.distributed.get_rank())
+    nn.init.normal_(weight)
+    everywhere = [torch.empty(HIDDEN, WIDTH) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everywhere, full(weight))
+    assert all(torch.equal(each, everywhere[0]) for each in everywhere)
+
+
+def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
+    """Contexts take models of `fully_shard` with DTensors and other dims, and their parameters."""
+    torch.manual_seed(0)
+    plain = Net()
+    model: Any = parallel(copy.deepcopy(plain), mesh["tp"])
+
+    def place(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.shape == (3, WIDTH) else None
+
+    weight: Any = fully_shard(model, mesh=mesh["dp"], shard_placement_fn=place).head.weight
+    with pytest.raises(ConfigError, match="has not run yet"), shardwise.gathered(weight):
+        pass
+    x = batch_of(1, 1)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+    shardwise.check_replicas(model)
+    with shardwise.gathered(model):
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)
+        assert model.layers[0].up.weight.placements == (Shard(0),)
+    model.reshard()
+    params = model.layers[0].up.weight, model.head.weight, model.layers[1].down.weight
+    assert params[1].placements == (Shard(1),)
+    with shardwise.gathered(*params, writeback=True) as wholes:
+        for whole, truth in zip(wholes, ("0.up", "head", "1.down"), strict=True):
+            name = truth if truth == "head" else f"layers.{truth}"
+            assert torch.equal(whole, plain.get_submodule(name).weight)  # type: ignore[arg-type]
+            whole.copy_(torch.arange(whole.numel()).view_as(whole))
+    for param in params:
+        assert torch.equal(full(param).view(-1), torch.arange(param.numel()).float())
+    assert copy.deepcopy(params[1]).placements == (Shard(1),)
+    pickle.loads(pickle.dumps(params[1].detach()))
+
+
+def trains_everywhere(rank: int, world_size: int, cells: list[Any]) -> None:
+    meshes: dict[Any, DeviceMesh] = {}
+    for dp, tp, stage, layout, in_window in cells:
+        if (dp, tp) not in meshes:
+            meshes[dp, tp] = grid(dp, tp)
+        trains(meshes[dp, tp], stage, layout, in_window)
+    if world_size == 4:
+        refuses(meshes[2, 2])
+        starts_on_meta(meshes[2, 2])
+        unscales(meshes[2, 2])
+        works_on_fully_shard_too(meshes[2, 2])
+
+
+def refuses(mesh: DeviceMesh) -> None:
+    """What cannot be cut further is refused before anything changes, with what to do."""
+    with pytest.raises(ConfigError, match=r"has ranks .* of it too\. Pass the axes"):
+        shardwise.shard(parallel(Net(), mesh["tp"]))
+    partial = Net()
+    spread = distribute_tensor(torch.ones(6), mesh["tp"], [Shard(0)])
+    sums = DTensor.from_local(spread.to_local(), mesh["tp"], [Partial()])
+    partial.register_parameter("sums", nn.Parameter(sums))
+    with pytest.raises(ConfigError, match=r"'sums' is a DTensor .*Shard or Replicate on each axis"):
+        shardwise.shard(partial, mesh=mesh["dp"])
+    assert not any(isinstance(p, shardwise.ShardTensor) for p in partial.parameters())
+
+
+def starts_on_meta(mesh: DeviceMesh) -> None:
+    """Values of a model on meta are those of a model that is not parallel, each rank its piece."""
+    found = []
+    for parallelize in (False, True):
+        with torch.device("meta"):
+            model = Net()
+        if parallelize:
+            parallel(model, mesh["tp"])
+        torch.manual_seed(3)
+        shardwise.shard(model, mesh=mesh["dp"], units=Block)
+        found.append([full(p) for p in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def unscales(mesh: DeviceMesh) -> None:
+    """An overflow in a piece of one rank makes all ranks skip the step."""
+    model = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = full(model.head.weight).clone()
+    scaler.scale(model(batch_of(0, 1)).square().mean()).backward()
+    grad: Any = model.layers[0].up.weight.grad
+    if torch.distributed.get_rank() == 3:
+        grad.to_local().fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert torch.equal(full(model.head.weight), before)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cells"),
+    [
+        (1, [(1, 1, 3, "rows", False)]),
+        (3, [(3, 1, 1, "rows", False), (1, 3, 2, "flat", True)]),
+        (
+            4,
+            [
+                (2, 2, 0, "rows", True),
+                (2, 2, 1, "flat", False),
+                (2, 2, 2, "rows", False),
+                (2, 2, 3, "rows", True),
+                (2, 2, 3, "flat", False),
+            ],
+        ),
+    ],
+)
+def test_a_tensor_parallel_model_trains_as_one_process_does(
+    world_size: int, cells: list[Any]
+) -> None:
+    run_ranks(trains_everywhere, world_size, cells)
