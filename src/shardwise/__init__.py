@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.engine.uneven import join as join
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
+    from shardwise.unit.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardwise.unit.tensor import ShardTensor as ShardTensor
 
 _HOMES = {
@@ -54,6 +55,7 @@ _HOMES = {
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",
+    "clip_grad_norm_": "shardwise.unit.clipping",
     "check_replicas": "shardwise.engine.replicas",
     "describe": "shardwise.engine.describe",
     "from_deepspeed": "shardwise.interop.deepspeed.settings",

@@ -13,6 +13,7 @@ import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError
+from shardwise.interop.fsdp2 import fully_shard
 
 WIDTH, EXPERTS, ROWS = 12, 4, 3
 
@@ -139,14 +140,62 @@ def columns(rank: int, world_size: int, stage: int, precision: str) -> None:
     trains(rank, world_size, model, plain, 1 if stage else 0)
 
 
+def clips_over_meshes(mesh: DeviceMesh, order: float) -> None:
+    """One norm of parameters on three meshes, of fully_shard: torch's own fails there."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    for block in model.layers:
+        placed = distribute_tensor(block.weight.detach(), mesh["ep"], [Shard(0)])
+        block.weight = nn.Parameter(placed)
+        fully_shard(block, mesh=mesh["efsdp"])
+    fully_shard(model, mesh=mesh["efsdp", "ep"]._flatten("dp"))
+    x = batch_of(mesh["efsdp"].get_local_rank(), 1)  # alike on the ranks of ep, which share gates
+    model(x).square().mean().backward()
+    before = [full(p.grad).double() for p in model.parameters()]
+    truth = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in before]), order)
+    sent = shardwise.stats(model).num_collectives
+    found = shardwise.clip_grad_norm_(model.parameters(), 0.05, order)
+    after = shardwise.stats(model).num_collectives
+    assert sum(after.values()) - sum(sent.values()) == 4  # dp; efsdp; efsdp and ep
+    assert type(found) is Tensor
+    numel = sum(g.numel() for g in before)
+    assert_rounded_alike(float(found), float(truth), numel, "norm")
+    for param, grad in zip(model.parameters(), before, strict=True):
+        clipped = grad * min(1.0, 0.05 / (float(truth) + 1e-6))
+        assert_rounded_alike(full(param.grad), clipped.float(), numel, "clipped")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        model.head.weight.grad.to_local().fill_(float("nan"))
+        shardwise.clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
+
+
+def clips_as_torch_does(rank: int, world_size: int) -> None:
+    """On one mesh the norm and the gradients have the bits of torch's function."""
+    found = []
+    for clip in (nn.utils.clip_grad_norm_, shardwise.clip_grad_norm_):
+        torch.manual_seed(0)
+        model = shardwise.shard(Net(), mesh=init_device_mesh("cpu", (world_size,)))
+        model(batch_of(rank, 1)).square().mean().backward()
+        norm = clip(model.parameters(), 0.01)
+        found.append([norm, *(full(p.grad) for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert shardwise.clip_grad_norm_([], 1.0) == 0
+    plain = nn.Parameter(torch.ones(4))
+    plain.grad = torch.full((4,), 2.0)
+    assert shardwise.clip_grad_norm_(plain, 1.0) == 4
+    assert torch.allclose(plain.grad, torch.full((4,), 0.5))
+
+
 def all_of(rank: int, world_size: int) -> None:
     if world_size == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
         for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):
             experts(rank, world_size, mesh, stage, layout)
         refuses(mesh)
+        for order in (2.0, 1.0, float("inf")):
+            clips_over_meshes(mesh, order)
     elif world_size == 3:
         experts(rank, 3, init_device_mesh("cpu", (1, 3), mesh_dim_names=("efsdp", "ep")), 3, "rows")
+    clips_as_torch_does(rank, world_size)
     for stage in (0, 1, 2, 3):
         columns(rank, world_size, stage, "fp32")
 

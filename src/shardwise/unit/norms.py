@@ -7,7 +7,7 @@ one for each mesh, where parameters lie on several.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class NormKind:
     """
 
     order: float
-    comm: Comm | None
+    comm: Comm | None = field(compare=False)  # units of one mesh may each have their own
     axes: tuple[Axis, ...]
 
     @classmethod

@@ -1,0 +1,80 @@
+"""Clip gradients by the norm of all of them, whatever meshes they lie on."""
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.collectives import Comm
+from shardwise.mesh import Axes, axis_of
+from shardwise.unit.norms import LazyNorm, NormKind
+from shardwise.unit.plain_state import owner_of
+from shardwise.unit.sliced import Sliced
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale the gradients so that the norm of all of them together is ``max_norm`` at most.
+
+    As torch's function of that name, which takes DTensors of one mesh only (pytorch#180346). Here
+    parameters may lie on any meshes, and be DTensors, ShardTensors or plain tensors, which are
+    taken to be alike on all ranks. Return the norm before, a plain tensor, the same on all ranks.
+    ``foreach`` is torch's, and changes nothing here.
+
+    **Cost** one collective of a number over each axis of each mesh that parameters are cut over.
+    Every rank must pass the same parameters; which of them have a gradient may differ.
+
+    **Raises** RuntimeError as torch's does, if asked to.
+    """
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    found = [(param, _local(param.grad)) for param in params]
+    grads = [grad for _, grad in found if grad is not None and grad.numel()]
+    order = float(norm_type)
+    norms = iter(torch._foreach_norm(grads, order)) if grads else iter(())
+    zero = torch.zeros((), device=grads[0].device if grads else "cpu")
+    each = [next(norms) if grad is not None and grad.numel() else zero for _, grad in found]
+    total = zero
+    if params:
+        kinds = [_kind(param, order) for param in params]
+        total = LazyNorm.of(torch.stack([n.to(zero.device) for n in each]), *kinds).total(order)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
+            "cannot be clipped. To disable this error and scale the gradients by the non-finite "
+            "norm anyway, set `error_if_nonfinite=False`"
+        )
+    by = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's formula, and its epsilon
+    for device in {grad.device for grad in grads}:
+        torch._foreach_mul_([g for g in grads if g.device == device], by.to(device))
+    return total
+
+
+def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return this rank's part of a gradient. **Raises** ValueError for an incomplete sum."""
+    if not isinstance(grad, DTensor):
+        return grad
+    if any(at.is_partial() for at in grad.placements):
+        raise ValueError(f"a gradient is {grad.placements}: sum it first, with redistribute()")
+    return grad._local_tensor
+
+
+def _kind(param: torch.Tensor, order: float) -> NormKind:
+    """Return which ranks' parts make up a parameter's norm."""
+    if isinstance(param, Sliced):
+        return NormKind.of(order, param._cut)
+    if not isinstance(param, DTensor):
+        return NormKind(order, None, ())
+    mesh, owner = param.device_mesh, owner_of(param)
+    names = mesh.mesh_dim_names or [f"axis{dim}" for dim in range(mesh.ndim)]
+    placed = enumerate(param.placements)
+    axes = [axis_of(mesh, dim, names[dim]) for dim, at in placed if not at.is_replicate()]
+    if not axes:
+        return NormKind(order, None, ())
+    comm = Comm(Axes(mesh, axes[0], None), param.device) if owner is None else owner.unit.comm
+    return NormKind(order, comm, tuple(axes))
