@@ -8,7 +8,7 @@ sharded gets its class again.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -88,7 +88,7 @@ class ShardState(ModuleState):
         """Replace what can be replaced in sums in rank order; they never do anything but sum."""
         for name, why in _NOT_SUMMED_SO.items():
             found = changes.pop(name, None)
-            has_replicas = self.engine.comm.axes.replicate is not None
+            has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
             if (found is False and has_replicas) if name == "all_reduces" else found is not None:
                 raise ConfigError(
                     f"{method}(): gradients of shard() are summed in rank order, and {why}. Or use "
@@ -106,15 +106,17 @@ class ShardedModule(FSDPModule):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Do not tell the user's class of a subclass that nobody wrote."""
 
+    def __copy__(self) -> Any:
+        """Copy as the module's own class does."""
+        return _copy_by_class(self, copy.copy)
+
+    def __deepcopy__(self, memo: Memo) -> Any:
+        """Copy as the module's own class does."""
+        return _copy_by_class(self, lambda module: copy.deepcopy(module, memo))
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Answer as the user's class does, and of it; the hooks refuse to be pickled."""
-        made = super().__reduce_ex__(protocol)
-        if not isinstance(made, tuple):
-            return made
-        own, cls = type(self).__mro__[self._orig_cls_mro_index], type(self)
-        make, args, *rest = made
-        args = tuple(own if arg is cls else arg for arg in args)
-        return (own if make is cls else make, args, *rest)
+        """Refuse to be pickled, as the engine does."""
+        return self._get_fsdp_state().engine.__reduce_ex__(protocol)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Let the shards stand in the modules, as they do where nothing is pinned."""
@@ -132,6 +134,7 @@ class ShardedModel(ShardedModule):
     """The methods of a model that was given to `shard`; see Note [The model's class]."""
 
     _orig_cls_mro_index = 5
+    __copy__ = None  # type: ignore[assignment]  # refused, as pickling is
 
     def __getattr__(self, name: str) -> Any:
         """Look further as the model's class does; say what to do where nothing is found."""
@@ -147,18 +150,13 @@ class ShardedModel(ShardedModule):
         engine: Engine = self.__dict__[ATTRIBUTE]
         if engine.suspended:
             memo[id(engine)] = "gathered"  # goes with its name, below
-            return _made_plain(_copy_by_class(self, memo))
+            return _made_plain(super().__deepcopy__(memo))
         made, units = copy_engine(engine, memo)
-        copied = _copy_by_class(self, memo)
+        copied = super().__deepcopy__(memo)
         forget_engine(copied)
         place_units(units, memo)
         settle(copied, made, units)
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, as the engine does."""
-        engine: Engine = self.__dict__[ATTRIBUTE]
-        return engine.__reduce_ex__(protocol)
 
 
 @contextmanager
@@ -245,16 +243,14 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
-def _copy_by_class(model: Any, memo: Memo) -> Any:
-    """Copy a model as its own class says, or by default."""
-    own = getattr(super(ShardedModel, model), "__deepcopy__", None)
-    if own is not None:
-        return own(memo)
-    make, args, state = super(ShardedModel, model).__reduce_ex__(4)[:3]
-    made = make(*args)
-    memo[id(model)] = made
-    made.__setstate__(copy.deepcopy(state, memo))
-    return made
+def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:
+    """Copy a module as one of its own class, which may have its own way."""
+    cls = type(module)
+    module.__class__ = cls.__mro__[cls._orig_cls_mro_index]
+    try:
+        return copies(module)
+    finally:
+        module.__class__ = cls
 
 
 def _made_plain(model: Any) -> Any:
