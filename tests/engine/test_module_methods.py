@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 
 import shardwise
 from models import Block, Experts, Stack
@@ -204,6 +209,13 @@ def kept_full(rank: int, world: int) -> None:
             found.append(sent(model, "all_gather") - before)
         assert found == gathers, settings
         same_gradients(model, expected(world, (0, 1)))
+    for spares in (False, True):  # the first layer's backward needs no weight
+        layers = [nn.Linear(8, 8) for _ in range(3)]
+        model = shard(nn.Sequential(*layers), stage=3, units=nn.Linear)
+        model[0].set_unshard_in_backward(not spares)
+        model(batch(0, rank)).sum().backward()
+        assert sent(model, "all_gather") == (4 if spares else 5)
+        assert all(p.grad.full_tensor().any() for p in model.parameters())
     with pytest.raises(ConfigError, match=r"at stage 2: full parameters stay.*stage=3"):
         sharded(2).set_reshard_after_forward(True)
     for stage in (1, 2):
@@ -313,6 +325,19 @@ def test_sums_take_a_divisor_and_zeros_for_what_had_no_gradient(world: int) -> N
 
 
 # -- what is refused, and what means nothing
+class Gather:
+    """A user's own all-gather."""
+
+    num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **_: Any) -> None:
+        self.num_calls += 1
+        dist.all_gather(list(output_tensor.chunk(group.size())), input_tensor, group)
+
+
 def refused(rank: int, world: int) -> None:
     model = sharded(3)
     for call, what in (
@@ -335,9 +360,15 @@ def refused(rank: int, world: int) -> None:
     model.set_allocate_memory_from_process_group_for_comm(True)
     model.set_symm_mem_for_comm()
     model.set_manual_backward_finalization(True)
+    model.set_post_optim_event(torch.Event("cpu"))
+    share_comm_ctx([model, sharded(0)])
+    for stage in (2, 3):
+        own, gather = sharded(stage), Gather()
+        own.blocks[1].set_custom_all_gather(gather)
+        loss_of(own, 1, rank).backward()
+        same_gradients(own, expected(world, (1,)))
+        assert gather.num_calls == stage - 1
     loss = loss_of(model, 0, rank)
-    handle = model.blocks[0].up.weight  # a ShardTensor
-    assert isinstance(handle, ShardTensor)
     model.set_requires_gradient_sync(False)
     loss.backward()
     with pytest.warns(RuntimeWarning, match="run the window again"):
