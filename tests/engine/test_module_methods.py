@@ -37,6 +37,17 @@ class Named(Stack):
         return self.forward(x) / 2
 
 
+class Registered(Block):
+    """A class that wants to know of its subclasses."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        raise AssertionError(key)
+
+
+class Registering(Stack):
+    block_class = Registered
+
+
 def sharded(stage: int, **options: Any) -> Any:
     torch.manual_seed(0)
     return shard(Named(), stage=stage, **options)
@@ -106,6 +117,8 @@ def names(rank: int, world: int) -> None:
         assert not any(isinstance(m, FSDPModule) for m in ordinary.modules())
         assert type(ordinary) is Named and type(ordinary.blocks[0]) is Block
         assert fully_shard.state(ordinary) is None
+        (block, *_) = shard(Registering(), stage=stage).blocks
+        assert isinstance(block, FSDPModule) and isinstance(block, Registered)
         register_fsdp_forward_method(model, "halved")
         (2 * loss_of(model.halved, 0, rank)).backward()
         reference = plain()
