@@ -43,6 +43,7 @@ class UnitSettings:
     (FSDP2's contract), else for each call.
     ``reads_in_backward``: backward needs the full parameters; an embedding's needs the ids alone.
     ``stays_full``: backward's end leaves the full parameters, for the next forward of a window.
+    ``keeps_grads``: gradients stay on this rank, whatever the stage does, until that is over.
     ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: those that
     the recorded order expects).
     """
@@ -50,6 +51,7 @@ class UnitSettings:
     stage: Stage
     keeps_last: bool = True
     stays_full: bool = False
+    keeps_grads: bool = False
     optional: bool = False
     stands_while_full: bool = False
     reads_in_backward: bool = True

@@ -98,7 +98,8 @@ def assert_same_model(model: nn.Module, plain: nn.Module) -> None:
 
 def plain_class(model: nn.Module) -> type:
     """Return the class that a sharded model was of; `type(sharded)` makes models that are plain."""
-    return type(model).__mro__[2] if isinstance(model, ShardedModel) else type(model)
+    cls: Any = type(model)
+    return cls.__mro__[cls._orig_cls_mro_index] if isinstance(model, ShardedModel) else cls
 
 
 def assert_same_values(model: nn.Module, plain: nn.Module) -> None:

@@ -37,7 +37,7 @@ def start_all_gather(
 
 
 def start_reduce_scatter(
-    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: int
+    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: float
 ) -> Pending:
     """Reduce every segment into this rank's ``out``; gradients that fit are sent as they lie.
 

@@ -102,7 +102,7 @@ class Comm:
         return by.start_all_gather(items, axis, site, self.traffic)
 
     def start_reduce_scatter(
-        self, items: Sequence[ReduceItem], axis: Axis, site: Site, divisor: int
+        self, items: Sequence[ReduceItem], axis: Axis, site: Site, divisor: float
     ) -> Pending:
         """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``."""
         pending: Pending = self._transports[axis.name].start_reduce_scatter(
@@ -110,7 +110,7 @@ class Comm:
         )
         return pending
 
-    def all_reduce(self, buffer: torch.Tensor, axis: Axis, site: Site, divisor: int) -> None:
+    def all_reduce(self, buffer: torch.Tensor, axis: Axis, site: Site, divisor: float) -> None:
         """Replace a flat buffer by its sum over ``axis``, divided by ``divisor``.
 
         **Cost** sends 2 x numel x (ranks - 1) / ranks; one slot of temporary memory per peer.

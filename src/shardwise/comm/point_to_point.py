@@ -127,7 +127,7 @@ class _Sum:
     own: torch.Tensor
     peers: dict[int, torch.Tensor]
 
-    def run(self, rank: int, num_ranks: int, divisor: int) -> None:
+    def run(self, rank: int, num_ranks: int, divisor: float) -> None:
         """Add in rank order, starting from rank 0, and divide; block by block, in the cache.
 
         Addends of another dtype are cast to ``out``'s one by one.
@@ -152,7 +152,7 @@ def _add_in_order(addends: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def start_reduce_scatter(
-    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: int
+    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: float
 ) -> Pending:
     """Send every peer its slots of this rank's parts, sum what arrives, divide.
 

@@ -12,9 +12,9 @@ from shardwise.errors import StateError
 class Conditions:
     """The conditions of one model."""
 
-    def __init__(self, *, is_last_micro_batch: bool = True) -> None:
+    def __init__(self) -> None:
         self._is_suspended = False
-        self._is_last = is_last_micro_batch
+        self._is_last: bool | None = None
         self._unusable: str | None = None
         self._half_loaded: set[str] = set()
         self._checks: list[Callable[[], None]] = []
@@ -36,8 +36,8 @@ class Conditions:
 
     # -- the accumulation window
     @property
-    def is_last_micro_batch(self) -> bool:
-        """Tell whether the step comes after the micro-batch under way."""
+    def is_last_micro_batch(self) -> bool | None:
+        """Tell whether the step comes after the micro-batch under way; None where nobody says."""
         return self._is_last
 
     @contextmanager

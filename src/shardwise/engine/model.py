@@ -1,14 +1,14 @@
-"""What `shard()` adds to the model itself: a class of its own, with a few methods more.
+"""What `shard()` adds to the model and to the modules of its units: a class, with a few methods.
 
 Note [The model's class]
-The model becomes an instance of a subclass of its class, with the same name, as `fully_shard` does
-it too: ``isinstance`` holds, and the user's class stays as it is. Of the methods, those that plain
-models have as well (``copy.deepcopy``, pickling, an attribute that is missing) ask first whether
-this one is sharded, as ``type(model)(...)`` makes one that is not.
+They become instances of a subclass of their class, with the same name, as `fully_shard` does it
+too: ``isinstance`` holds, and the user's class stays as it is. Among its bases are FSDPModule, ours
+and torch's. ``type(model)(...)`` makes an instance of the user's class, and so do copies; what is
+sharded gets its class again.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,7 +18,10 @@ from torch import nn
 from shardwise.engine.copying import Memo, copy_engine, forget_engine, place_units
 from shardwise.engine.entrances import register_entrances
 from shardwise.engine.hooks import register_hooks
+from shardwise.engine.module_methods import FSDPModule
+from shardwise.engine.module_state import ModuleState, forget_state, note_state
 from shardwise.engine.runtime import Engine
+from shardwise.errors import ConfigError
 from shardwise.unit.unit import Unit
 
 ATTRIBUTE = "_shardwise_engine"
@@ -31,37 +34,129 @@ _HINTS = {
 }
 
 
-class ShardedModel:
+_NOT_SUMMED_SO = {
+    "reduce_scatter": "it would sum in another order",
+    "after_reduce": "they have no place for a hook",
+    "all_reduces": "they are summed over shards and replicas at once; keep them on the ranks until "
+    "the last micro-batch, with accumulate(model, last=False) or set_requires_gradient_sync(False)",
+}
+
+
+class ShardState(ModuleState):
+    """The units that `shard` made for one module."""
+
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
+        super().__init__()
+        self.engine = engine
+        self.modules = (module,)
+        self.max_in_flight = engine.config.reduces_in_flight
+
+    @property
+    def device(self) -> Any:
+        """The device to compute on."""
+        return self.engine.comm.device
+
+    @property
+    def frees(self) -> bool:
+        """Tell whether the stage frees full parameters."""
+        stage = self.engine.config.stage
+        return bool(stage.frees_after_backward)
+
+    def start_unshard(self) -> Sequence[Unit]:
+        """Pin the units; return what to wait for. Inside `gathered` all is full already."""
+        units = [] if self.suspended else self.units
+        for unit in units:
+            unit.pin()
+        return units
+
+    def reshard(self) -> None:
+        """Free the full parameters, but not those of a pass that is under way."""
+        self.engine.unpin("reshard()", self.units)
+        if not self.engine.is_running():
+            super().reshard()
+
+    def free_after_forward(self, frees: bool) -> None:
+        """Free full parameters after forward, or keep them for backward."""
+        if frees and not self.frees:
+            raise ConfigError(
+                f"set_reshard_after_forward(True) at stage {self.engine.config.stage.number}: full "
+                "parameters stay there; shard(model, stage=3) frees them"
+            )
+        super().free_after_forward(frees)
+
+    def change_sums(self, method: str, **changes: Any) -> None:
+        """Replace what can be replaced in sums in rank order; they never do anything but sum."""
+        for name, why in _NOT_SUMMED_SO.items():
+            found = changes.pop(name, None)
+            has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
+            if (found is False and has_replicas) if name == "all_reduces" else found is not None:
+                raise ConfigError(
+                    f"{method}(): gradients of shard() are summed in rank order, and {why}. Or use "
+                    "shardwise.fully_shard"
+                )
+        changes.pop("sums_only", None)
+        super().change_sums(method, **changes)
+
+
+class ShardedModule(FSDPModule):
+    """The methods of a module that `shard` made a unit for; see Note [The model's class]."""
+
+    _orig_cls_mro_index = 4  # <Cls>, this class, ours, torch's, Cls
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Do not tell the user's class of a subclass that nobody wrote."""
+
+    def __copy__(self) -> Any:
+        """Copy as the module's own class does."""
+        return _copy_by_class(self, copy.copy)
+
+    def __deepcopy__(self, memo: Memo) -> Any:
+        """Copy as the module's own class does."""
+        return _copy_by_class(self, lambda module: copy.deepcopy(module, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, as the engine does."""
+        return self._get_fsdp_state().engine.__reduce_ex__(protocol)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Let the shards stand in the modules, as they do where nothing is pinned."""
+        for unit in self._get_fsdp_state().units:
+            unit.hide()
+        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        for unit in self._get_fsdp_state().units:
+            unit.hide()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+
+class ShardedModel(ShardedModule):
     """The methods of a model that was given to `shard`; see Note [The model's class]."""
+
+    _orig_cls_mro_index = 5
+    __copy__ = None  # type: ignore[assignment]  # refused, as pickling is
 
     def __getattr__(self, name: str) -> Any:
         """Look further as the model's class does; say what to do where nothing is found."""
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError as error:
-            if name not in _HINTS or ATTRIBUTE not in self.__dict__:
+            if name not in _HINTS:
                 raise
             raise AttributeError(f"{error}: {_HINTS[name]}", name=name, obj=self) from None
 
     def __deepcopy__(self, memo: Memo) -> Any:
         """Copy the sharded model; every rank does. Inside `gathered` the copy is a plain model."""
-        engine: Engine | None = self.__dict__.get(ATTRIBUTE)
-        if engine is None:
-            return _copy_by_class(self, memo)
+        engine: Engine = self.__dict__[ATTRIBUTE]
         if engine.suspended:
             memo[id(engine)] = "gathered"  # goes with its name, below
-            return _made_plain(_copy_by_class(self, memo))
+            return _made_plain(super().__deepcopy__(memo))
         made, units = copy_engine(engine, memo)
-        copied = _copy_by_class(self, memo)
+        copied = super().__deepcopy__(memo)
         forget_engine(copied)
         place_units(units, memo)
         settle(copied, made, units)
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled, as the engine does."""
-        engine: Engine | None = self.__dict__.get(ATTRIBUTE)
-        return super().__reduce_ex__(protocol) if engine is None else engine.__reduce_ex__(protocol)
 
 
 @contextmanager
@@ -73,13 +168,16 @@ def no_sync(self: Any) -> Iterator[None]:
 
 
 @cache
-def sharded_class(cls: Any) -> Any:
-    """Return the class of sharded models of ``cls``; a `no_sync` of its own stays."""
+def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
+    """Return the class of sharded models of ``cls``, or of its units' modules.
+
+    A model's `no_sync` of its own stays.
+    """
     names = ("__module__", "__qualname__", "__doc__")
     members = {name: getattr(cls, name) for name in names}
-    if not hasattr(cls, "no_sync"):
+    if base is ShardedModel and not hasattr(cls, "no_sync"):
         members["no_sync"] = no_sync
-    return type(cls)(cls.__name__, (ShardedModel, cls), members)
+    return type(cls)(cls.__name__, (base, cls), members)
 
 
 class Nested:
@@ -115,6 +213,21 @@ def settle(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
     for several in by_module.values():
         register_hooks(engine if len(several) == 1 else Nested(engine, several), several[0])
     _mark((model, *register_entrances(engine, units)), engine)
+    _note_states(engine, units)
+
+
+def _note_states(engine: Engine, units: Sequence[Unit]) -> None:
+    """Make an FSDPModule of every module that has units, and leave these on it."""
+    states: dict[int, ShardState] = {}
+    for unit in units:
+        for module in unit.modules:
+            state = states.setdefault(id(module), ShardState(engine, module))
+            state.units.append(unit)
+            note_state(module, state)
+            cls: Any = type(module)
+            if not isinstance(module, ShardedModule):
+                module.__class__ = sharded_class(cls, ShardedModule)
+    engine.all_states = list(states.values())
 
 
 def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
@@ -130,26 +243,24 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
-def _copy_by_class(model: Any, memo: Memo) -> Any:
-    """Copy a model as its own class says, or by default."""
-    own = getattr(super(ShardedModel, model), "__deepcopy__", None)
-    if own is not None:
-        return own(memo)
-    make, args, state = super(ShardedModel, model).__reduce_ex__(4)[:3]
-    made = make(*args)
-    memo[id(model)] = made
-    made.__setstate__(copy.deepcopy(state, memo))
-    return made
+def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:
+    """Copy a module as one of its own class, which may have its own way."""
+    cls = type(module)
+    module.__class__ = cls.__mro__[cls._orig_cls_mro_index]
+    try:
+        return copies(module)
+    finally:
+        module.__class__ = cls
 
 
 def _made_plain(model: Any) -> Any:
     """Take from a copy, whose parameters are plain, all that sharding has added."""
     forget_engine(model)
-    model.__class__ = type(model).__mro__[2]
     for name, value in list(vars(model).items()):
         home = getattr(getattr(value, "func", value), "__module__", None) or ""
         if name == ATTRIBUTE or (callable(value) and home.startswith("shardwise.")):
             del vars(model)[name]
     for module in model.modules():
         vars(module).pop(_MARK, None)
+        forget_state(module)
     return model

@@ -21,8 +21,16 @@ class Reductions:
             for unit in units
         )
         self._queue: ReduceQueue[Unit, Reduction] = ReduceQueue(
-            Reduction, bucket_bytes, reduces_in_flight, settles_at_close, lambda unit: id(unit.comm)
+            Reduction,
+            bucket_bytes,
+            reduces_in_flight,
+            settles_at_close,
+            lambda unit: (id(unit.comm), unit.sums.divisor),
         )
+
+    def allow_in_flight(self, num: int) -> None:
+        """Let so many reductions be in flight from now on."""
+        self._queue.reduces_in_flight = num
 
     @property
     def nbytes(self) -> int:

@@ -49,7 +49,8 @@ class Engine:
         self.config = config
         self.comm = comm
         self.ledger = ledger
-        self.conditions = Conditions(is_last_micro_batch=not self.each_unit_alone)
+        self.conditions = Conditions()
+        self.all_states: Sequence[Any] = ()  # of the modules that the units were made for
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self._passes = Passes(self)
         self._runs_grad_hooks = False
@@ -99,7 +100,8 @@ class Engine:
     @property
     def is_last_micro_batch(self) -> bool:
         """Tell whether the step comes after the micro-batch under way."""
-        return self.conditions.is_last_micro_batch
+        is_last = self.conditions.is_last_micro_batch
+        return not self.each_unit_alone if is_last is None else is_last
 
     @property
     def is_in_window(self) -> bool:
@@ -108,12 +110,25 @@ class Engine:
         return not self.is_last_micro_batch or (self.window_open and has_grads)
 
     def rest(self, what: str) -> None:
-        """Let shards alone stand in the modules, for ``what``; here they do, between passes."""
+        """Let shards alone stand in the modules, for ``what``: here they do, but for pinned units.
+
+        **Raises** ShardError, as `unpin` does; ConfigError for what is not cut by ranges.
+        """
         cuts = [param.cut for unit in self.units for param in unit.params if param.cut is not None]
         if what in ("save()", "load()") and any(cut.kind != "range" for cut in cuts):
             raise ConfigError(
                 f"{what}: parameters are cut along several axes, or along another dim than 0; use "
                 "torch.distributed.checkpoint for such a model"
+            )
+        self.unpin(what, self.units)
+
+    def unpin(self, what: str, units: Sequence[Unit]) -> None:
+        """End what `unshard()` has begun. **Raises** ShardError for a full parameter written."""
+        written = [name for unit in units if (name := unit.unpin())]
+        if written:
+            raise ShardError(
+                f"{what}: parameter '{written[0]}' was written while unshard() held it in full; it "
+                "is a copy there and the change is lost. Change it after reshard()"
             )
 
     # -- forward
@@ -155,7 +170,8 @@ class Engine:
 
     def check_parameters(self, unit: Unit) -> None:
         """Refuse trainable parameters below a unit that no unit owns."""
-        refuse_strangers(unit.name, unit.module)
+        if not any(each.is_pinned for each in self.units):  # full ones may stand there
+            refuse_strangers(unit.name, unit.module)
 
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         dtype = unit.precision.param
@@ -264,18 +280,20 @@ class Engine:
     def on_unit_over(self, unit: Unit) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
         mark("backward_end", unit.name)
-        self._schedule.after_backward(unit, is_last=self.is_last_micro_batch)
+        self._schedule.after_backward(unit, is_last=self.conditions.is_last_micro_batch)
 
     def on_pass_end(self) -> None:
         """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
-        self.window_open = not self.is_last_micro_batch
+        is_last = self.conditions.is_last_micro_batch
+        keeps = any(unit.settings.keeps_grads for unit in self.units)
+        self.window_open = not self.is_last_micro_batch or keeps
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
-            reduces = self._schedule.reduces(unit, self.is_last_micro_batch)
+            reduces = self._schedule.reduces(unit, is_last)
             left = reduces and unit.grad_state is GradState.PARTIAL
             if (self._passes.is_open(unit) or left) and not self._schedule.is_waiting(unit):
                 self._passes.close(unit)
-        self._schedule.close_turns(self.is_last_micro_batch)
+        self._schedule.close_turns(is_last)
         self._reductions.close()
         if self._shares_order:
             self._shares_order = not self._schedule.share_seen(self.comm.control.broadcast)
@@ -315,6 +333,25 @@ class Engine:
     def grad_bytes_under_way(self) -> int:
         """Bytes of the means that are not in ``p.grad`` yet."""
         return self._reductions.nbytes
+
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that are there, wherever they came from; free what is full."""
+        for unit in self.units:
+            if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
+                unit.enter_grad_state(GradState.PARTIAL)
+            if not unit.settings.stays_full:
+                unit.unpin()
+        self.on_pass([])  # those that another rank may have take part, as in any pass
+        self.on_pass_end()
+
+    def allow_in_flight(self, num: int) -> None:
+        """Let so many reductions be in flight from now on."""
+        self._reductions.allow_in_flight(num)
+
+    def reset(self) -> None:
+        """Forget a pass that was cut short, with its gradients."""
+        self._passes.forget_forward()
+        self.on_cut()
 
     def finish_reductions(self, unit: Unit | None = None) -> None:
         """Complete the reductions under way and set ``p.grad``: those up to one unit's, or all."""

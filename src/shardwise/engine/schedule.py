@@ -70,7 +70,7 @@ class ReduceQueue(Generic[U, R]):
 
     ``mesh_of``: units share a bucket where it is equal. ``settles_at_close``: something comes after
     a reduction (stage 0, a replicate axis), so it is waited for at the end of the pass, and no
-    collective is left for the first reader of ``p.grad``.
+    collective is left for the first reader of ``p.grad``. ``reduces_in_flight`` may change.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReduceQueue(Generic[U, R]):
     ) -> None:
         self._make = make
         self._bucket_bytes = bucket_bytes
-        self._reduces_in_flight = reduces_in_flight
+        self.reduces_in_flight = reduces_in_flight
         self._settles_at_close = settles_at_close
         self._mesh_of = mesh_of
         self._buckets: dict[Hashable, list[U]] = {}
@@ -116,7 +116,7 @@ class ReduceQueue(Generic[U, R]):
         reduction = self._make(self._buckets.pop(mesh))
         reduction.start()
         self._in_flight.append(reduction)
-        self._settle(self._reduces_in_flight)
+        self._settle(self.reduces_in_flight)
 
     def _settle(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions until ``num_left`` are in flight."""
@@ -300,8 +300,8 @@ class Schedule(Generic[U]):
         self._ahead.clear()
 
     def _gather_ahead(self, named: Sequence[U] | None, upcoming: Sequence[int] | None) -> None:
-        """Start gathering the units that the settings name, else those that are expected next."""
-        if named is None:
+        """Gather the units that the settings name, but in turns always those expected next."""
+        if named is None or self._gathers_in_turn:
             self._prefetch(upcoming)
             return
         for unit in named:
@@ -345,11 +345,16 @@ class Schedule(Generic[U]):
         if unit.settings.reads_in_backward:
             unit.finish_unshard()
 
-    def reduces(self, unit: U, is_last: bool) -> bool:
-        """Tell whether the unit's gradients are reduced in this micro-batch of the window."""
-        return is_last or unit.settings.stage.reduce_every == "micro_batch"
+    def reduces(self, unit: U, is_last: bool | None) -> bool:
+        """Tell whether the unit's gradients are reduced in this micro-batch of the window.
 
-    def after_backward(self, unit: U, *, is_last: bool) -> None:
+        None: no window is open, and each micro-batch is the last one but for ``keeps_grads``.
+        """
+        if is_last or unit.settings.keeps_grads:
+            return bool(is_last)
+        return is_last is None or unit.settings.stage.reduce_every == "micro_batch"
+
+    def after_backward(self, unit: U, *, is_last: bool | None) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
         self._closed.append(unit.index)
         self._in_backward.discard(unit.index)
@@ -357,16 +362,16 @@ class Schedule(Generic[U]):
             if unit.is_trained:
                 self._collector.keep(unit)
         elif self.reduces_in_turn:
-            self._reduce(self._turns.arrive(unit.index))
+            self._reduce(self._turns.arrive(unit.index), is_last)
         elif unit.is_trained:
             self._collector.add(unit)
         if unit.settings.stage.frees_after_backward:
             unit.reshard()
 
-    def _reduce(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            if self.units[index].is_trained:
-                self._collector.add(self.units[index])
+    def _reduce(self, indices: Sequence[int], is_last: bool | None) -> None:
+        for unit in (self.units[index] for index in indices):
+            if unit.is_trained and self.reduces(unit, is_last):
+                self._collector.add(unit)
 
     def is_waiting(self, unit: U) -> bool:
         """Tell whether a unit that is closed has its reduction still before it."""
@@ -374,10 +379,10 @@ class Schedule(Generic[U]):
             self.reduces_in_turn and self._turns.waits(unit.index)
         )
 
-    def close_turns(self, is_last: bool) -> None:
+    def close_turns(self, is_last: bool | None) -> None:
         """Reduce what other ranks may have run, at the end of a backward pass: here it is zeros."""
-        if self.reduces_in_turn and self.reduces(self.units[0], is_last):
-            self._reduce(self._turns.end())
+        if self.reduces_in_turn and any(self.reduces(unit, is_last) for unit in self.units):
+            self._reduce(self._turns.end(), is_last)
 
     def end_pass(self, running: Collection[int] = ()) -> None:
         """Free what is full; what was recorded is the order that the next step is expected in.

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.api import fully_shard
-from shardwise.interop.fsdp2.module import FSDPModule
 from shardwise.versions import load_neighbour
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -24,9 +24,9 @@ class RankOrderSum:
     ``divisor`` makes means of the sums: the number of ranks whose batches are in them.
     """
 
-    divisor: int
+    divisor: float
+    zero_fill: bool = False
     in_param_dtype = True
-    zero_fill = False
 
     def start(self, units: Sequence[Any]) -> "_Running":
         """Hand the gradients to the transport."""
@@ -65,7 +65,7 @@ class _Part:
 class _Running:
     """The sum of one bucket."""
 
-    def __init__(self, units: Sequence[Any], divisor: int) -> None:
+    def __init__(self, units: Sequence[Any], divisor: float) -> None:
         self._divisor = divisor
         self._comm = units[0].comm
         self._parts: list[_Part] = []
@@ -77,9 +77,8 @@ class _Running:
                 items += self._start_storage(unit, storage)
         site = self._comm.site("reduce_scatter", units[0].name, units[0].index)
         axes = self._comm.axes
-        divisor = 1 if axes.replicate else divisor
         self._pending: Pending | None = self._comm.start_reduce_scatter(
-            items, axes.shard, site, divisor
+            items, axes.shard, site, 1 if axes.replicate else self._divisor
         )
 
     def _start_storage(self, unit: Any, storage: Storage) -> list[ReduceItem]:
@@ -207,6 +206,8 @@ class _Running:
         out = part.evicted()
         counts = part.counts if part.counts.numel() else None
         used = counted_anywhere(part.params, self._used_here, counts)
+        if part.unit.sums.zero_fill:
+            used = set(part.params)
         for param in part.params:
             if param in used:
                 cut = param.cut

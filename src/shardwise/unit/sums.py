@@ -39,7 +39,8 @@ class Sum(Protocol):
     """How gradients are summed.
 
     ``in_param_dtype``: in the sharded parameter's dtype where none is asked for, else in that in
-    which they come. ``zero_fill``: a parameter without any gradient gets zeros.
+    which they come. ``zero_fill``: a parameter without any gradient gets zeros. ``divisor``: of the
+    sum; None is the number of ranks.
     """
 
     @property
@@ -49,6 +50,10 @@ class Sum(Protocol):
     @property
     def zero_fill(self) -> bool:
         """Tell what becomes of a parameter without a gradient on any rank."""
+
+    @property
+    def divisor(self) -> float | None:
+        """Return what the sum is divided by, if that is not the number of ranks."""
 
     def start(self, units: Sequence[Any]) -> Running:
         """Take the units' gradients and hand them to the transport."""

@@ -79,7 +79,9 @@ class Unit:
         self.num_reducing = 0  # reductions under way; a gradient that comes late begins another
         self.has_local_sum = False
         self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
+        self.is_pinned = False  # full until `unpin`, whatever the schedule says
         self._bind_depth = 0
+        self._is_shown = False  # bound once more, as it is pinned
         self._pending: Pending | None = None
         self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
@@ -129,7 +131,7 @@ class Unit:
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
         if self.param_state is ParamState.FULL and not self.is_fresh:
-            self.reshard()
+            self._give_up()
         if self.param_state is not ParamState.SHARDED:
             return
         self._enter(ParamState.GATHERING)
@@ -194,6 +196,10 @@ class Unit:
 
     def reshard(self) -> None:
         """Give the full parameters up; their memory goes where the stage frees it."""
+        if not self.is_pinned:
+            self._give_up()
+
+    def _give_up(self) -> None:
         if self.param_state is ParamState.GATHERING:
             self.finish_unshard()
         if self.param_state is not ParamState.FULL:
@@ -270,8 +276,36 @@ class Unit:
 
     def unbind_all(self) -> None:
         """Put the ShardTensors back after a forward pass that was cut short."""
-        self._bind_depth = min(self._bind_depth, 1)
-        self.unbind()
+        if self._bind_depth > self._is_shown:
+            self._bind_depth = 1 + self._is_shown
+            self.unbind()
+
+    # -- until somebody says otherwise
+    def pin(self) -> None:
+        """Start gathering, and stay full between passes too, until `unpin`."""
+        self.start_unshard()
+        self.is_pinned = True
+
+    def show(self) -> None:
+        """Let the full parameters of a pinned unit stand in the modules."""
+        if self.is_pinned and not self._is_shown:
+            self.finish_unshard()
+            self.bind()
+            self._is_shown = True
+
+    def hide(self) -> str | None:
+        """Put the sharded ones back; return the name of a parameter that was written meanwhile."""
+        is_shown, self._is_shown = self._is_shown, False
+        return self.unbind() if is_shown else None
+
+    def unpin(self) -> str | None:
+        """End `pin`, and give the full parameters up between passes; return what `hide` does."""
+        if not self.is_pinned:
+            return None
+        written, self.is_pinned = self.hide(), False
+        if not self._bind_depth:
+            self.reshard()
+        return written
 
     # -- gradients
     def enter_grad_state(self, state: GradState) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed._composable import contract
-from torch.distributed._composable.contract import STATE_KEY, _get_registry
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -122,19 +121,17 @@ def fully_shard(
         take_over(params.pop(0))
     state: State = fully_shard.state(modules[0])
     state.attach(modules, list(units.values()), asked)
-    _mark(managed, modules, state)
+    _mark(managed, modules)
     return module
 
 
-def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module], state: State) -> None:
-    """Leave on the modules what torch, dynamo and pipelining look for."""
+def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
+    """Leave on the modules what torch and dynamo look for."""
     for inner in managed:
         inner._is_fsdp_managed_module = True  # type: ignore[assignment]  # dynamo asks for it
         inner._fsdp_use_orig_params = True  # type: ignore[assignment]
     for each in modules:
         each.__class__ = sharded_class(type(each))
-        # torch.distributed.pipelining asks torch's own function for the state
-        vars(each)[STATE_KEY][torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
 
 
 def _check_container(module: Any) -> None:

@@ -5,38 +5,34 @@ Calls come one by one, from the inside out, so which units belong together is kn
 module runs that is inside no other: it is the root, and all units below it get one engine.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import (
-    _get_module_state,
-    _insert_module_state,
-    _State,
-)
+from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
+from shardwise.engine.module_state import ModuleState, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
-from shardwise.interop.fsdp2.private import GroupView, tell
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.units import ParamUse
 from shardwise.trace import FullBytes
-from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
+
+_LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # what TORCH_LOGS=+fsdp shows
 
 
 class GroupEngine(Engine):
     """The engine of all units below one root, with FSDP2's checks instead of ours."""
 
     def __init__(self, states: "Sequence[State]") -> None:
-        self.all_states = states
         units = [unit for state in states for unit in state.units]
         stage = units[0].settings.stage
         config = ShardConfig(
@@ -48,6 +44,7 @@ class GroupEngine(Engine):
             reduces_in_flight=max(state.max_in_flight for state in states),
         )
         super().__init__(config, units[0].comm, FullBytes())
+        self.all_states = states
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
             for param in unit.params:
@@ -110,17 +107,11 @@ class GroupEngine(Engine):
         tell("root_post_backward")
         super().on_pass_end()
 
-    def reduce_kept(self) -> None:
-        """Reduce the gradients that are there, wherever they came from; free what is full."""
-        for unit in self.units:
-            if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
-                unit.enter_grad_state(GradState.PARTIAL)
-        self.on_pass_end()
-
     def reset(self) -> None:
         """Forget a pass that was cut short, with its gradients."""
-        self._passes.forget_forward()
-        self.on_cut()
+        super().reset()
+        for state in self.all_states:
+            state._modules_to_run_forward.clear()
 
 
 def _kind_of(param: Any) -> str:
@@ -136,25 +127,19 @@ class Member:
         self.module = module
 
 
-class State(_State):
+class State(ModuleState):
     """The units of one call: one, or one per mesh that ``shard_placement_fn`` names."""
-
-    _comm_ctx: Any = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.modules: tuple[nn.Module, ...] = ()
-        self.units: list[Unit] = []
-        self.engine: GroupEngine | None = None
-        self.max_in_flight = 1
         self._ledger = FullBytes()
         self._is_ready = False
         self._modules_to_run_forward: set[nn.Module] = set()
 
     @property
-    def suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
-        return self.engine is not None and self.engine.suspended
+    def device(self) -> torch.device:
+        """The device to compute on."""
+        return self.asked.device
 
     def attach(self, modules: tuple[nn.Module, ...], units: list[Unit], asked: Asked) -> None:
         """Take the units over and watch the modules."""
@@ -162,32 +147,22 @@ class State(_State):
         self.adopt()
         for module in modules:
             _insert_module_state(module, self)
+            note_state(module, self)
         for module in modules:
             register_hooks(self, Member(module))
         owners = {use.module for unit in units for param in unit.params for use in param.uses}
         for owner in owners:
             register_state_dict_hooks(owner, self.reshard, self.adopt)
 
-    def change(self, **changes: Any) -> None:
-        """Replace fields of the units' settings."""
-        for unit in self.units:
-            unit.settings = replace(unit.settings, **changes)
+    def start_unshard(self) -> Sequence[Unit]:
+        """Start gathering; return what to wait for."""
+        self.make_ready()
+        return super().start_unshard()
 
-    def change_stage(self, **changes: Any) -> None:
-        """Replace fields of the row of the stage table in the units' settings."""
-        for unit in self.units:
-            stage = replace(unit.settings.stage, **changes)
-            unit.settings = replace(unit.settings, stage=stage)
-
-    def change_sums(self, **changes: Any) -> None:
-        """Replace fields of the way in which the units' gradients are summed."""
-        for unit in self.units:
-            unit.sums = replace(unit.sums, **changes)  # type: ignore[type-var]
-
-    def reshard(self) -> None:
-        """Put the sharded parameters into the modules."""
-        for unit in self.units:
-            unit.reshard()
+    def free_after_forward(self, frees: bool) -> None:
+        """Free full parameters after forward, or keep them for backward; of the root too."""
+        super().free_after_forward(frees)
+        self.asked = replace(self.asked, frees_unless_root=False)
 
     def adopt(self) -> None:
         """Take over what stands in the modules; it is looked at again before the next gather."""
@@ -209,7 +184,8 @@ class State(_State):
     def lazy_init(self) -> GroupEngine:
         """Make the engine, for this call's modules as the root, unless it is made."""
         if self.engine is not None:
-            return self.engine
+            made: GroupEngine = self.engine
+            return made
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
         states = self._states_below()
@@ -286,35 +262,11 @@ class State(_State):
         dtype = self.asked.mp.output_dtype
         return output if dtype is None or output is None else _cast(output, dtype)
 
-    # -- names that torch's own code looks for: register_fsdp_forward_method, share_comm_ctx, and
-    # torch.distributed.pipelining, which reduces gradients when all micro-batches are through
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.before_forward(Member(module), args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.after_forward(Member(module), output)
-
-    def _lazy_init(self) -> None:
-        self.lazy_init()
-
-    @property
-    def _is_root(self) -> bool | None:
-        return None if self.engine is None else self.engine.all_states[0] is self
-
-    @property
-    def _state_ctx(self) -> GroupEngine:
-        return self.lazy_init()
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.lazy_init().reduce_kept()
-
-    @cached_property
-    def _fsdp_param_groups(self) -> list[GroupView]:
-        return [GroupView(unit) for unit in self.units if unit.params]
-
-    @property
-    def _fsdp_param_group(self) -> GroupView | None:
-        return next(iter(self._fsdp_param_groups), None)
 
 
 def state_of(module: nn.Module) -> State | None:
@@ -334,3 +286,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return _apply_to_tensors(cast, value)  # dataclasses and outputs of transformers too
+
+
+def tell(event: str, unit: Unit | None = None) -> None:
+    """Log ``FSDP::<event> (<module>)`` where torch's own ``fully_shard`` does."""
+    if _LOG.isEnabledFor(logging.DEBUG):
+        name = unit.name if unit is not None else ""
+        _LOG.debug("FSDP::%s%s", event, f" ({name})" if name else "")

@@ -1,0 +1,261 @@
+"""FSDPModule: the methods of a module that `shard()` or `fully_shard` made a unit for.
+
+torch's own class stands below, so that whatever asks for it finds it. The setters live here alone:
+each replaces the frozen settings of units, between passes, and all ranks call it. What a unit of
+`shard()` cannot do raises ConfigError (`model.ShardState`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+
+from shardwise.comm.packed import Packed
+from shardwise.engine.module_state import ModuleState, noted_state
+from shardwise.unit.unit import Unit
+
+
+class Handle(UnshardHandle):
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Wait until the modules hold the full parameters."""
+        for unit in self._units:
+            unit.finish_unshard()
+            unit.show()
+        self._units = ()
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module that units were made for; see torch's documentation of the methods."""
+
+    _orig_cls_mro_index = 3  # FSDP<Cls>, this class, torch's, Cls
+
+    def _get_fsdp_state(self) -> Any:
+        return noted_state(self)
+
+    def _states(self, recurse: bool) -> Iterator[ModuleState]:
+        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                yield module._get_fsdp_state()
+
+    # -- parameters
+    def reshard(self) -> None:
+        """Free this module's full parameters and register the sharded ones; not recursive."""
+        self._get_fsdp_state().reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's full parameters and register them; not recursive.
+
+        With `shard()` they stay until `reshard`, over any number of passes.
+        """
+        state: ModuleState = self._get_fsdp_state()
+        handle = Handle(tuple(state.start_unshard()))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Forget a pass that raised, with its gradients; call it on the root."""
+        state: ModuleState = self._get_fsdp_state()
+        if state.engine is None:
+            return
+        if state.engine.units[0] is not state.units[0]:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        state.engine.reset()
+        for each in self._states(recurse=True):
+            each.reshard()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        self._get_fsdp_state().adopt()
+        return result
+
+    # -- when gradients are reduced, and parameters freed
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accept it: here every backward pass completes its reductions."""
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce gradients in the next backward passes, or keep them on this rank."""
+        for state in self._states(recurse):
+            state.change(keeps_grads=not requires_gradient_sync)
+            if requires_gradient_sync:
+                state.change_sums("set_requires_gradient_sync", all_reduces=True)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Sum gradients over replicas (HSDP), or over shards only for now."""
+        for state in self._states(recurse):
+            state.change_sums("set_requires_all_reduce", all_reduces=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free full parameters after forward, or keep them for backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in self._states(recurse):
+            state.free_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Free full parameters after backward, or keep them for the next forward of a window.
+
+        True means what the stage does: at stages 0 to 2 they stay.
+        """
+        for state in self._states(recurse):
+            state.change_stage(frees_after_backward=reshard_after_backward and state.frees)
+            state.change(stays_full=not reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Gather full parameters for backward, or not, as for embeddings."""
+        self._get_fsdp_state().change(reads_in_backward=unshard_in_backward)
+
+    # -- what is gathered ahead
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Gather these modules' parameters while this one runs forward."""
+        self._get_fsdp_state().change(forward_prefetch=_units_of(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Gather these modules' parameters while this one's backward runs."""
+        self._get_fsdp_state().change(backward_prefetch=_units_of(modules))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the current stream wait for the optimizer's event; gathers follow that stream."""
+        stream = torch.get_device_module(self._get_fsdp_state().device).current_stream()
+        if hasattr(stream, "wait_event"):
+            stream.wait_event(event)
+
+    # -- how gradients are reduced
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of the ranks' gradients by ``factor`` instead of their number."""
+        self._get_fsdp_state().change_sums("set_gradient_divide_factor", divisor=factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives only sum, and divide apart."""
+        self._get_fsdp_state().change_sums("set_force_sum_reduction_for_comms", sums_only=enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduce parameters without a gradient as zeros, as ranks may differ in which they are."""
+        for state in self._states(recurse):
+            state.change_sums(
+                "set_reduce_scatter_unused_params", zero_fill=reduce_scatter_unused_params
+            )
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Let so many reductions be in flight: the largest number that any module asks for."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for state in self._states(recurse):
+            state.allow_in_flight(max_input_buffers)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather with the caller's own collective."""
+        self._state_of_one_unit("set_custom_all_gather").units[0].transport = Packed(comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce with the caller's own collective."""
+        state = self._state_of_one_unit("set_custom_reduce_scatter")
+        state.change_sums("set_custom_reduce_scatter", reduce_scatter=comm)
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        """Call ``hook`` with the reduced gradients, before they are divided."""
+        state = self._state_of_one_unit("set_all_reduce_hook")
+        if stream is not None and state.units[0].comm.axes.replicate is not None:
+            raise ValueError("stream cannot be set when using native HSDP")
+        runs = hook if stream is None else _on_stream(hook, stream)
+        state.change_sums("set_all_reduce_hook", after_reduce=runs)
+
+    def _state_of_one_unit(self, method: str) -> ModuleState:
+        state: ModuleState = self._get_fsdp_state()
+        if len(state.units) > 1:
+            raise ValueError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via "
+                "shard_placement_fn): it would be ambiguous across groups with different meshes."
+            )
+        return state
+
+    # -- torch 2.15 and later
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accept it: each backward pass ends by itself, and leaves what it was told to keep."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Reduce what backward passes have kept on this rank; call it on the root."""
+        state: ModuleState = self._get_fsdp_state()
+        if state.engine is not None:
+            state.engine.reduce_kept()
+        return Handle(()) if async_op else None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refuse to keep freed memory in place, as CUDA graphs would need it."""
+        if keep and any(state.frees for state in self._states(recurse)):
+            raise NotImplementedError(
+                "set_keep_unsharded_storage(True): full parameters get new memory at each gather; "
+                "keep them full instead, with set_reshard_after_forward(False) and "
+                "set_reshard_after_backward(False)"
+            )
+
+    # -- accepted: nothing here depends on them
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accept it: reductions and gathers share a process group."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accept it, but not beside the caller's own collectives."""
+        for unit in self._get_fsdp_state().units:
+            own = (
+                getattr(unit.transport, "all_gather", None),
+                getattr(unit.sums, "reduce_scatter", 0),
+            )
+            if any(own):
+                raise AssertionError(
+                    "cannot call set_allocate_memory_from_process_group() after "
+                    "set_custom_all_gather() or set_custom_reduce_scatter(): those allocate"
+                )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Accept it: buffers come from torch's allocator."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept it: every gather runs in the background."""
+
+
+def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
+    units: list[Unit] = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+        units += module._get_fsdp_state().units
+    return tuple(units)
+
+
+def _on_stream(hook: Callable[[torch.Tensor], Any], stream: Any) -> Callable[[torch.Tensor], None]:
+    """Return the hook as work of ``stream``: after what computed the values, before who reads."""
+
+    def run(values: torch.Tensor) -> None:
+        streams = torch.get_device_module(values.device)
+        current = streams.current_stream()
+        stream.wait_stream(current)
+        with streams.stream(stream):
+            hook(values)
+        current.wait_stream(stream)
+
+    return run

@@ -1,0 +1,204 @@
+"""What sharding leaves on a module: its units, and the engine that runs them.
+
+`module_methods` changes their settings through it. Names with an underscore are those of FSDP2's
+own state, with its meaning: torch's pipelining, ``register_fsdp_forward_method``,
+``share_comm_ctx`` and other tools read them. Those that need the engine are None before there is
+one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable_state import _State
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from shardwise.engine.runtime import Engine
+from shardwise.unit.unit import Unit
+
+# torch's pipelining asks torch's own function for a module's state
+_FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
+
+
+class ModuleState(_State):
+    """The units that were made for some modules: one, or one per mesh of their parameters."""
+
+    _comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: tuple[nn.Module, ...] = ()
+        self.units: list[Unit] = []
+        self.engine: Any = None
+        self.max_in_flight = 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleState":
+        """Stay one; who copies a sharded model gives the copy states of its own."""
+        return self
+
+    @property
+    def device(self) -> Any:
+        """The device to compute on."""
+        raise NotImplementedError
+
+    @property
+    def frees(self) -> bool:
+        """Tell whether full parameters are freed, if nobody asks otherwise."""
+        return True
+
+    @property
+    def suspended(self) -> bool:
+        """Tell whether forward passes go unnoticed now."""
+        return self.engine is not None and self.engine.suspended
+
+    def lazy_init(self) -> Engine:
+        """Return the engine, which may be made only now."""
+        engine: Engine = self.engine
+        return engine
+
+    def adopt(self) -> None:
+        """Take over what stands in the modules."""
+
+    # -- full parameters
+    def start_unshard(self) -> Sequence[Unit]:
+        """Start gathering; return what to wait for."""
+        for unit in self.units:
+            unit.start_unshard()
+        return self.units
+
+    def reshard(self) -> None:
+        """Put the sharded parameters into the modules."""
+        for unit in self.units:
+            unit.reshard()
+
+    # -- settings
+    def change(self, **changes: Any) -> None:
+        """Replace fields of the units' settings."""
+        for unit in self.units:
+            unit.settings = replace(unit.settings, **changes)
+
+    def change_stage(self, **changes: Any) -> None:
+        """Replace fields of the row of the stage table in the units' settings."""
+        for unit in self.units:
+            stage = replace(unit.settings.stage, **changes)
+            unit.settings = replace(unit.settings, stage=stage)
+
+    def change_sums(self, method: str, **changes: Any) -> None:
+        """Replace fields of the way in which the units' gradients are summed, for ``method``."""
+        for unit in self.units:
+            unit.sums = replace(unit.sums, **changes)  # type: ignore[type-var]
+
+    def free_after_forward(self, frees: bool) -> None:
+        """Free full parameters after forward, or keep them for backward."""
+        self.change_stage(frees_after_forward=frees)
+        for unit in self.units:
+            unit.nearby = None
+
+    def allow_in_flight(self, num: int) -> None:
+        """Let so many reductions be in flight."""
+        self.max_in_flight = num
+        if self.engine is not None:
+            self.engine.allow_in_flight(max(s.max_in_flight for s in self.engine.all_states))
+
+    # -- names that torch's own code looks for
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.suspended:
+            for unit in self.units:
+                args, kwargs = self.engine.before_forward(unit, args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.suspended:
+            for unit in reversed(self.units):
+                self.engine.after_forward(unit, output)
+        return output
+
+    def _lazy_init(self) -> None:
+        self.lazy_init()
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self.engine is None else self.engine.all_states[0] is self
+
+    @property
+    def _state_ctx(self) -> Engine:
+        return self.lazy_init()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.lazy_init().reduce_kept()
+
+    @cached_property
+    def _fsdp_param_groups(self) -> list["GroupView"]:
+        return [GroupView(unit) for unit in self.units if unit.params]
+
+    @property
+    def _fsdp_param_group(self) -> "GroupView | None":
+        return next(iter(self._fsdp_param_groups), None)
+
+
+class GroupView:
+    """What torch's ``FSDPParamGroup`` tells, of one unit."""
+
+    comm_ctx: Any = None  # share_comm_ctx sets it; there are no streams to share
+
+    def __init__(self, unit: Any) -> None:
+        self._unit = unit
+
+    @property
+    def _module_fqn(self) -> str | None:
+        return self._unit.name if self._unit.scheduler is not None else None
+
+    @property
+    def fsdp_params(self) -> list["ParamView"]:
+        """The parameters, in the order of their modules."""
+        return [ParamView(param, self._unit) for param in self._unit.params]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Tell whether the full parameters are there."""
+        found: bool = self._unit.is_unsharded
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Tell whether the sharded ones alone are."""
+        return not self.is_unsharded
+
+    def post_backward(self, *_: Any) -> None:
+        """Do nothing: what ends a pipeline's step for all units reduces them."""
+
+
+class ParamView:
+    """What torch's ``FSDPParam`` tells, of one parameter."""
+
+    def __init__(self, param: Any, unit: Any) -> None:
+        self._param = param
+        self._unit = unit
+
+    @property
+    def _param_fqn(self) -> str | None:
+        return self._param.name if self._unit.scheduler is not None else None
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The parameter that optimizers know."""
+        found: nn.Parameter = self._param.sharded
+        return found
+
+
+def note_state(module: nn.Module, state: ModuleState) -> None:
+    """Note on a module what sharding leaves on it."""
+    vars(module).setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+
+
+def forget_state(module: nn.Module) -> None:
+    """Take from a copied module what was noted on it."""
+    vars(module).pop(STATE_KEY, None)
+
+
+def noted_state(module: Any) -> Any:
+    """Return what sharding has left on a module, or None."""
+    return vars(module).get(STATE_KEY, {}).get(_FULLY_SHARD)
