@@ -160,14 +160,9 @@ def _check_model(model: nn.Module, init: Init | None) -> None:
     if init is not None and not callable(init):
         raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
     for name, module in model.named_modules():
-        if ATTRIBUTE in vars(module):
+        if ATTRIBUTE in vars(module) or isinstance(module, FSDPModule):
             where = f"its submodule '{name}'" if name else "the model"
             raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
-        if isinstance(module, FSDPModule):
-            where = f"its submodule '{name}'" if name else "it"
-            raise ConfigError(
-                f"model: {where} is sharded already, by fully_shard(); use one of both"
-            )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             where = f"its submodule '{name}'" if name else "it"
             raise ConfigError(

@@ -180,40 +180,14 @@ def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
     return type(cls)(cls.__name__, (base, cls), members)
 
 
-class Nested:
-    """Watches a module that several units belong to, on a mesh each: one call inside the other."""
-
-    def __init__(self, engine: Engine, units: list[Unit]) -> None:
-        self._engine = engine
-        self._units = units
-
-    @property
-    def suspended(self) -> bool:
-        """Tell whether forward passes go unnoticed now."""
-        return self._engine.suspended
-
-    def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Enter the units in turn."""
-        for each in self._units:
-            args, kwargs = self._engine.before_forward(each, args, kwargs)
-        return args, kwargs
-
-    def after_forward(self, unit: Any, output: Any) -> None:
-        """Leave them, the last one first."""
-        for each in reversed(self._units):
-            self._engine.after_forward(each, output)
-
-
 def settle(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
     """Let the engine watch the model whose units these are, and note on the model whose it is."""
     engine.settle(units)
-    by_module: dict[int, list[Unit]] = {}
-    for unit in units:
-        by_module.setdefault(id(unit.module), []).append(unit)
-    for several in by_module.values():
-        register_hooks(engine if len(several) == 1 else Nested(engine, several), several[0])
     _mark((model, *register_entrances(engine, units)), engine)
     _note_states(engine, units)
+    for state in engine.all_states:
+        # Several units of a module lie on a mesh each; the state calls the engine for all of them.
+        register_hooks(engine if len(state.units) == 1 else state, state.units[0])
 
 
 def _note_states(engine: Engine, units: Sequence[Unit]) -> None:

@@ -103,17 +103,25 @@ class ModuleState(_State):
         if self.engine is not None:
             self.engine.allow_in_flight(max(s.max_in_flight for s in self.engine.all_states))
 
+    # -- a forward pass (hooks.Watcher)
+    def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Enter the units in turn."""
+        for unit in self.units:
+            args, kwargs = self.engine.before_forward(unit, args, kwargs)
+        return args, kwargs
+
+    def after_forward(self, _: Any, output: Any) -> Any:
+        """Leave them, the last one first."""
+        for unit in reversed(self.units):
+            self.engine.after_forward(unit, output)
+
     # -- names that torch's own code looks for
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.suspended:
-            for unit in self.units:
-                args, kwargs = self.engine.before_forward(unit, args, kwargs)
-        return args, kwargs
+        return (args, kwargs) if self.suspended else self.before_forward(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self.suspended:
-            for unit in reversed(self.units):
-                self.engine.after_forward(unit, output)
+            self.after_forward(module, output)
         return output
 
     def _lazy_init(self) -> None:
