@@ -97,6 +97,10 @@ class Engine:
         ranks = own.union(*(mesh.mesh.flatten().tolist() for mesh in meshes))
         return self.comm.control if ranks == own else control_over(self.comm.axes, sorted(ranks))
 
+    def open_control(self) -> Control:
+        """Open a group for the same exchanges, for another thread; all ranks call it together."""
+        return control_over(self.comm.axes)
+
     @property
     def is_last_micro_batch(self) -> bool:
         """Tell whether the step comes after the micro-batch under way."""
