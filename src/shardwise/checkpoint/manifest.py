@@ -258,9 +258,11 @@ class Manifest(Part):
             raise ValueError("tensors: two have one name")
         for info, numbers in self.rows_of.items():
             rows = [self.tensors[number] for number in numbers]
-            if len(rows) > 1 and not all(row.of for row in rows):
+            if len(rows) > 1 and not any(row.of for row in rows):
                 raise ValueError("tensors: two have one name")
-            if rows[0].of and not is_grid(info.shape, [row.region for row in rows]):
+            if any(row.of for row in rows) and not is_grid(
+                info.shape, [row.region for row in rows]
+            ):
                 raise ValueError(f"tensors: the pieces of '{info.key}' are not the whole tensor")
         if self.ranks and len(self.ranks) != self.num_ranks:
             raise ValueError(f"ranks: {len(self.ranks)} rows for {self.num_ranks} ranks")
