@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Region]:
     sides = []
     for size, inner in zip(shape, cuts, strict=True):
         ends = [0, *sorted(inner), size]
-        sides.append([(lo, hi - lo) for lo, hi in zip(ends, ends[1:], strict=False)])
+        sides.append([(lo, hi - lo) for lo, hi in pairwise(ends)])
     return [
         Region(tuple(lo for lo, _ in cell), tuple(n for _, n in cell)) for cell in product(*sides)
     ]
@@ -177,7 +177,7 @@ def worlds(draw: st.DrawFn, max_ranks: int = 8) -> World:
         ranks = draw(st.permutations(range(num_ranks)))
         begins = list(accumulate(_sizes(draw, len(cells), num_ranks), initial=0))
         held = []
-        for cell, lo, hi in zip(cells, begins, begins[1:], strict=False):
+        for cell, (lo, hi) in zip(cells, pairwise(begins), strict=True):
             held.append((cell, (_mesh(draw, ranks[lo:hi]),)))
         rest = ranks[begins[-1] :]
         if rest and draw(st.booleans()):

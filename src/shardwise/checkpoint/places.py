@@ -49,7 +49,7 @@ class Place:
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The elements [lo, hi) that each rank of the shard axis works on."""
-        if self.param is None or self.param.cut.layout is None:
+        if self.param is None or self.param.cut.layout is None or self.param.dim > 0:
             return ((0, self.piece.numel),)
         return self.param.cut.ranges
 
