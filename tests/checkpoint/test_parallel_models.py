@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
-from ranks import run_ranks
+from ranks import RankError, start_ranks
 from saving import same
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import parse_manifest
@@ -205,12 +205,20 @@ WAYS: dict[int, list[How]] = {
 WAYS[3][2] = How(3, 1, fully=True, dims=True)
 
 
+def in_fresh_ranks(fn: Any, size: int, *args: Any) -> list[Any]:
+    """Run in processes of their own: DTensor keeps meshes, whose groups a pool would have ended."""
+    outcomes = start_ranks(fn, size, *args).wait()
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankError(outcomes)
+    return [outcome.result for outcome in outcomes]
+
+
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, Path]]:
     folder = tmp_path_factory.mktemp("saves")
     found = []
     for size, hows in WAYS.items():
-        formats = run_ranks(save_as, size, hows, folder / str(size))[0]
+        formats = in_fresh_ranks(save_as, size, hows, folder / str(size))[0]
         for number, how in enumerate(hows):
             path = folder / str(size) / str(number)
             is_plain = how.tp == 1 and not how.dims and not how.parts
@@ -223,7 +231,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, Path
 def test_what_is_saved_over_any_meshes_loads_over_any_others(
     saves: list[tuple[int, int, Path]], size: int
 ) -> None:
-    problems = run_ranks(load_as, size, WAYS[size], saves)
+    problems = in_fresh_ranks(load_as, size, WAYS[size], saves)
     assert not any(problems), problems
 
 
