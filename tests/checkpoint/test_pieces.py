@@ -262,6 +262,10 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
         [*tables()[:2], *(changed(r, sharded=as_bf16(without(r)))[r] for r in (2, 3))],
         r"'u0.a' is param F32 \(6, 4\), cut, on ranks 0, 1, and param BF16 .* on ranks 2, 3",
     ),
+    "a name for two": (
+        changed(1, apart=("u1.b",)),
+        r"'u1.b' lies on a mesh of its own, and on ranks 0, 1, 2, 3 there are 2 of that name",
+    ),
     "a stage": (changed(2, stage=2), r"rank 0 is at stage 3, rank 2 at stage 2"),
     "a setting": (
         changed(1, optimizer=optimizer_of(1, lr=0.25)),

@@ -39,6 +39,7 @@ class Described(Part):
     digests: Rows[Digest]
     tied: dict[Name, Name]
     optimizer: OptimizerRow | None
+    apart: Rows[Name]
     takes_turns: bool  # a copy was made only of what is written where all ranks are alike
 
 
@@ -147,6 +148,7 @@ def _describe(control: Control, table: Table, digests: Sequence[str]) -> Describ
         digests=tuple(digests),
         tied=dict(table.tied),
         optimizer=table.optimizer,
+        apart=table.apart,
         takes_turns=table.is_alike and table.is_staged and len(table.meshes[0]) > 1,
     )
 
@@ -231,6 +233,14 @@ def _check_tensors(heard: _Heard, made: Merged) -> None:
             raise CheckpointError(
                 f"'{info.key}' {info.shape}: its pieces, on {_who(heard, info)}, are not the "
                 f"whole tensor. {_HINT}"
+            )
+    apart = {name for _, one in heard for name in one.apart}
+    for (info, _), places in made.cut.items():
+        if info.name in apart and len(places) > 1:
+            raise CheckpointError(
+                f"'{info.name}' lies on a mesh of its own, and on {_who(heard, info)} there are "
+                f"{len(places)} of that name: whether they are one tensor is not known. Make it a "
+                "DTensor, whose placements say so, or give each a name of its own"
             )
     for name, holder in made.tied.items():
         if name in infos:

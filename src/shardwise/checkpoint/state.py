@@ -65,6 +65,7 @@ class Table:
 
     ``meshes`` are the ranks over which ``layouts`` are cut. ``is_alike``: this rank has all it
     has in common with all others. ``is_staged``: only what it then writes itself was copied.
+    ``apart`` are parameters on a mesh of their own, which may be others on other ranks.
     """
 
     stage: int
@@ -78,6 +79,7 @@ class Table:
     values: Mapping[str, Any]
     is_alike: bool = True
     is_staged: bool = False
+    apart: tuple[str, ...] = ()
 
 
 def clean_name(name: str) -> str:
@@ -142,6 +144,11 @@ def collect(
         optimizer=row,
         own=own,
         values=values,
+        apart=tuple(
+            cuts[id(p)].name
+            for p in params
+            if p.unit.comm.axes.mesh != engine.comm.axes.mesh and p.cut.outer is None
+        ),
         is_alike=not has_pieces and are_all(engine.everyone, layouts.meshes),
     )
 
