@@ -738,7 +738,7 @@ class Lockstep:
         call = self._num_calls[rank]
         self._num_calls[rank] += 1
         self._calls[call][rank] = (kind, row)
-        needed = self._ranks if kind == "exchange" else self._ranks[:1]
+        needed = self._ranks if kind == "exchange" else [int(kind.split()[1])]
         self._waits[rank] = (call, needed)
         self._switch(rank)
         del self._waits[rank]
@@ -800,11 +800,15 @@ class _LockstepControl:
     rank: int
     num_ranks: int
 
+    @property
+    def members(self) -> Sequence[int]:
+        return range(self.num_ranks)
+
     def exchange(self, row: bytes) -> list[bytes]:
         return self._lockstep.meet(self.rank, "exchange", bytes(row))
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         return self.exchange(work())
 
-    def broadcast(self, data: bytes) -> bytes:
-        return self._lockstep.meet(self.rank, "broadcast", bytes(data))[0]
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        return self._lockstep.meet(self.rank, f"broadcast {source}", bytes(data))[0]

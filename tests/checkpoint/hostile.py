@@ -534,7 +534,11 @@ def _set(*keys: Any) -> Callable[[Target, Any], None]:
     return attack
 
 
-_variants("a_format", NUMBERS | {"of_the_future": 2, "that_is_null": None}, _set("format"))
+_variants(
+    "a_format",
+    NUMBERS | {"of_the_future": 3, "that_has_meshes": 2, "that_is_null": None},
+    _set("format"),
+)
 _variants("a_step", NUMBERS, _set("step"))
 _variants("a_stage", FEW_NUMBERS | {"four": 4}, _set("stage"))
 _variants(

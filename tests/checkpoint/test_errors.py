@@ -122,7 +122,8 @@ def test_what_fails_in_memory_on_the_last_rank_leaves_no_folder_of_rank_0(
         if control.rank == ranks - 1 and where == "writing":
             part = dataclasses.replace(part, read=refuse)
         elif control.rank == ranks - 1:
-            manifest = Unwritable(**dict(manifest))
+            fields = {name: getattr(manifest, name) for name in Manifest.model_fields}
+            manifest = Unwritable(**fields)
         return write_checkpoint(files, control, RUN / step_name(2), NONCE, manifest, part)
 
     results, files = run_ranks_on(disk, ranks, body)

@@ -380,7 +380,7 @@ def test_code_that_misbehaves_would_have_been_seen(reports: list[Report]) -> Non
 def test_an_unknown_format_is_named_with_the_version_that_wrote_it(reports: list[Report]) -> None:
     report = next(r for r in reports if r.name == FUTURE)
     for way in ("load_this_one", "read_all", "verified", "quick"):
-        assert "format 2; this version reads format 1" in report.errors[way], report.errors
+        assert "format 3; this version reads formats 1 and 2" in report.errors[way], report.errors
         assert f"saved by shardwise '{shardwise.__version__}'" in report.errors[way]
 
 

@@ -50,6 +50,7 @@ class Recording:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.members = range(num_ranks)
         self.sizes: list[int] = []
 
     def exchange(self, row: bytes) -> list[bytes]:
@@ -59,7 +60,7 @@ class Recording:
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         return self.exchange(work())
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
         raise AssertionError("a save needs no broadcast of what grows")
 
 
@@ -76,8 +77,9 @@ def table_of(num_ranks: int) -> Table:
             sharded.append(
                 Item(row.info, torch.zeros(piece.numel), row.layout, row.index, piece.lo)
             )
+    mesh = (tuple(range(num_ranks)),)
     return Table(
-        3, num_ranks, 1, manifest.layouts, tuple(sharded), tuple(whole), {}, None, (), {}
+        3, (mesh,), manifest.layouts, tuple(sharded), tuple(whole), {}, None, (), {}
     )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class _Rank:
         self._threads = threads
         self.rank = rank
         self.num_ranks = threads.num_ranks
+        self.members = range(threads.num_ranks)
 
     def exchange(self, row: bytes) -> list[bytes]:
         return self._threads.exchange(self.rank, row)
@@ -65,7 +66,7 @@ class _Rank:
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         return self.exchange(work())
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
         raise AssertionError("nothing is broadcast")
 
 

@@ -260,9 +260,9 @@ def test_what_cannot_be_judged_is_an_error_and_no_damage(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be listed"):
         verify(FILES, folder / "nowhere")
     path = folder / MANIFEST
-    value = unseal(path.read_bytes(), "") | {"format": 2}
+    value = unseal(path.read_bytes(), "") | {"format": 3}
     path.write_bytes(sealed(value))
-    with pytest.raises(CheckpointError, match="format 2"):
+    with pytest.raises(CheckpointError, match="format 3"):
         verify(FILES, folder)
 
 

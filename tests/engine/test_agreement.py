@@ -48,7 +48,7 @@ class ThreadControl:
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         return self.exchange(work())
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
         self.meeting.rows[self.rank] = data
         self.meeting.barrier.wait()
         found = self.meeting.rows[0]

@@ -29,7 +29,7 @@ from shardwise.checkpoint.single import (
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.together import explain, together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
-from shardwise.comm.control import control_over, naming
+from shardwise.comm.control import naming
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 
@@ -67,7 +67,7 @@ class Checkpoints:
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
         self._engine = engine_of(model)
-        self._control = control_over(self._engine.comm.axes)  # for the thread
+        self._control = self._engine.open_control()  # for the thread
         self._staging = Staging()
         self._saving: Saving | None = None
         self._lock: Lock | None = None
@@ -278,7 +278,8 @@ class Checkpoints:
         return written
 
     def _to_stage(self, table: Table) -> list[Item]:
-        return [*written_items(table, self._control.rank), *table.whole, *table.own]
+        written = written_items(table, self._control.members, self._control.rank)
+        return [*written, *table.whole, *table.own]
 
     def _staged(self, table: Table) -> Table:
         """Return the table with copies in the place of the tensors that this rank writes."""
@@ -287,13 +288,12 @@ class Checkpoints:
 
         def of(listed: tuple[Item, ...]) -> tuple[Item, ...]:
             return tuple(
-                Item(item.info, copies[id(item)], item.layout, item.index, item.lo)
-                if id(item) in copies
-                else item
+                replace(item, data=copies[id(item)]) if id(item) in copies else item
                 for item in listed
             )
 
-        return replace(table, sharded=of(table.sharded), whole=of(table.whole), own=of(table.own))
+        sharded, whole, own = of(table.sharded), of(table.whole), of(table.own)
+        return replace(table, sharded=sharded, whole=whole, own=own, is_staged=True)
 
     def _refuse_newer(self, step: int) -> None:
         newer = [s for s in steps_in(self._files, self.folder) if s > step]

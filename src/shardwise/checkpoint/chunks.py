@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from shardwise.checkpoint.digest import CHUNK_BYTES, chunk_digest
 from shardwise.checkpoint.files import Files, Reader, is_unreadable
+from shardwise.checkpoint.pieces import Scattered
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _OPEN_FILES = 64
@@ -33,7 +34,7 @@ class Chunk(NamedTuple):
     key: str
     lo: int
     hi: int
-    out: memoryview
+    out: memoryview | Scattered
 
 
 class ChunkReader:
@@ -60,7 +61,8 @@ class ChunkReader:
             end = _end_of_run(ordered, at)
             run = ordered[at:end]
             first = run[0]
-            if len(run) == 1 and first.hi - first.lo == first.num_bytes:
+            is_whole = len(run) == 1 and first.hi - first.lo == first.num_bytes
+            if is_whole and isinstance(first.out, memoryview):
                 self._read(first, first.out)
                 self._check(first, first.out)
             else:

@@ -4,7 +4,6 @@ A plain model is whole on every rank, and nothing is sent for it: each process t
 all of it, alone or in a group, or without any.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.pieces import Region, whole_of
 from shardwise.checkpoint.state import clean_name, param_names
 from shardwise.comm.control import Control, SoloControl
 from shardwise.engine.api import engine_of
@@ -39,10 +39,18 @@ class Place:
     param: ShardedParam | None
 
     @property
+    def piece(self) -> Region:
+        """The box of the parameter whose flattened elements [lo, hi) are."""
+        if self.param is None:
+            return whole_of(self.shape)
+        piece = self.param.cut.piece
+        return Region(piece.at, piece.shape)
+
+    @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The elements [lo, hi) that each rank of the shard axis works on."""
-        if self.param is None or self.param.cut.layout is None:
-            return ((0, math.prod(self.shape)),)
+        if self.param is None or self.param.cut.layout is None or self.param.dim > 0:
+            return ((0, self.piece.numel),)
         return self.param.cut.ranges
 
     def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:

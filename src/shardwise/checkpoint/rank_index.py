@@ -123,6 +123,8 @@ def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> 
     sizes = [file.num_bytes for file in index.files]
     if (index.run, index.step, index.rank) != (manifest.run, manifest.step, rank):
         raise DamagedCheckpoint(f"{where}: it is of another run, step or rank than the manifest")
+    if index.format != manifest.format:
+        raise DamagedCheckpoint(f"{where}: it is of another format than the manifest")
     if (len(sizes), sum(sizes)) != (row.num_files, row.file_bytes):
         raise DamagedCheckpoint(f"{where}: it has other files than the manifest says")
     if any(box.tensor >= len(tensors) or box.file >= len(sizes) for box in index.boxes):
@@ -153,7 +155,7 @@ def _check_places(manifest: Manifest, index: RankIndex, where: str) -> None:
         before[box.file] = order
     end = index.own[0].begin if index.own else 0
     for own in index.own:
-        num_bytes = own.info.numel * element_bytes(own.dtype)
+        num_bytes = own.num_bytes
         if own.begin != end or len(own.digests) != num_chunks(num_bytes) * DIGEST_CHARS:
             raise DamagedCheckpoint(f"{where}: its own '{own.name}' is not described right")
         end += num_bytes

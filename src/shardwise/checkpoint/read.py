@@ -12,6 +12,7 @@ from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
 from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
 from shardwise.checkpoint.files import Files, is_unreadable
 from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
+from shardwise.checkpoint.pieces import Region, Scattered, spans, whole_of
 from shardwise.checkpoint.rank_index import (
     BoxPlace,
     OwnRow,
@@ -69,7 +70,6 @@ class Checkpoint:
         if manifest is None:
             manifest = parse_manifest(read_small(files, folder / MANIFEST), str(folder / MANIFEST))
         self.manifest = manifest
-        self._numbers = {row.info: n for n, row in enumerate(manifest.tensors)}
         self._indexes: dict[int, RankIndex] = {}
         self._cuts: dict[tuple[int | None, ...], list[tuple[int, int, Box, int, int]]] = {}
 
@@ -87,7 +87,7 @@ class Checkpoint:
     @property
     def tensors(self) -> Sequence[TensorInfo]:
         """Every tensor, in the manifest's order."""
-        return tuple(self._numbers)
+        return tuple(self.manifest.rows_of)
 
     @property
     def step(self) -> int | None:
@@ -107,7 +107,7 @@ class Checkpoint:
         row = self.manifest.optimizer
         if row is None:
             return None
-        own = {i.state: i for i in self._numbers if i.kind == "optimizer" and not i.name}
+        own = {i.state: i for i in self.tensors if i.kind == "optimizer" and not i.name}
 
         def tensor(place: str) -> torch.Tensor:
             info = own.pop(place, None)  # each stands in one place only
@@ -123,27 +123,36 @@ class Checkpoint:
         return self.values_of(self.rank)["extra"]
 
     @cached_property
-    def _own(self) -> dict[TensorInfo, OwnRow]:
+    def _own(self) -> dict[tuple[TensorInfo, Region], OwnRow]:
         """Buffers and optimizer tensors of which this rank had one of its own."""
-        return {row.info: row for row in self.index_of(self.rank).own if row.kind != "extra"}
+        own = self.index_of(self.rank).own
+        return {(row.info, row.region): row for row in own if row.kind != "extra"}
 
-    def read(self, tensor: TensorInfo, lo: int, hi: int) -> torch.Tensor:
-        """Return elements [lo, hi) of the flattened tensor, on the CPU."""
+    def read(
+        self, tensor: TensorInfo, lo: int, hi: int, piece: Region | None = None
+    ) -> torch.Tensor:
+        """Return elements [lo, hi) of the flattened tensor, or of a piece of it, on the CPU."""
         import torch
 
         out = torch.empty(hi - lo, dtype=torch_dtype(tensor.dtype), device="cpu")
-        self._read(self.chunks(tensor, lo, hi, memory_of(out)))
+        self._read(self.chunks(tensor, lo, hi, memory_of(out), piece))
         return out
 
     def is_cut(self, tensor: TensorInfo) -> bool:
         """Tell whether the ranks that saved held slices of it; else it was whole on each."""
-        return self.manifest.tensors[self._numbers[tensor]].layout is not None
+        return self.manifest.tensors[self.manifest.rows_of[tensor][0]].layout is not None
 
-    def ranges(self, tensor: TensorInfo) -> tuple[tuple[int, int], ...]:
-        """Return the elements [lo, hi) that each rank of one replica worked on, that saved it."""
-        row = self.manifest.tensors[self._numbers[tensor]]
-        if row.layout is None or self.manifest.stage == 0 or self.manifest.num_shards == 1:
-            return ((0, tensor.numel),)
+    def ranges(self, tensor: TensorInfo, piece: Region) -> tuple[tuple[int, int], ...]:
+        """Return the elements [lo, hi) of a piece that each rank of one replica worked on.
+
+        Those of the ranks that saved it; nothing if they had other pieces.
+        """
+        rows = (self.manifest.tensors[number] for number in self.manifest.rows_of[tensor])
+        row = next((row for row in rows if row.region == piece), None)
+        if row is None:
+            return ()
+        if row.layout is None or self.manifest.stage == 0:
+            return ((0, piece.numel),)
         layout = self.manifest.built_layouts[row.layout]
         pieces = [layout.piece(row.index or 0, rank) for rank in range(layout.num_ranks)]
         return tuple((piece.lo, piece.hi) for piece in pieces)
@@ -154,35 +163,65 @@ class Checkpoint:
         return not self.manifest.layouts
 
     # -- what a rank reads
-    def chunks(self, tensor: TensorInfo, lo: int, hi: int, out: memoryview) -> list[Chunk]:
+    def chunks(
+        self,
+        tensor: TensorInfo,
+        lo: int,
+        hi: int,
+        out: memoryview,
+        piece: Region | None = None,
+    ) -> list[Chunk]:
         """List what must be read to fill ``out`` with the bytes of elements [lo, hi).
 
+        They are elements of the flattened ``piece``, which is the whole tensor if none is given.
+
         **Cost** at most two chunks more than was asked for, from the files of those ranks only that
-        hold some of it; opens the indexes of those ranks.
+        hold some of it; opens the indexes of those ranks. For pieces that were saved as others: see
+        Note [One piece into another].
         """
-        if self._own and tensor in self._own:
-            return _chunks_of_own(self.rank, self._own[tensor], lo, hi, out)
-        number = self._numbers[tensor]
-        key, width = tensor.key, element_bytes(tensor.dtype)
+        want, width = piece or whole_of(tensor.shape), element_bytes(tensor.dtype)
+        if self._own and (tensor, want) in self._own:
+            return _chunks_of_own(self.rank, self._own[tensor, want], lo, hi, out)
         chunks: list[Chunk] = []
+        for number in self.manifest.rows_of[tensor]:
+            have = self.manifest.tensors[number].region
+            shift = have.shift_from(want)
+            if shift is not None:
+                begin, end = max(lo - shift, 0), min(hi - shift, have.numel)
+                inside = out[(begin + shift - lo) * width : (end + shift - lo) * width]
+                chunks += self._chunks_of(number, begin, end, inside)
+            elif found := spans(have, want, lo, hi):
+                begin, end = found
+                into = Scattered(have, begin * width, end * width, want, lo, out, width)
+                chunks += [c for c in self._chunks_of(number, begin, end, into) if c.out]
+        return chunks
+
+    def _chunks_of(
+        self, number: int, lo: int, hi: int, out: memoryview | Scattered
+    ) -> Iterator[Chunk]:
+        """Yield the chunks around elements [lo, hi) of one row of the manifest."""
+        row = self.manifest.tensors[number]
+        width = element_bytes(row.dtype)
         for rank, place, box, begin, end in self._parts(number, lo, hi):
             found = self._find(number, place, box, rank)
-            chunks += _chunks(
+            yield from _chunks(
                 file_name(rank, place),
-                key,
+                row.info.key,
                 found,
                 (box.hi - box.lo) * width,
                 (begin - box.lo) * width,
                 (end - box.lo) * width,
                 out[(begin - lo) * width : (end - lo) * width],
             )
-        return chunks
 
     def _parts(self, number: int, lo: int, hi: int) -> list[tuple[int, int, Box, int, int]]:
         """Return (rank, file, box, begin, end) for each box that has some of elements [lo, hi)."""
         row, manifest = self.manifest.tensors[number], self.manifest
         # A parameter and its optimizer state are cut alike.
-        same = (row.layout, row.index, number % manifest.num_replicas, lo, hi)
+        if hi <= lo:
+            return []
+        turn = manifest.turn_of(number) if row.layout is not None else None
+        same = (row.layout, row.index, turn, lo, hi)
         if row.layout is not None and same in self._cuts:
             return self._cuts[same]
         if row.layout is None:
@@ -238,7 +277,7 @@ class Checkpoint:
             if row is None:
                 raise DamagedCheckpoint(f"{where}: there is no tensor '{place}', or not twice")
             out = torch.empty(row.shape, dtype=torch_dtype(row.dtype), device="cpu")
-            self._read(_chunks_of_own(rank, row, 0, row.info.numel, memory_of(out)))
+            self._read(_chunks_of_own(rank, row, 0, row.region.numel, memory_of(out)))
             return out
 
         values = {key: decode(value, tensor) for key, value in index.values.items()}
@@ -277,7 +316,7 @@ def _chunks(
     box_bytes: int,
     first: int,
     last: int,
-    out: memoryview,
+    out: memoryview | Scattered,
 ) -> Iterator[Chunk]:
     """Yield the chunks around bytes [first, last) of a box of ``box_bytes`` in file ``name``."""
     digests = box.digests
@@ -303,5 +342,5 @@ def _chunks_of_own(rank: int, row: OwnRow, lo: int, hi: int, out: memoryview) ->
     if hi <= lo:
         return []
     name, width = file_name(rank, 0), element_bytes(row.dtype)
-    size = row.info.numel * width
-    return list(_chunks(name, row.info.key, row, size, lo * width, hi * width, out))
+    key, size = row.info.key, row.num_bytes
+    return list(_chunks(name, key, row, size, lo * width, hi * width, out))

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
+from shardwise.checkpoint.pieces import Region
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.checkpoint.state import names_of_params, persistent_buffers
+from shardwise.checkpoint.state import local_piece, names_of_params, persistent_buffers
 from shardwise.errors import CheckpointError
 from shardwise.unit.plain_state import PLAIN_SCALARS
 
@@ -22,12 +23,13 @@ _COMPARED_ELEMENTS = 1 << 22  # at once
 
 @dataclass(frozen=True)
 class Target:
-    """Elements [lo, hi) of a tensor of the checkpoint, to be read into ``data``."""
+    """Elements [lo, hi) of a tensor of the checkpoint, or of a piece, to be read into ``data``."""
 
     info: TensorInfo
     lo: int
     hi: int
     data: torch.Tensor
+    piece: Region | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def match_model(
                 used.discard(other)
         info = names.infos[name]
         _check(source, info, place.shape, place.data.dtype, cast)
-        targets.append(Target(info, place.lo, place.hi, place.data))
+        targets.append(Target(info, place.lo, place.hi, place.data, place.piece))
         found.append((place, name))
     for key, buffer in persistent_buffers(model):
         if key not in names.infos:
@@ -100,7 +102,8 @@ def match_model(
         used.add(key)
         info = names.infos[key]
         _check(source, info, tuple(buffer.shape), buffer.dtype, cast)
-        targets.append(Target(info, 0, info.numel, buffer.detach()))
+        local, piece = local_piece(buffer.detach(), key)
+        targets.append(Target(info, 0, local.numel(), local, piece))
     unexpected = [name for name in names.infos if name not in used]
     if (strict or not found) and (missing or unexpected):
         remedy = "or pass strict=False to load what both have" if found else "no parameter is alike"
@@ -243,7 +246,7 @@ def optimizer_targets(
 
 def _check_blocks(source: Checkpoint, info: TensorInfo, place: Place) -> None:
     """Refuse 8-bit state whose blocks are not those of this rank's slices: scales are per block."""
-    if source.ranges(info) != place.ranges:
+    if source.ranges(info, place.piece) != place.ranges:
         raise CheckpointError(
             f"{source.where}: optimizer state '{info.state}' of '{info.name}' is quantised in "
             f"blocks of the slices that {source.manifest.num_shards} ranks had at stage "
@@ -273,7 +276,7 @@ def _plain_state(
 
 def _state_target(info: TensorInfo, place: Place, value: torch.Tensor) -> Target:
     if isinstance(value, DTensor):
-        return Target(info, place.lo, place.hi, value.to_local())
+        return Target(info, place.lo, place.hi, value.to_local(), place.piece)
     return Target(info, 0, info.numel, value)
 
 
@@ -288,10 +291,11 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
         same = torch_dtype(target.info.dtype) == data.dtype
         if same and data.device.type == "cpu" and data.is_contiguous():
             in_place.append(data)
-            chunks += source.chunks(target.info, target.lo, target.hi, memory_of(data))
+            memory = memory_of(data)
+            chunks += source.chunks(target.info, target.lo, target.hi, memory, target.piece)
         else:  # of no elements too: every rank's full copy is stale then
             with torch.no_grad():
-                read = source.read(target.info, target.lo, target.hi)
+                read = source.read(target.info, target.lo, target.hi, target.piece)
                 data.copy_(read.view(data.shape))
             yield data.nbytes
     try:

@@ -13,13 +13,13 @@ from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.strict_json import check_containers, dumps, loads
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
-FORMAT = 1
+FORMAT, PIECES_FORMAT = 1, 2  # what only the second has: Note [Pieces and meshes] in `manifest`
 MANIFEST = "manifest.json"
 MAX_PART_BYTES = 256 << 20  # of a manifest or an index; parsing takes a few times as much memory
 _SEAL = b',"digest":"'
 _SHOWN_CHARS = 200
 
-Format = Annotated[int, Field(ge=FORMAT, le=FORMAT, strict=True)]
+Format = Annotated[int, Field(ge=FORMAT, le=PIECES_FORMAT, strict=True)]
 Count = Annotated[int, Field(ge=0, lt=1 << 50, strict=True)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 24, strict=True)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=32)]

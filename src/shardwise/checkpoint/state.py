@@ -9,6 +9,9 @@ between ranks is saved by each rank for itself. Gradients are not saved.
 
 At stage 0, where every rank has everything, each rank still writes only the slice that it would own
 at another stage: replicas are written once, by all ranks together.
+
+A rank knows its own units and pieces, and says over which ranks each is cut; what others have,
+`merge` learns from them.
 """
 
 import re
@@ -19,11 +22,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
+from shardwise.checkpoint.pieces import Region
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
+from shardwise.comm.collectives import Comm
+from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
@@ -32,6 +39,7 @@ from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
 
 # Wrappers that put a part of their own into the names of what they wrap.
+Ranks = tuple[tuple[int, ...], ...]  # of the process group, as [replica][shard]
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -40,7 +48,7 @@ class Item:
     """One tensor of the table: ``data`` are this rank's elements of it, flat.
 
     With a layout it is parameter ``index`` of ``layouts[layout]``, from element ``lo`` on; without
-    one it is whole here.
+    one it is whole here. With a ``piece`` all this is said of that box of the tensor.
     """
 
     info: TensorInfo
@@ -48,15 +56,20 @@ class Item:
     layout: int | None = None
     index: int | None = None
     lo: int = 0
+    piece: Region | None = None
 
 
 @dataclass(frozen=True)
 class Table:
-    """All training state of one rank, not yet copied."""
+    """All training state of one rank, not yet copied.
+
+    ``meshes`` are the ranks over which ``layouts`` are cut. ``is_alike``: this rank has all it
+    has in common with all others. ``is_staged``: only what it then writes itself was copied.
+    ``apart`` are parameters on a mesh of their own, which may be others on other ranks.
+    """
 
     stage: int
-    num_shards: int
-    num_replicas: int
+    meshes: tuple[Ranks, ...]
     layouts: tuple[LayoutRow, ...]
     sharded: tuple[Item, ...]
     whole: tuple[Item, ...]
@@ -64,6 +77,9 @@ class Table:
     optimizer: OptimizerRow | None
     own: tuple[Item, ...]
     values: Mapping[str, Any]
+    is_alike: bool = True
+    is_staged: bool = False
+    apart: tuple[str, ...] = ()
 
 
 def clean_name(name: str) -> str:
@@ -106,14 +122,9 @@ def collect(
     engine = engine_of(model)
     _check_moment(engine)
     engine.rest("save()")
-    storages = [storage for unit in engine.units for storage in unit.storages]
-    layouts = tuple(
-        LayoutRow(kind=s.layout.kind, shapes=tuple(p.shape for p in s.layout.params))
-        for s in storages
-    )
-    numbers = {id(storage): number for number, storage in enumerate(storages)}
     params = [param for unit in engine.units for param in unit.params]
-    cuts = {id(param): _cut_of(param, numbers) for param in params}
+    layouts = _Layouts(engine)
+    cuts = {id(param): layouts.cut_of(param) for param in params}
     sharded = [_sliced(cuts[id(param)], "", param.sharded) for param in params]
     whole: list[Item] = []
     row = None
@@ -122,19 +133,30 @@ def collect(
     for name, buffer in persistent_buffers(model):
         whole.append(_whole(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
     values, own = _own_values(model, extra, generators)
-    axes = engine.comm.axes
+    has_pieces = any(item.piece for item in (*sharded, *whole))
     return Table(
         stage=engine.config.stage.number,
-        num_shards=axes.shard.size,
-        num_replicas=axes.replicate.size if axes.replicate else 1,
-        layouts=layouts,
+        meshes=tuple(layouts.meshes),
+        layouts=tuple(layouts.rows),
         sharded=tuple(sharded),
         whole=tuple(whole),
         tied={name: param_names(s)[0] for s in params for name in param_names(s)[1:]},
         optimizer=row,
         own=own,
         values=values,
+        apart=tuple(
+            cuts[id(p)].name
+            for p in params
+            if p.unit.comm.axes.mesh != engine.comm.axes.mesh and p.cut.outer is None
+        ),
+        is_alike=not has_pieces and are_all(engine.everyone, layouts.meshes),
     )
+
+
+def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
+    """Tell whether one mesh is all that a rank knows of, and has all ranks in their order."""
+    members = [rank for replica in meshes[0] for rank in replica]
+    return len(meshes) == 1 and (control.num_ranks == 1 or members == list(control.members))
 
 
 _T = TypeVar("_T")
@@ -191,27 +213,84 @@ class _Cut:
     index: int
     lo: int
     inside: slice
+    piece: Region | None
 
 
-def _cut_of(param: ShardedParam, numbers: Mapping[int, int]) -> _Cut:
-    storage = param.storage
-    piece = storage.layout.piece(param.index, storage.rank)
-    inside = slice(piece.lo - param.cut.lo, piece.hi - param.cut.lo)
-    name, number = param_names(param)[0], numbers[id(storage)]
-    return _Cut(name, param.cut.shape, number, param.index, piece.lo, inside)
+class _Layouts:
+    """The layouts of this rank's units, and the ranks over which they are cut."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rows: list[LayoutRow] = []
+        self._numbers: dict[int, int] = {}
+        self._ranks: dict[int, Ranks] = {}
+        self.meshes = [self._ranks_of(engine.comm)]
+        for unit in engine.units:
+            used = {id(param.storage) for param in unit.params if param.dim == 0}
+            for storage in unit.storages:
+                if id(storage) in used:
+                    shapes = tuple(placed.shape for placed in storage.layout.params)
+                    mesh = self._ranks_of(unit.comm)
+                    self._numbers[id(storage)] = self._add(storage.layout.kind, shapes, mesh)
+
+    def _add(self, kind: Any, shapes: tuple[tuple[int, ...], ...], mesh: Ranks) -> int:
+        if mesh not in self.meshes:
+            self.meshes.append(mesh)
+        self.rows.append(LayoutRow(kind=kind, shapes=shapes, mesh=self.meshes.index(mesh)))
+        return len(self.rows) - 1
+
+    def cut_of(self, param: ShardedParam) -> _Cut:
+        """Say what this rank has of a parameter, and in which layout that is."""
+        storage, cut, name = param.storage, param.cut, param_names(param)[0]
+        box = cut.piece
+        piece = Region(box.at, box.shape) if box.shape != box.of else None
+        if param.dim == 0:
+            held = storage.layout.piece(param.index, storage.rank)
+            inside = slice(held.lo - cut.lo, held.hi - cut.lo)
+            number = self._numbers[id(storage)]
+            return _Cut(name, cut.shape, number, param.index, held.lo, inside, piece)
+        # Along another dim each rank's chunk is a piece, which no other rank cuts.
+        comm = param.unit.comm
+        alone = tuple((replica[comm.axes.shard.rank],) for replica in self._ranks_of(comm))
+        number = self._add("rows", (box.shape,), alone)
+        return _Cut(name, cut.shape, number, 0, 0, slice(None), piece)
+
+    def _ranks_of(self, comm: Comm) -> Ranks:
+        if id(comm) not in self._ranks:
+            table = comm.axes.mesh.mesh
+            rows = table.reshape(-1, table.shape[-1]).tolist()
+            self._ranks[id(comm)] = tuple(map(tuple, rows))
+        return self._ranks[id(comm)]
 
 
 def _sliced(cut: _Cut, state: str, tensor: Any) -> Item:
     data = tensor.to_local().reshape(-1)[cut.inside]
     kind: Kind = "optimizer" if state else "param"
     info = TensorInfo(kind, cut.name, dtype_name(data.dtype, cut.name), cut.shape, state)
-    return Item(info, data, cut.layout, cut.index, cut.lo)
+    return Item(info, data, cut.layout, cut.index, cut.lo, cut.piece)
 
 
 def _whole(info: TensorInfo, tensor: torch.Tensor) -> Item:
-    dtype = dtype_name(tensor.dtype, info.key)
-    data = tensor.detach().contiguous().reshape(-1)
-    return Item(TensorInfo(info.kind, info.name, dtype, info.shape, info.state), data)
+    local, piece = local_piece(tensor, info.key)
+    dtype = dtype_name(local.dtype, info.key)
+    data = local.detach().contiguous().reshape(-1)
+    described = TensorInfo(info.kind, info.name, dtype, info.shape, info.state)
+    return Item(described, data, piece=piece)
+
+
+def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region | None]:
+    """Return what a rank has of a buffer, and which box of it that is, unless it is all."""
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(
+            f"'{name}' is a sum that is not taken yet {tensor.placements}; give it a placement of "
+            "Replicate() or Shard() first"
+        )
+    shape, at = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    is_all = tuple(shape) == tuple(tensor.shape)
+    return tensor.to_local(), None if is_all else Region(tuple(at), tuple(shape))
 
 
 def _collect_optimizer(

@@ -187,6 +187,8 @@ class _Check:
                 f"{manifest.run}, step {manifest.step}, rank {rank}"
             )
             self._found(name, "", text)
+        if index.format != manifest.format:
+            self._found(name, "", f"format {index.format}, and the manifest is {manifest.format}")
         file_bytes = sum(file.num_bytes for file in index.files)
         if (len(index.files), file_bytes) != (row.num_files, row.file_bytes):
             text = (
@@ -234,9 +236,8 @@ class _Check:
             self._found(name, "", text)
         for own in index.own:
             key = f"rank{rank:05d}.{own.info.key}"
-            end = own.begin + own.info.numel * element_bytes(own.dtype)
-            offsets = (0,) * len(own.shape)
-            stored = Stored(key, own.dtype, own.shape, offsets, own.begin, end)
+            end = own.begin + own.num_bytes
+            stored = Stored(key, own.dtype, own.shape, own.region.at, own.begin, end)
             yield 0, _Expected(stored, own.info.key, own.digests)
 
     def _file(self, name: str, num_bytes: int, header: str, tensors: list[_Expected]) -> None:

@@ -142,7 +142,7 @@ def write_checkpoint(
 def _meant(manifest: Manifest) -> bytes:
     """Return what this rank means to save, as text."""
     return manifest.model_dump_json(
-        include={"run", "step", "stage", "layouts", "tensors", "tied", "optimizer"}
+        include={"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
     ).encode()
 
 
@@ -172,9 +172,10 @@ def write_rank(
             for row, box in ((manifest.tensors[number], box) for number, box in listed)
         ]
         described += [
-            (f"rank{part.rank:05d}.{row.info.key}", row.dtype, row.shape, (0,) * len(row.shape))
+            (f"rank{part.rank:05d}.{row.info.key}", row.dtype, row.shape, row.region.at)
             for row, _ in own
         ]
+        assert len({key for key, *_ in described}) == len(described), "one key twice in a file"
         stored = place(described)
         header = build_header(stored)
         reads: list[Callable[[], memoryview]] = [
@@ -197,7 +198,7 @@ def write_rank(
             own_rows.append(OwnRow(**fields, begin=begin + s.begin, digests=digest))
     index = seal(
         RankIndex(
-            format=1,
+            format=manifest.format,
             run=manifest.run,
             step=manifest.step,
             rank=part.rank,

@@ -138,10 +138,8 @@ def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> dict[str, 
     if manifest is None:
         raise DamagedCheckpoint(damage)
     tensors = [
-        _described(row, "whole", 1)
-        if row.layout is None
-        else _described(row, manifest.layouts[row.layout].kind, manifest.num_shards)
-        for row in manifest.tensors
+        _of_tensor(manifest, [manifest.tensors[number] for number in numbers])
+        for numbers in manifest.rows_of.values()
     ]
     try:
         tensors += _own_tensors(files, path, manifest)
@@ -169,9 +167,19 @@ def checkpoint_facts(files: Files, path: Path, with_tensors: bool) -> dict[str, 
 def _of_manifest(files: Files, path: Path, manifest: Manifest | None) -> dict[str, Any]:
     names = ("saved_at", "stage", "num_ranks", "num_shards", "num_replicas")
     if manifest is None:
-        return dict.fromkeys((*names, "num_bytes"))
+        return dict.fromkeys((*names, "num_meshes", "num_bytes"))
     facts = {name: getattr(manifest, name) for name in names}
+    facts["num_meshes"] = len(manifest.meshes) or 1
     return facts | {"num_bytes": disk_bytes(files, path, manifest)}
+
+
+def _of_tensor(manifest: Manifest, rows: list[TensorRow]) -> dict[str, Any]:
+    """Describe a tensor by its rows: one, or one for each piece."""
+    if rows[0].layout is None:
+        return _described(rows[0], "whole" if len(rows) == 1 else "pieces", len(rows))
+    layouts = [row.layout for row in rows if row.layout is not None]
+    num_parts = sum(manifest.built_layouts[layout].num_ranks for layout in layouts)
+    return _described(rows[0], manifest.layouts[layouts[0]].kind, num_parts)
 
 
 def _described(row: TensorRow, layout: str, num_parts: int) -> dict[str, Any]:
@@ -181,7 +189,7 @@ def _described(row: TensorRow, layout: str, num_parts: int) -> dict[str, Any]:
         "state": row.state,
         "kind": row.kind,
         "dtype": row.dtype,
-        "shape": list(row.shape),
+        "shape": list(row.info.shape),
         "numel": numel,
         "num_bytes": numel * element_bytes(row.dtype),
         "layout": layout,

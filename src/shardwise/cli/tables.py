@@ -140,6 +140,8 @@ def _time(facts: Mapping[str, Any]) -> str:
 
 def _ranks(facts: Mapping[str, Any]) -> str:
     shards, replicas = facts["num_shards"], facts["num_replicas"]
+    if facts["num_meshes"] > 1:
+        return f"{facts['num_ranks']} in {facts['num_meshes']} meshes"
     return f"{shards}" if replicas == 1 else f"{facts['num_ranks']} = {shards} x {replicas}"
 
 

@@ -32,10 +32,14 @@ _MEET_S = 10.0  # at least so often
 
 
 class Control(Protocol):
-    """What is asked of the other ranks. Ranks are numbered replica by replica."""
+    """What is asked of the other ranks. Ranks are numbered replica by replica.
+
+    ``members`` are their numbers in the process group, in this order; one rank alone names none.
+    """
 
     rank: int
     num_ranks: int
+    members: Sequence[int]
 
     def exchange(self, row: bytes) -> list[bytes]:
         """Return every rank's row in rank order; rows have one length on all ranks."""
@@ -43,8 +47,8 @@ class Control(Protocol):
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns."""
 
-    def broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's bytes; the other ranks' argument is ignored."""
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        """Return the bytes of rank ``source``; the other ranks' argument is ignored."""
 
 
 class SoloControl:
@@ -52,6 +56,7 @@ class SoloControl:
 
     rank = 0
     num_ranks = 1
+    members: Sequence[int] = ()
 
     def exchange(self, row: bytes) -> list[bytes]:
         """Return the row."""
@@ -61,7 +66,7 @@ class SoloControl:
         """Do the work; return its row."""
         return [work()]
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes."""
         return data
 
@@ -79,7 +84,7 @@ class GroupControl:
     ) -> None:
         self._group = group
         self._timeout_s = timeout.total_seconds()
-        self._members = members
+        self.members = members
         self.rank = rank
         self.num_ranks = len(members)
         self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
@@ -115,7 +120,7 @@ class GroupControl:
         return [each.tobytes() for each in rows[:, 1:].numpy()]
 
     def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
-        who = name_ranks([self._members[n] for n in missing]) if missing else "another rank"
+        who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
             f" within {self._timeout_s:g} s, the timeout of the process group. It is stopped, has "
@@ -157,16 +162,16 @@ class GroupControl:
             if all(other[0] for other in said):
                 return [other[1:] for other in said]
 
-    def broadcast(self, data: bytes) -> bytes:
-        """Return rank 0's bytes; two broadcasts, of the length and of the bytes."""
+    def broadcast(self, data: bytes, source: int = 0) -> bytes:
+        """Return the source's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
         with _agreeing(self._meeting):
-            self._group.broadcast(size, 0).wait()
+            self._group.broadcast(size, source).wait()
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-            if self.rank == 0:
+            if self.rank == source:
                 buffer.numpy()[:] = memoryview(data)
             if buffer.numel():
-                self._group.broadcast(buffer, 0).wait()
+                self._group.broadcast(buffer, source).wait()
         return buffer.numpy().tobytes()
 
 

@@ -27,7 +27,7 @@ from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
-from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
+from shardwise.errors import CollectiveError, ShardError, StateError
 from shardwise.trace import FullBytes, mark
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.states import GradState
@@ -92,10 +92,19 @@ class Engine:
     @cached_property
     def everyone(self) -> Control:
         """The exchanges between all ranks that hold a part of the model."""
+        return self.comm.control if self._others is None else self.open_control()
+
+    def open_control(self) -> Control:
+        """Open a group for the same exchanges, for another thread; all ranks call it together."""
+        return control_over(self.comm.axes, self._others)
+
+    @property
+    def _others(self) -> list[int] | None:
+        """All ranks that hold a part of the model, where they are more than the mesh has."""
         own = set(self.comm.axes.mesh.mesh.flatten().tolist())
         meshes = {param.sharded.device_mesh for unit in self.units for param in unit.params}
         ranks = own.union(*(mesh.mesh.flatten().tolist() for mesh in meshes))
-        return self.comm.control if ranks == own else control_over(self.comm.axes, sorted(ranks))
+        return None if ranks == own else sorted(ranks)
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -112,14 +121,8 @@ class Engine:
     def rest(self, what: str) -> None:
         """Let shards alone stand in the modules, for ``what``: here they do, but for pinned units.
 
-        **Raises** ShardError, as `unpin` does; ConfigError for what is not cut by ranges.
+        **Raises** ShardError, as `unpin` does.
         """
-        cuts = [param.cut for unit in self.units for param in unit.params if param.cut is not None]
-        if what in ("save()", "load()") and any(cut.kind != "range" for cut in cuts):
-            raise ConfigError(
-                f"{what}: parameters are cut along several axes, or along another dim than 0; use "
-                "torch.distributed.checkpoint for such a model"
-            )
         self.unpin(what, self.units)
 
     def unpin(self, what: str, units: Sequence[Unit]) -> None:

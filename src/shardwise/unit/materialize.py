@@ -234,4 +234,5 @@ class Materializer:
                     self._reset_of(module, name)(module)
                 continue
             for key, buffer in buffers.items():
-                self._comm.broadcast(buffer, Site("broadcast", f"{name}.{key}".lstrip("."), 0))
+                site = Site("broadcast", f"{name}.{key}".lstrip("."), 0)
+                self._comm.broadcast(local_of(buffer), site)

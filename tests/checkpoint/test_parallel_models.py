@@ -1,0 +1,243 @@
+"""Checkpoints of models over several meshes: saved under any of them, loaded under any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardwise
+from ranks import RankError, start_ranks
+from saving import same
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.manifest import parse_manifest
+from shardwise.checkpoint.verify import verify
+from shardwise.interop.fsdp2 import fully_shard
+
+WIDTH, HIDDEN = 6, 7  # hidden rows divide by no number of ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.register_buffer("seen", torch.zeros(HIDDEN, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class How:
+    """How a model is cut: ranks of data and of tensor parallelism, and what else."""
+
+    dp: int
+    tp: int
+    stage: int = 3
+    layout: str = "rows"
+    replicas: int = 1
+    dims: bool = False  # one weight is cut along dim 1
+    parts: bool = False  # one weight is cut over a part of the ranks
+    fully: bool = False  # by fully_shard
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp
+
+
+def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer with its state, all elements zero."""
+    names = ("replicate", "shard", "tp")
+    sizes = (how.replicas, how.dp // how.replicas, how.tp)
+    world = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    dp = world["replicate", "shard"] if how.replicas > 1 else world["shard"]
+    model: Any = Net()
+    if how.tp > 1:
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        for block in model.layers:
+            parallelize_module(block, world["tp"], plan)
+            whole = block.seen
+            cut: Any = [Shard(0)]
+            block.seen = torch.distributed.tensor.distribute_tensor(whole, world["tp"], cut)
+    if how.fully:
+        place = (lambda p: Shard(1) if p.shape == (4, WIDTH) else None) if how.dims else None
+        for block in model.layers:
+            fully_shard(block, mesh=dp)
+        fully_shard(model, mesh=dp, shard_placement_fn=place)
+    else:
+        placements: dict[str, Any] = {}
+        if how.dims:
+            placements["head.weight"] = Shard(1)
+        if how.parts:
+            placements["layers.1.up"] = init_device_mesh("cpu", (how.dp // 2, 2))
+        shardwise.shard(
+            model,
+            stage=how.stage,
+            layout=how.layout,
+            mesh=dp,
+            units=Block,
+            placements=placements or None,
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return this rank's tensors of all state, as they are held."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found[f"{name} {key}"] = value
+    return dict(sorted(found.items()))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, save: int) -> None:
+    """Give each element a number of its own, the same however it is cut."""
+    for number, tensor in enumerate(tensors(model, optimizer).values()):
+        whole = torch.arange(tensor.numel()).view(tensor.shape) + 1000 * number + 10**5 * save
+        cut = getattr(tensor, "_cut", None)
+        if cut is not None:
+            tensor.to_local().copy_(cut.slice_of(whole))  # type: ignore[attr-defined]
+        elif isinstance(tensor, DTensor):
+            spec = tensor.device_mesh, tensor.placements
+            made = DTensor.from_local(whole, spec[0], [Replicate()] * spec[0].ndim)
+            tensor.to_local().copy_(made.redistribute(*spec).to_local())
+        else:
+            tensor.copy_(whole)
+
+
+def full(tensor: Any) -> Tensor:
+    found: Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return found.clone()
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {name: full(tensor) for name, tensor in tensors(model, optimizer).items()}
+
+
+def wrong(found: dict[str, Tensor], save: int) -> list[str]:
+    """Return what is not as `fill` made it."""
+    return [
+        name
+        for number, (name, tensor) in enumerate(found.items())
+        if not same(
+            tensor,
+            (torch.arange(tensor.numel()) + 1000 * number + 10**5 * save)
+            .view(tensor.shape)
+            .to(tensor.dtype),
+        )
+    ]
+
+
+def save_as(rank: int, world_size: int, hows: list[How], folder: Path) -> list[int]:
+    """Save under each way, at once and in the background; return the formats."""
+    formats = []
+    for number, how in enumerate(hows):
+        model, optimizer = build(how)
+        fill(model, optimizer, number)
+        path = folder / str(hows.index(how))
+        shardwise.save(path / "once", model, optimizer, extra={"rank": rank})
+        with shardwise.Checkpoints(path / "run", model, optimizer) as checkpoints:
+            saving = checkpoints.save(1, extra={"rank": rank})
+            fill(model, optimizer, 99)  # in the background older values are written
+            saving.wait()
+        if rank == 0:
+            for each in (path / "once", path / "run" / "step-00000001"):
+                assert verify(Files(), each).ok, verify(Files(), each).findings
+                data = (each / "manifest.json").read_bytes()
+                formats.append(parse_manifest(data, "x").format)
+    return formats
+
+
+def load_as(
+    rank: int, world_size: int, hows: list[How], saves: list[tuple[int, int, Path]]
+) -> list[str]:
+    """Load every checkpoint under every way; return what was wrong."""
+    problems = []
+    for how in hows:
+        model, optimizer = build(how)
+        for save, ranks, path in saves:
+            fill(model, optimizer, 98)
+            loaded = shardwise.load(path, model, optimizer)
+            found = wrong(everything(model, optimizer), save)
+            problems += [f"{path} in {how}: {name}" for name in found]
+            if loaded.extra != {"rank": rank % ranks}:
+                problems.append(f"{path} in {how}: extra {loaded.extra}")
+    return problems
+
+
+WAYS: dict[int, list[How]] = {
+    1: [How(1, 1)],
+    3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, dims=True)],
+    4: [
+        How(2, 2),
+        How(2, 2, 0, "flat"),
+        How(2, 2, 2, "flat", replicas=2),
+        How(1, 4, 1),
+        How(4, 1, parts=True),
+        How(4, 1, replicas=2),
+        How(2, 2, fully=True, dims=True),
+    ],
+}
+WAYS[3][2] = How(3, 1, fully=True, dims=True)
+
+
+def in_fresh_ranks(fn: Any, size: int, *args: Any) -> list[Any]:
+    """Run in processes of their own: DTensor keeps meshes, whose groups a pool would have ended."""
+    outcomes = start_ranks(fn, size, *args).wait()
+    if not all(outcome.ok for outcome in outcomes):
+        raise RankError(outcomes)
+    return [outcome.result for outcome in outcomes]
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, int, Path]]:
+    folder = tmp_path_factory.mktemp("saves")
+    found = []
+    for size, hows in WAYS.items():
+        formats = in_fresh_ranks(save_as, size, hows, folder / str(size))[0]
+        for number, how in enumerate(hows):
+            path = folder / str(size) / str(number)
+            is_plain = how.tp == 1 and not how.dims and not how.parts
+            assert formats[2 * number : 2 * number + 2] == [1 if is_plain else 2] * 2, how
+            found += [(number, size, path / "once"), (number, size, path / "run")]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_what_is_saved_over_any_meshes_loads_over_any_others(
+    saves: list[tuple[int, int, Path]], size: int
+) -> None:
+    problems = in_fresh_ranks(load_as, size, WAYS[size], saves)
+    assert not any(problems), problems
+
+
+def test_a_plain_model_in_one_process_loads_pieces(saves: list[tuple[int, int, Path]]) -> None:
+    for save, _, path in saves:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        shardwise.load(path, model, optimizer)
+        assert not wrong(everything(model, optimizer), save)
