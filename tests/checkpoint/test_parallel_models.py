@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
@@ -57,6 +57,7 @@ class How:
     dims: bool = False  # one weight is cut along dim 1
     parts: bool = False  # one weight is cut over a part of the ranks
     fully: bool = False  # by fully_shard
+    experts: bool = False  # one weight is a DTensor over some of the ranks that share the others
 
     @property
     def world(self) -> int:
@@ -70,13 +71,17 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
     world = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     dp = world["replicate", "shard"] if how.replicas > 1 else world["shard"]
     model: Any = Net()
-    if how.tp > 1:
+    if how.experts:
+        world = init_device_mesh("cpu", (how.dp, how.tp), mesh_dim_names=("efsdp", "ep"))
+        dp, up = world._flatten("all"), model.layers[1].up
+        up.weight = nn.Parameter(distribute_tensor(up.weight, world["ep"], [Shard(0)]))
+    elif how.tp > 1:
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         for block in model.layers:
             parallelize_module(block, world["tp"], plan)
             whole = block.seen
             cut: Any = [Shard(0)]
-            block.seen = torch.distributed.tensor.distribute_tensor(whole, world["tp"], cut)
+            block.seen = distribute_tensor(whole, world["tp"], cut)
     if how.fully:
         place = (lambda p: Shard(1) if p.shape == (4, WIDTH) else None) if how.dims else None
         for block in model.layers:
@@ -86,6 +91,8 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
         placements: dict[str, Any] = {}
         if how.dims:
             placements["head.weight"] = Shard(1)
+        if how.experts:
+            placements["layers.1.up.weight"] = world["efsdp"]
         if how.parts:
             placements["layers.1.up"] = init_device_mesh("cpu", (how.dp // 2, 2))
         shardwise.shard(
@@ -193,10 +200,11 @@ WAYS: dict[int, list[How]] = {
     1: [How(1, 1)],
     3: [How(3, 1, 2, "flat"), How(1, 3), How(3, 1, dims=True)],
     4: [
-        How(2, 2),
+        How(2, 2, dims=True),
         How(2, 2, 0, "flat"),
         How(2, 2, 2, "flat", replicas=2),
         How(1, 4, 1),
+        How(2, 2, experts=True),
         How(4, 1, parts=True),
         How(4, 1, replicas=2),
         How(2, 2, fully=True, dims=True),
