@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug as dtensor_caches
 
 LOOPBACK = "127.0.0.1"
 NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
@@ -422,6 +423,10 @@ def _clean_up() -> None:
     for group in list(world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    # DTensor remembers what it has worked out for a mesh, and an equal mesh of the next call would
+    # get the old one, whose groups are closed.
+    for clear in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+        getattr(dtensor_caches, clear, lambda: None)()  # not all versions have both
     gc.collect()
 
 

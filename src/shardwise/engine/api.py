@@ -160,7 +160,7 @@ def _check_model(model: nn.Module, init: Init | None) -> None:
     if init is not None and not callable(init):
         raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")
     for name, module in model.named_modules():
-        if ATTRIBUTE in vars(module) or isinstance(module, FSDPModule):
+        if ATTRIBUTE in vars(module):
             where = f"its submodule '{name}'" if name else "the model"
             raise ConfigError(f"model: {where} is sharded already; call shard() once, on the whole")
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -175,6 +175,8 @@ def _check_model(model: nn.Module, init: Init | None) -> None:
                 f"model: parameter '{name}' is sharded already, with a model that has this "
                 f"{type(model).__name__} in it; call shard() once, on the whole"
             )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError("model: fully_shard() was called on modules of it; use one or the other")
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         raise ConfigError(f"model: a {type(model).__name__} has no forward; shard the model itself")
 
