@@ -193,7 +193,7 @@ def _execution(
         pipeline=pp,
         chunks=_chunks(row, system),
         micro_batches=max(1, in_step),
-        stage_layers=layers_here,
+        rank_layers=layers_here,
         keeps_outputs=system.keeps_outputs,
     )
 

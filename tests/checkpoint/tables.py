@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from disk import Fault, FaultyFiles, Lockstep, SimulatedDisk, all_crashes
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
 from shardwise.checkpoint.leftovers import clean_up
 from shardwise.checkpoint.manifest import LayoutRow, Manifest, OptimizerRow, TensorRow
 from shardwise.checkpoint.read import Checkpoint
-from shardwise.checkpoint.together import together
 from shardwise.checkpoint.values import encode
 from shardwise.checkpoint.write import Part, Written, write_checkpoint
 from shardwise.comm.control import Control
@@ -100,7 +100,7 @@ def write_and_rotate(
         if control.rank == 0:
             rotate(files, RUN, "run", keep_last, None, step)
 
-    together(control, remove)
+    on_all_ranks(control, remove)
     return written
 
 

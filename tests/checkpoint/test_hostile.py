@@ -264,7 +264,7 @@ def _try(
     except CheckpointError as error:
         report.errors[name] = str(error)[:1000]
         inner = error.__cause__
-        # `together` tells all ranks of any error; an accident among them is still an accident.
+        # `on_all_ranks` tells all ranks of any error; an accident among them is still an accident.
         if inner is not None and not isinstance(inner, CheckpointError | OSError):
             report.wrong.append(f"{name}: {type(inner).__name__}: {inner}"[:300])
     except Exception as error:

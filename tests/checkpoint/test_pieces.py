@@ -29,7 +29,7 @@ from shardwise.checkpoint.digest import CHUNK_BYTES
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import OptimizerRow, parse_manifest
-from shardwise.checkpoint.pieces import Region, whole_of
+from shardwise.checkpoint.pieces import Region, full_region
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.sealed import unseal
 from shardwise.checkpoint.source import TensorInfo
@@ -85,8 +85,8 @@ def test_every_element_of_every_piece_is_read_back_whole_and_in_any_other_piece(
         ]
         for rank in range(world.num_ranks):
             with closing(Checkpoint(disk, PLACE, source.manifest, rank)) as own:
-                for item in world.table_of(rank).whole:
-                    region = item.piece or whole_of(item.info.shape)
+                for item in world.table_of(rank).uncut:
+                    region = item.piece or full_region(item.info.shape)
                     assert same(own.read(item.info, 0, region.numel, region), item.data)
     found = verify(disk, PLACE)
     assert found.ok, found.findings
@@ -100,7 +100,7 @@ EXAMPLE = World(
     4,
     (
         Unit((6, 4), torch.float32, "flat", tuple(zip(HALVES, ((m,) for m in TP), strict=True))),
-        Unit((5,), torch.float32, "rows", ((whole_of((5,)), TP),)),
+        Unit((5,), torch.float32, "rows", ((full_region((5,)), TP),)),
     ),
     (0, 1, 2),
 )
@@ -171,7 +171,7 @@ def test_other_pieces_are_read_chunk_by_chunk_and_each_chunk_once(tmp_path: Path
         info = next(i for i in source.tensors if i.key == "u0.a")
         for rank in range(4):
             source.index_of(rank)
-        for region in (*wanted, whole_of(shape)):
+        for region in (*wanted, full_region(shape)):
             files.reads.clear()
             found = source.read(info, 0, region.numel, region)
             assert same(found, truth[slices(region)])
@@ -196,7 +196,7 @@ def test_damage_in_a_piece_is_found_by_who_reads_it_and_by_no_other(tmp_path: Pa
     with closing(Checkpoint(Files(), folder)) as source:
         info = next(i for i in source.tensors if i.key == "u0.a")
         source.read(info, 0, 12, HALVES[0])
-        for region in (HALVES[1], whole_of((6, 4)), Region((0, 1), (2, 3))):
+        for region in (HALVES[1], full_region((6, 4)), Region((0, 1), (2, 3))):
             with pytest.raises(DamagedCheckpoint, match=r"rank00002-0.*'u0\.a' is damaged"):
                 source.read(info, 0, region.numel, region)
 
@@ -274,7 +274,7 @@ UNFIT: dict[str, tuple[list[Table], str]] = {
     "no optimizer": (changed(3, optimizer=None), r"Adam 1 groups on rank 0, none  ?on rank 3"),
     "a tie": (changed(1, tied={"u1.a": "u0.a"}), r"'u1.a' is another name of 'u0.a' on some"),
     "a shape of a buffer": (
-        changed(1, whole=(Item(TensorInfo("buffer", "w1", "I64", (2,)), torch.zeros(2).long()),)),
+        changed(1, uncut=(Item(TensorInfo("buffer", "w1", "I64", (2,)), torch.zeros(2).long()),)),
         r"'w1' is buffer I64 \(5,\), whole, on ranks 0, 2, 3, and buffer I64 \(2,\), whole, on",
     ),
     "copies of what turns gave": (

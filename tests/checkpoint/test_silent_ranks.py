@@ -156,7 +156,7 @@ def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(tmp_path: Path) ->
 
 
 def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
-    from shardwise.checkpoint.together import together
+    from shardwise.checkpoint.all_ranks import on_all_ranks
     from shardwise.comm.control import control_over
 
     control = control_over(resolve_axes(short_mesh(world_size), None, None, "cpu"))
@@ -168,7 +168,7 @@ def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
         return bytes([rank])
 
     try:
-        together(control, work, 1)
+        on_all_ranks(control, work, 1)
     except (KeyboardInterrupt, CollectiveError) as error:
         seen.append(f"{type(error).__name__}: {error}")
     return seen

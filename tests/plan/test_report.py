@@ -14,7 +14,7 @@ from decoders import SHAPE, cluster_of_ranks, make_model, make_plan
 from shardwise.plan.candidate import Candidate, Offload
 from shardwise.plan.planning import Plan
 from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts, search_facts
-from shardwise.plan.report.page import plans_html, whole_page
+from shardwise.plan.report.page import full_page, plans_html
 from shardwise.plan.report.pictures import memory_svg, step_svg
 from shardwise.plan.searching import Limits, SearchResult, Space, search
 from shardwise.plan.timing.goodput import expected_goodput
@@ -148,7 +148,7 @@ def hostile(made: Plan) -> Plan:
 @pytest.mark.parametrize("is_hostile", [False, True])
 def test_a_page_is_whole_loads_nothing_and_escapes_every_name(made: Plan, is_hostile: bool) -> None:
     shown = hostile(made) if is_hostile else made
-    text = whole_page(plans_html([shown]), shown.model)
+    text = full_page(plans_html([shown]), shown.model)
     page = Page(text)
     assert page.open == []
     assert page.refers == []
@@ -161,7 +161,7 @@ def test_a_page_is_whole_loads_nothing_and_escapes_every_name(made: Plan, is_hos
 def test_the_page_of_a_search_shows_the_best_plans_and_why_others_lost(
     searched: SearchResult,
 ) -> None:
-    page = Page(whole_page(plans_html(searched.pareto, searched.reasons), "search"))
+    page = Page(full_page(plans_html(searched.pareto, searched.reasons), "search"))
     assert page.open == []
     for made in searched.pareto[:5]:
         assert made.label in page.text
@@ -171,7 +171,7 @@ def test_the_page_of_a_search_shows_the_best_plans_and_why_others_lost(
 def test_a_search_without_a_winner_is_a_page_too() -> None:
     space = Space(Candidate(num_shards=4), micro_batches=(1,))
     nothing = search(make_model(), cluster_of_ranks(4), space, Limits(max_memory_bytes=1))
-    page = Page(whole_page(plans_html(nothing.pareto, nothing.reasons), "search"))
+    page = Page(full_page(plans_html(nothing.pareto, nothing.reasons), "search"))
     assert page.open == []
     assert "no candidate keeps the limits" in page.text
     assert "alone" in page.text

@@ -162,7 +162,7 @@ def test_a_modern_fused_block_keeps_what_its_formula_says() -> None:
     ("chunks", "stage", "in_flight"), [(1, 0, 8), (1, 7, 1), (4, 0, 8 + 7 / 4), (2, 7, 4.5)]
 )
 def test_micro_batches_in_flight(chunks: int, stage: int, in_flight: float) -> None:
-    run = Execution(1, 8, pipeline=8, stage=stage, chunks=chunks, micro_batches=64)
+    run = Execution(1, 8, pipeline=8, pipeline_rank=stage, chunks=chunks, micro_batches=64)
     assert run.in_flight == in_flight
 
 
@@ -208,7 +208,7 @@ def test_what_a_tape_allocates_it_frees(
 ) -> None:
     shape = replace(LLAMA_8B, layers=4, tied=tied)
     run = Execution(
-        1, 64, mode, "eager", loss, pipeline=stages, stage=stage % stages, micro_batches=8
+        1, 64, mode, "eager", loss, pipeline=stages, pipeline_rank=stage % stages, micro_batches=8
     )  # type: ignore[arg-type]
     tape = shape_tape(shape, run)
     works = [e for e in tape.events if isinstance(e, Work)]
@@ -269,8 +269,8 @@ def test_a_config_json_makes_the_shape() -> None:
 def test_impossible_degrees_are_refused() -> None:
     with pytest.raises(ConfigError, match="tp must be at least 1"):
         Execution(1, 8, tp=0)
-    with pytest.raises(ConfigError, match=r"stage must be in 0 \.\. 1, got 2"):
-        Execution(1, 8, pipeline=2, stage=2)
+    with pytest.raises(ConfigError, match=r"pipeline_rank must be in 0 \.\. 1, got 2"):
+        Execution(1, 8, pipeline=2, pipeline_rank=2)
 
 
 # -- margins

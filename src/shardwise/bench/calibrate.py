@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise import __version__
 from shardwise.bench import compute, engine, links, network, state
-from shardwise.bench.together import FULL, QUICK, Stopwatch
+from shardwise.bench.stopwatch import FULL, QUICK, Stopwatch
 from shardwise.device import memory_in_use_bytes
 from shardwise.plan.machine.calibration import Calibration, Curve, Host
 

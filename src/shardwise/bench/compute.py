@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.bench.glue import Chain
-from shardwise.bench.together import Stopwatch
+from shardwise.bench.stopwatch import Stopwatch
 from shardwise.plan.machine.calibration import Curve
 
 _HEAD_DIM, _HEADS = 64, 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.bench.together import Stopwatch
+from shardwise.bench.stopwatch import Stopwatch
 from shardwise.engine.api import shard
 
 _NUM_BLOCKS = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.bench.together import Stopwatch
+from shardwise.bench.stopwatch import Stopwatch
 from shardwise.device import host_buffer
 from shardwise.plan.machine.calibration import Curve
 

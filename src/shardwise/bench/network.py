@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.bench.together import Stopwatch
+from shardwise.bench.stopwatch import Stopwatch
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.layout.segments import Segment

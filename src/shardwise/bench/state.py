@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from shardwise.bench.together import Stopwatch
+from shardwise.bench.stopwatch import Stopwatch
 from shardwise.engine.api import shard
 from shardwise.plan.machine.calibration import Curve
 

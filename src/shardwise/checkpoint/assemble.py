@@ -38,7 +38,7 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
 
     **Raises** CheckpointError on all ranks when what they have does not fit together.
     """
-    digests = [digest_of(_bytes_of(item.data)) for item in table.whole]
+    digests = [digest_of(_bytes_of(item.data)) for item in table.uncut]
     said = _exchange(control, table, digests)
     if said is not None:
         made = _of_alike(control, table, _differing(control, digests, said))
@@ -91,26 +91,26 @@ class _Made:
 def _of_alike(control: Control, table: Table, differing: Sequence[int]) -> _Made:
     """Describe what all ranks have alike."""
     ranks, rows = range(control.num_ranks), [_row(item) for item in table.sharded]
-    for number, item in enumerate(table.whole):
+    for number, item in enumerate(table.uncut):
         writer = 0 if number in differing else _writer(item.info, number, ranks)
         rows.append(_row(item, writer))
-    items = dict(enumerate((*table.sharded, *table.whole)))
-    own = [table.whole[number] for number in differing if control.rank != 0]
+    items = dict(enumerate((*table.sharded, *table.uncut)))
+    own = [table.uncut[number] for number in differing if control.rank != 0]
     return _Made(table.meshes, table.layouts, table.tied, table.optimizer, tuple(rows), items, own)
 
 
 def _of_groups(control: Control, table: Table, merged: Merged) -> _Made:
     """Describe what groups of ranks have; of all who could write a tensor, choose one."""
     rows, own = list[TensorRow](), list[Item]()
-    mine = {key_of(item): item for item in (*table.sharded, *table.whole)}
+    mine = {key_of(item): item for item in (*table.sharded, *table.uncut)}
     for number, (key, places) in enumerate(merged.cut.items()):
         rows.append(row_of(key, *tuple(places)[number % len(places)]))
-    for number, (key, held) in enumerate(merged.whole.items()):
+    for number, (key, held) in enumerate(merged.uncut.items()):
         writer = held.ranks[0] if held.differs else _writer(key.info, number, held.ranks)
         rows.append(row_of(key, rank=writer))
         if held.differs and key in mine and held.ranks[0] != control.rank:
             own.append(mine[key])
-    keys = enumerate((*merged.cut, *merged.whole))
+    keys = enumerate((*merged.cut, *merged.uncut))
     items = {number: mine[key] for number, key in keys if key in mine}
     return _Made(
         tuple(merged.meshes),
@@ -166,7 +166,7 @@ def _exchange(control: Control, table: Table, digests: Sequence[str]) -> list[by
 
     **Raises** CheckpointError when they have, and should not.
     """
-    names = digest_of("\n".join(f"{item.info}" for item in table.whole).encode())
+    names = digest_of("\n".join(f"{item.info}" for item in table.uncut).encode())
     data = digest_of(b"".join(map(bytes.fromhex, digests)))
     mine = bytes.fromhex(names) if table.is_alike else _NOT_ALIKE
     rows = control.exchange(mine + bytes.fromhex(data))

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
@@ -21,13 +22,12 @@ from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.single import (
     NOTHING,
     checked_step,
-    collect_together,
+    collect_on_all_ranks,
     holds_checkpoint,
     new_run,
     tell_other_files,
 )
 from shardwise.checkpoint.state import Item, Table
-from shardwise.checkpoint.together import explain, together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import naming
 from shardwise.engine.api import engine_of
@@ -78,7 +78,7 @@ class Checkpoints:
         self.leftovers = Leftovers((), ())
         self.run = new_run(self._control)
         try:
-            together(self._control, self._enter_folder)
+            on_all_ranks(self._control, self._enter_folder)
         except BaseException:
             self._leave_folder()
             raise
@@ -114,7 +114,7 @@ class Checkpoints:
             self._staging.reserve(self._to_stage(table))
             return table
 
-        collect_together(self._model, self._optimizer, extra, hold)
+        collect_on_all_ranks(self._model, self._optimizer, extra, hold)
 
     def save(
         self,
@@ -148,7 +148,7 @@ class Checkpoints:
             return self._staged(table)
 
         with naming(f"the save of {target}"):
-            table = collect_together(self._model, self._optimizer, extra, staged)
+            table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
         stall_s = time.perf_counter() - started_s
         saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
         saving.start(lambda: self._write(table, step, target, progress))
@@ -190,14 +190,14 @@ class Checkpoints:
         )
         with naming(f"the load of {self.folder}"):
             if step is not None:
-                together(self._control, lambda: self._refuse_newer(checked_step(step)))
+                on_all_ranks(self._control, lambda: self._refuse_newer(checked_step(step)))
                 loaded: Loaded | None = load_one(request, self.folder / step_name(step))
             else:
                 loaded = load_newest(request, self.folder)
         self._unread = None
         if loaded is not None:
             self.run = loaded.run
-            together(self._control, lambda: self._note_passed_over(loaded))
+            on_all_ranks(self._control, lambda: self._note_passed_over(loaded))
         return loaded
 
     def check_when_asked(self) -> None:
@@ -279,7 +279,7 @@ class Checkpoints:
 
     def _to_stage(self, table: Table) -> list[Item]:
         written = written_items(table, self._control.members, self._control.rank)
-        return [*written, *table.whole, *table.own]
+        return [*written, *table.uncut, *table.own]
 
     def _staged(self, table: Table) -> Table:
         """Return the table with copies in the place of the tensors that this rank writes."""
@@ -292,8 +292,8 @@ class Checkpoints:
                 for item in listed
             )
 
-        sharded, whole, own = of(table.sharded), of(table.whole), of(table.own)
-        return replace(table, sharded=sharded, whole=whole, own=own, is_staged=True)
+        sharded, uncut, own = of(table.sharded), of(table.uncut), of(table.own)
+        return replace(table, sharded=sharded, uncut=uncut, own=own, is_staged=True)
 
     def _refuse_newer(self, step: int) -> None:
         newer = [s for s in steps_in(self._files, self.folder) if s > step]

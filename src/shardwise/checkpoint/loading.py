@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, steps_in
@@ -42,7 +43,6 @@ from shardwise.checkpoint.restore import (
 )
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import module_states
-from shardwise.checkpoint.together import together
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -149,7 +149,7 @@ def _look_at(request: Request, path: Path) -> Chosen:
                 raise CheckpointError(f"{folder}: there is no {step}; the newest are {there}")
             found.append(check_quickly(request.files, path))
 
-    together(request.control, check)
+    on_all_ranks(request.control, check)
     said = request.control.broadcast(found[0][1] if found else b"")
     manifest = found[0][0] if found else parse_manifest(said, str(path / MANIFEST))
     return Chosen(path, manifest.step or 0, manifest, said)
@@ -191,11 +191,11 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
                 request.progress(num_bytes)
 
     try:
-        together(control, match)
+        on_all_ranks(control, match)
         plan = found[0]
         host.begin(plan.names, path)
         begun = True
-        together(control, read)
+        on_all_ranks(control, read)
     except BaseException as error:
         # What was read into the memory of its state may be of two checkpoints. Before that nothing
         # has changed, and nothing goes: it may be another rank that the checkpoint does not fit.
@@ -213,7 +213,7 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
     for place, _ in plan.matched.places:
         place.held.grad = None
     try:
-        together(control, lambda: _apply_values(request, host, values, same_ranks))
+        on_all_ranks(control, lambda: _apply_values(request, host, values, same_ranks))
     except CheckpointError as error:
         host.stop(f"a load of {path} did not come to its end: {error}")
         raise

@@ -33,7 +33,7 @@ from zlib import crc32
 from pydantic import Field, field_validator, model_validator
 
 from shardwise.checkpoint.container import element_bytes, is_dtype
-from shardwise.checkpoint.pieces import Region, is_grid, whole_of
+from shardwise.checkpoint.pieces import Region, full_region, is_grid
 from shardwise.checkpoint.sealed import (
     FORMAT,
     PIECES_FORMAT,
@@ -83,7 +83,7 @@ class TensorRow(Part):
     @property
     def region(self) -> Region:
         """The box of the whole tensor that this row is."""
-        return Region(self.at, self.shape) if self.of else whole_of(self.shape)
+        return Region(self.at, self.shape) if self.of else full_region(self.shape)
 
     @property
     def num_bytes(self) -> int:

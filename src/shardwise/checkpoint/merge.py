@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from reprlib import repr as shown
 from typing import Any, NamedTuple
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.manifest import LayoutRow, MeshRow, OptimizerRow, TensorRow
-from shardwise.checkpoint.pieces import Region, is_grid, whole_of
+from shardwise.checkpoint.pieces import Region, full_region, is_grid
 from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, validated
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
-from shardwise.checkpoint.together import together
 from shardwise.comm.control import Control
 from shardwise.comm.watch import name_ranks
 from shardwise.errors import CheckpointError
@@ -35,7 +35,7 @@ class Described(Part):
     meshes: Rows[MeshRow]
     layouts: Rows[LayoutRow]
     cut: Rows[TensorRow]
-    whole: Rows[TensorRow]
+    uncut: Rows[TensorRow]
     digests: Rows[Digest]
     tied: dict[Name, Name]
     optimizer: OptimizerRow | None
@@ -70,7 +70,7 @@ class Merged:
     meshes: dict[Ranks, int]
     layouts: dict[LayoutRow, int]
     cut: dict[Key, dict[tuple[int, int], None]]
-    whole: dict[Key, Held]
+    uncut: dict[Key, Held]
     tied: dict[str, str]
     optimizer: OptimizerRow | None
 
@@ -79,7 +79,7 @@ def key_of(item: Item | TensorRow) -> Key:
     """Return what an item or a row is known by."""
     if isinstance(item, TensorRow):
         return Key(item.info, item.region)
-    return Key(item.info, item.piece or whole_of(item.info.shape))
+    return Key(item.info, item.piece or full_region(item.info.shape))
 
 
 def row_of(
@@ -118,7 +118,7 @@ def merge(control: Control, table: Table, digests: Sequence[str]) -> Merged:
         said.append(seal(_describe(control, table, digests)))
         return bytes.fromhex(digest_of(said[0]))
 
-    rows = together(control, describe, _DIGEST_BYTES)
+    rows = on_all_ranks(control, describe, _DIGEST_BYTES)
     groups: dict[bytes, list[int]] = {}
     for rank, row in enumerate(rows):
         groups.setdefault(row, []).append(rank)
@@ -144,7 +144,7 @@ def _describe(control: Control, table: Table, digests: Sequence[str]) -> Describ
         meshes=tuple(MeshRow(ranks=ranks) for ranks in meshes),
         layouts=table.layouts,
         cut=tuple(row_of(key_of(item), item.layout, item.index) for item in table.sharded),
-        whole=tuple(row_of(key_of(item)) for item in table.whole),
+        uncut=tuple(row_of(key_of(item)) for item in table.uncut),
         digests=tuple(digests),
         tied=dict(table.tied),
         optimizer=table.optimizer,
@@ -181,8 +181,8 @@ def _merged(heard: _Heard) -> Merged:
             key, place = key_of(row), (layouts[row.layout], row.index)
             made.cut.setdefault(key, {})[place] = None
             over[-1].setdefault(moved[row.layout].mesh, set()).add((key, *place))
-        for row, digest in zip(one.whole, one.digests, strict=True):
-            held = made.whole.setdefault(key_of(row), Held())
+        for row, digest in zip(one.uncut, one.digests, strict=True):
+            held = made.uncut.setdefault(key_of(row), Held())
             held.ranks += ranks
             held.digests += [digest] * len(ranks)
         for name, holder in one.tied.items():
@@ -217,7 +217,7 @@ def _check_tensors(heard: _Heard, made: Merged) -> None:
     """Refuse tensors that are not the same to all who have them, or lack a piece."""
     infos: dict[str, tuple[TensorInfo, str]] = {}
     pieces: dict[TensorInfo, list[Region]] = {}
-    for what, listed in (("cut", made.cut), ("whole", made.whole)):
+    for what, listed in (("cut", made.cut), ("whole", made.uncut)):
         for info, region in listed:
             pieces.setdefault(info, []).append(region)
             first, how = infos.setdefault(info.key, (info, what))
@@ -228,8 +228,8 @@ def _check_tensors(heard: _Heard, made: Merged) -> None:
                     f"{_who(heard, info)}"
                 )
     for info, regions in pieces.items():
-        is_whole = len(regions) == 1 and regions[0].shape == info.shape
-        if not is_whole and not is_grid(info.shape, regions):
+        is_replicated = len(regions) == 1 and regions[0].shape == info.shape
+        if not is_replicated and not is_grid(info.shape, regions):
             raise CheckpointError(
                 f"'{info.key}' {info.shape}: its pieces, on {_who(heard, info)}, are not the "
                 f"whole tensor. {_HINT}"
@@ -255,7 +255,7 @@ def _who(heard: _Heard, info: TensorInfo) -> str:
     found = [
         rank
         for ranks, one in heard
-        if any(row.info == info for row in (*one.cut, *one.whole))
+        if any(row.info == info for row in (*one.cut, *one.uncut))
         for rank in ranks
     ]
     return name_ranks(sorted(found))

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import MAX_LOOKS as MAX_LOOKS
 from shardwise.checkpoint.folder import check_quickly, step_name, steps_in
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.sealed import MANIFEST
-from shardwise.checkpoint.together import together
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def choose(control: Control, files: Files, folder: Path, skipped: dict[int, str]
         if control.rank == 0:
             found.append(_look(files, folder, skipped))
 
-    together(control, look)
+    on_all_ranks(control, look)
     manifest, said = found[0] if found else (None, b"")
     said = control.broadcast(said)
     size = int.from_bytes(said[:_SIZE_BYTES], "little")
@@ -110,7 +110,7 @@ def has_changed(control: Control, files: Files, chosen: Chosen) -> bool:
         except (CheckpointError, OSError):
             return bytes([not _is_there(files, chosen.path)])
 
-    return together(control, look, 1)[0] != b"\0"
+    return on_all_ranks(control, look, 1)[0] != b"\0"
 
 
 def is_there(control: Control, files: Files, path: Path) -> bool:
@@ -119,7 +119,7 @@ def is_there(control: Control, files: Files, path: Path) -> bool:
     def look() -> bytes:
         return bytes([control.rank != 0 or _is_there(files, path)])
 
-    return together(control, look, 1)[0] != b"\0"
+    return on_all_ranks(control, look, 1)[0] != b"\0"
 
 
 def _is_there(files: Files, path: Path) -> bool:

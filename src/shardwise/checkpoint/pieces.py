@@ -69,7 +69,7 @@ class Region(NamedTuple):
         )
 
 
-def whole_of(shape: tuple[int, ...]) -> Region:
+def full_region(shape: tuple[int, ...]) -> Region:
     """Return the box that is all of a tensor."""
     return Region((0,) * len(shape), shape)
 

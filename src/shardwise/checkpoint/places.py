@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.pieces import Region, whole_of
+from shardwise.checkpoint.pieces import Region, full_region
 from shardwise.checkpoint.state import clean_name, param_names
 from shardwise.comm.control import Control, SoloControl
 from shardwise.engine.api import engine_of
@@ -42,7 +42,7 @@ class Place:
     def piece(self) -> Region:
         """The box of the parameter whose flattened elements [lo, hi) are."""
         if self.param is None:
-            return whole_of(self.shape)
+            return full_region(self.shape)
         piece = self.param.cut.piece
         return Region(piece.at, piece.shape)
 

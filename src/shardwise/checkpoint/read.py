@@ -12,7 +12,7 @@ from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
 from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
 from shardwise.checkpoint.files import Files, is_unreadable
 from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
-from shardwise.checkpoint.pieces import Region, Scattered, spans, whole_of
+from shardwise.checkpoint.pieces import Region, Scattered, full_region, spans
 from shardwise.checkpoint.rank_index import (
     BoxPlace,
     OwnRow,
@@ -179,7 +179,7 @@ class Checkpoint:
         hold some of it; opens the indexes of those ranks. For pieces that were saved as others: see
         Note [One piece into another].
         """
-        want, width = piece or whole_of(tensor.shape), element_bytes(tensor.dtype)
+        want, width = piece or full_region(tensor.shape), element_bytes(tensor.dtype)
         if self._own and (tensor, want) in self._own:
             return _chunks_of_own(self.rank, self._own[tensor, want], lo, hi, out)
         chunks: list[Chunk] = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
@@ -19,7 +20,6 @@ from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.places import host_of
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Table, collect
-from shardwise.checkpoint.together import together
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming
 from shardwise.engine.api import engine_of
@@ -59,7 +59,7 @@ def save(
     engine = engine_of(model)
     control = engine.everyone
     with naming(f"the save of {target}"):
-        table = collect_together(model, optimizer, extra)
+        table = collect_on_all_ranks(model, optimizer, extra)
         manifest, part = assemble(control, table, new_run(control), step)
         nonce = os.urandom(NONCE_BYTES)
         written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
@@ -138,7 +138,9 @@ def load(
         with naming(f"the load of step {step} of {folder}"):
             return load_one(request, folder / step_name(checked_step(step)))
     with naming(f"the load of {folder}"):
-        is_one = together(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
+        is_one = (
+            on_all_ranks(control, lambda: bytes([holds_checkpoint(files, folder)]), 1)[0] != b"\0"
+        )
         loaded = load_one(request, folder) if is_one else load_newest(request, folder)
     if loaded is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in it")
@@ -156,7 +158,7 @@ def _check_model(model: object) -> None:
 
 
 @collector_paused()
-def collect_together(
+def collect_on_all_ranks(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
@@ -170,7 +172,7 @@ def collect_together(
     def work() -> None:
         tables.append(then(collect(model, optimizer, extra, read_generators(device))))
 
-    together(engine.everyone, work)
+    on_all_ranks(engine.everyone, work)
     return tables[0]
 
 

@@ -72,7 +72,7 @@ class Table:
     meshes: tuple[Ranks, ...]
     layouts: tuple[LayoutRow, ...]
     sharded: tuple[Item, ...]
-    whole: tuple[Item, ...]
+    uncut: tuple[Item, ...]
     tied: Mapping[str, str]
     optimizer: OptimizerRow | None
     own: tuple[Item, ...]
@@ -126,20 +126,20 @@ def collect(
     layouts = _Layouts(engine)
     cuts = {id(param): layouts.cut_of(param) for param in params}
     sharded = [_sliced(cuts[id(param)], "", param.sharded) for param in params]
-    whole: list[Item] = []
+    uncut: list[Item] = []
     row = None
     if optimizer is not None:
-        row = _collect_optimizer(optimizer, params, cuts, sharded, whole)
+        row = _collect_optimizer(optimizer, params, cuts, sharded, uncut)
     for name, buffer in persistent_buffers(model):
-        whole.append(_whole(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
+        uncut.append(_uncut(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
     values, own = _own_values(model, extra, generators)
-    has_pieces = any(item.piece for item in (*sharded, *whole))
+    has_pieces = any(item.piece for item in (*sharded, *uncut))
     return Table(
         stage=engine.config.stage.number,
         meshes=tuple(layouts.meshes),
         layouts=tuple(layouts.rows),
         sharded=tuple(sharded),
-        whole=tuple(whole),
+        uncut=tuple(uncut),
         tied={name: param_names(s)[0] for s in params for name in param_names(s)[1:]},
         optimizer=row,
         own=own,
@@ -269,7 +269,7 @@ def _sliced(cut: _Cut, state: str, tensor: Any) -> Item:
     return Item(info, data, cut.layout, cut.index, cut.lo, cut.piece)
 
 
-def _whole(info: TensorInfo, tensor: torch.Tensor) -> Item:
+def _uncut(info: TensorInfo, tensor: torch.Tensor) -> Item:
     local, piece = local_piece(tensor, info.key)
     dtype = dtype_name(local.dtype, info.key)
     data = local.detach().contiguous().reshape(-1)
@@ -298,7 +298,7 @@ def _collect_optimizer(
     params: list[ShardedParam],
     cuts: Mapping[int, _Cut],
     sharded: list[Item],
-    whole: list[Item],
+    uncut: list[Item],
 ) -> OptimizerRow:
     """Add the optimizer's tensors to the lists; return what else it has."""
     by_group = names_of_params([(param.sharded, param) for param in params], optimizer)
@@ -312,8 +312,8 @@ def _collect_optimizer(
                     raise _not_of_one(optimizer, key, cut.name)
                 sharded.append(_sliced(cut, key, value))
             elif isinstance(value, torch.Tensor):
-                whole.append(
-                    _whole(TensorInfo("optimizer", cut.name, "", tuple(value.shape), key), value)
+                uncut.append(
+                    _uncut(TensorInfo("optimizer", cut.name, "", tuple(value.shape), key), value)
                 )
             else:
                 if isinstance(value, list | tuple) and any(
@@ -328,7 +328,7 @@ def _collect_optimizer(
     encoded_groups, tensors = encode(groups, "groups")
     encoded_state, tensors = encode(values, "state", tensors)
     for place, tensor in tensors.items():
-        whole.append(_whole(TensorInfo("optimizer", "", "", tuple(tensor.shape), place), tensor))
+        uncut.append(_uncut(TensorInfo("optimizer", "", "", tuple(tensor.shape), place), tensor))
     class_name = type(optimizer).__name__
     return OptimizerRow(class_name=class_name, groups=encoded_groups, state=encoded_state)
 
@@ -354,7 +354,7 @@ def _own_values(
     encoded_modules, tensors = encode(modules, "modules", tensors)
     values = {"extra": encoded_extra, "modules": encoded_modules, "generators": dict(generators)}
     own = tuple(
-        _whole(TensorInfo("extra", place, "", tuple(tensor.shape)), tensor)
+        _uncut(TensorInfo("extra", place, "", tuple(tensor.shape)), tensor)
         for place, tensor in tensors.items()
     )
     return values, own

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.container import MAX_HEADER_BYTES, Stored, element_bytes, parse_header
 from shardwise.checkpoint.digest import DIGEST_CHARS, chunk_digest, chunks_of, digest_of, num_chunks
 from shardwise.checkpoint.files import Entry, Files, Reader
@@ -23,7 +24,6 @@ from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.rank_index import RankIndex, parse_index, two_saves
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, is_ours
-from shardwise.checkpoint.together import explain
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _READ_BYTES = 4 << 20

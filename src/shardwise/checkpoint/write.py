@@ -24,6 +24,7 @@ from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.commit import commit, discard, prepare
 from shardwise.checkpoint.container import Stored, build_header, place
 from shardwise.checkpoint.digest import CHUNK_BYTES, chunk_digests, digest_of
@@ -32,7 +33,6 @@ from shardwise.checkpoint.leftovers import temporary
 from shardwise.checkpoint.manifest import IndexRow, Manifest, TensorRow
 from shardwise.checkpoint.rank_index import BoxRow, FileRow, OwnRow, RankIndex
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal
-from shardwise.checkpoint.together import together
 from shardwise.errors import CheckpointError, CollectiveError
 from shardwise.layout.boxes import Box
 
@@ -116,10 +116,10 @@ def write_checkpoint(
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
-            rows = together(control, begin, NONCE_BYTES + _DIGEST_BYTES)
+            rows = on_all_ranks(control, begin, NONCE_BYTES + _DIGEST_BYTES)
             folder = temporary(target, rows[0][:NONCE_BYTES])
             _check_same(rows, NONCE_BYTES)
-            rows = together(
+            rows = on_all_ranks(
                 control, lambda: write_rank(files, folder, manifest, part, progress), _ROW.size
             )
         except CollectiveError:
@@ -129,7 +129,7 @@ def write_checkpoint(
                 discard(files, each)
             raise
         ranks = [_index_row(row) for row in rows]
-        together(control, give_name)
+        on_all_ranks(control, give_name)
     mine = ranks[control.rank]
     return Written(
         target,

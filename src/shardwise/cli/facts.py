@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.files import Entry, Files
 from shardwise.checkpoint.folder import (
@@ -17,7 +18,6 @@ from shardwise.checkpoint.leftovers import is_held, leftovers_in
 from shardwise.checkpoint.manifest import Manifest, OptimizerRow, TensorRow, parse_manifest
 from shardwise.checkpoint.read import Checkpoint, read_small
 from shardwise.checkpoint.sealed import MANIFEST, is_ours
-from shardwise.checkpoint.together import explain
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint
 
 KINDS = {

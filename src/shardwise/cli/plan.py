@@ -180,9 +180,9 @@ def _write_train_file(path: Path | None, plan: Plan | None, config: TrainConfig 
 
 def _write_page(path: Path, body: str, title: str) -> None:
     from shardwise.cli.plan_write import write_file
-    from shardwise.plan.report.page import whole_page
+    from shardwise.plan.report.page import full_page
 
-    write_file("html", path, whole_page(body, f"Shardwise: {title}"))
+    write_file("html", path, full_page(body, f"Shardwise: {title}"))
 
 
 def _list_names() -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.all_ranks import explain
 from shardwise.checkpoint.container import (
     Stored,
     build_header,
@@ -29,7 +30,6 @@ from shardwise.checkpoint.container import (
 from shardwise.checkpoint.files import Files, Writer
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.checkpoint.together import explain
 from shardwise.convert.foreign import follow_link
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -285,11 +285,11 @@ def _nested(source: Source) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     for info in source.tensors:
         if info.kind != "extra":
-            whole = source.read(info, 0, info.numel).view(info.shape)
+            full = source.read(info, 0, info.numel).view(info.shape)
             if info.kind == "optimizer":
-                state.setdefault(info.name, {})[info.state] = whole
+                state.setdefault(info.name, {})[info.state] = full
             else:
-                model[info.name] = whole
+                model[info.name] = full
     model |= {alias: model[name] for alias, name in source.tied.items()}
     if source.optimizer is None:
         return {"model": model}

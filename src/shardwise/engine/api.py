@@ -19,7 +19,7 @@ from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
-from shardwise.engine.model import ATTRIBUTE, settle
+from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import Placements, place_params
@@ -90,7 +90,7 @@ def shard(
     materializer.check(specs)
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
-    settle(model, engine, _build(model, remaining, materializer, adoption))
+    attach_engine(model, engine, _build(model, remaining, materializer, adoption))
     _run_all_layers(model, engine)
     return model
 
@@ -104,7 +104,7 @@ def _build(
         spec = remaining.pop()
         built.append(materializer.build(spec, len(built)))
         adoption.take(spec, built[-1])
-    materializer.settle_buffers(model)
+    materializer.fill_buffers(model)
     return built
 
 

@@ -54,24 +54,24 @@ def gathered(
     at once for a ``source`` that is no rank.
     """
     engine, params = _params_of(targets)
-    whole_model = isinstance(targets[0], nn.Module)
+    in_model = isinstance(targets[0], nn.Module)
     _check(engine, params, source)
     engine.forget_cut_pass()
     engine.rest("gathered()")
     with torch.no_grad():
         device = engine.comm.device
-        fulls = [_standing(s, whole_model, device) for s in params]
+        fulls = [_standing(s, in_model, device) for s in params]
     versions = [full._version for full in fulls]
     ways: list[_Way] = []
-    if whole_model and not writeback:
+    if in_model and not writeback:
         ways = [_Way(param, full) for param, full in zip(params, fulls, strict=True)]
-    if whole_model:
+    if in_model:
         _put(params, fulls)
     try:
-        with engine.conditions.suspended() if whole_model else nullcontext():
-            yield targets[0] if whole_model else fulls
+        with engine.conditions.suspended() if in_model else nullcontext():
+            yield targets[0] if in_model else fulls
     finally:
-        if whole_model:
+        if in_model:
             _put(params, [s.sharded for s in params])
         for way in ways:
             way.is_inside = False

@@ -155,7 +155,7 @@ class ShardedModel(ShardedModule):
         copied = super().__deepcopy__(memo)
         forget_engine(copied)
         place_units(units, memo)
-        settle(copied, made, units)
+        attach_engine(copied, made, units)
         return copied
 
 
@@ -180,9 +180,9 @@ def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
     return type(cls)(cls.__name__, (base, cls), members)
 
 
-def settle(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
+def attach_engine(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
     """Let the engine watch the model whose units these are, and note on the model whose it is."""
-    engine.settle(units)
+    engine.take_units(units)
     _mark((model, *register_entrances(engine, units)), engine)
     _note_states(engine, units)
     for state in engine.all_states:

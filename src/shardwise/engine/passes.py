@@ -134,7 +134,7 @@ class Passes:
         self._creates_graph = False  # the backward pass under way has create_graph=True
         self._second_is_due = False  # the one before had
 
-    def settle(self, units: Sequence[PassUnit]) -> None:
+    def take_units(self, units: Sequence[PassUnit]) -> None:
         """Take the units over, the root first, in the order of their indices."""
         self._root = units[0] if units else None
         self._progress = [_Progress() for _ in units]

@@ -14,7 +14,7 @@ class Reductions:
     """Gradients on their way from the units to ``p.grad``."""
 
     def __init__(self, units: Sequence[Unit], bucket_bytes: int, reduces_in_flight: int) -> None:
-        settles_at_close = any(
+        waits_at_close = any(
             unit.comm.axes.replicate is not None
             or not unit.settings.stage.shards_state
             or unit.settings.stands_while_full
@@ -24,7 +24,7 @@ class Reductions:
             Reduction,
             bucket_bytes,
             reduces_in_flight,
-            settles_at_close,
+            waits_at_close,
             lambda unit: (id(unit.comm), unit.sums.divisor),
         )
 

@@ -55,18 +55,18 @@ class Engine:
         self._passes = Passes(self)
         self._runs_grad_hooks = False
         self._num_calls = 0
-        self.settle([])
+        self.take_units([])
 
-    def settle(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
+    def take_units(self, units: list[Unit], order: Sequence[int] | None = None) -> None:
         """Take the units over, the root first, once all are built; ``order`` as in `Schedule`."""
         config = self.config
         self.units = units
         self.comms = list({id(c): c for c in (self.comm, *(u.comm for u in units))}.values())
-        self._passes.settle(units)
+        self._passes.take_units(units)
         self._reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight)
         shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
         self._schedule = Schedule(config.prefetch_bytes, self._reductions, has_peers=shared)
-        self._schedule.settle(units, order)
+        self._schedule.take_units(units, order)
         self._shares_order = self._schedule.reduces_in_turn
         self._optional = OptionalUnits(units, self._schedule, self._passes)
 

@@ -56,7 +56,7 @@ class StartedReduction(Protocol):
     def start(self) -> None:
         """Hand the gradients to the transport."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the sums."""
 
 
@@ -68,7 +68,7 @@ R = TypeVar("R", bound=StartedReduction)
 class ReduceQueue(Generic[U, R]):
     """Gradients in buckets: when one is full it starts, and only a few are in flight.
 
-    ``mesh_of``: units share a bucket where it is equal. ``settles_at_close``: something comes after
+    ``mesh_of``: units share a bucket where it is equal. ``waits_at_close``: something comes after
     a reduction (stage 0, a replicate axis), so it is waited for at the end of the pass, and no
     collective is left for the first reader of ``p.grad``. ``reduces_in_flight`` may change.
     """
@@ -78,22 +78,22 @@ class ReduceQueue(Generic[U, R]):
         make: Callable[[list[U]], R],
         bucket_bytes: int,
         reduces_in_flight: int,
-        settles_at_close: bool,
+        waits_at_close: bool,
         mesh_of: Callable[[U], Hashable] = lambda unit: None,
     ) -> None:
         self._make = make
         self._bucket_bytes = bucket_bytes
         self.reduces_in_flight = reduces_in_flight
-        self._settles_at_close = settles_at_close
+        self._waits_at_close = waits_at_close
         self._mesh_of = mesh_of
         self._buckets: dict[Hashable, list[U]] = {}
         self._in_flight: list[R] = []
-        self._settled: list[R] = []
+        self._waited_for: list[R] = []
 
     @property
     def all(self) -> list[R]:
         """Reductions that were started and not taken, oldest first."""
-        return self._settled + self._in_flight
+        return self._waited_for + self._in_flight
 
     def holds(self, unit: U) -> bool:
         """Tell whether a unit is in a bucket that is not full yet."""
@@ -116,26 +116,26 @@ class ReduceQueue(Generic[U, R]):
         reduction = self._make(self._buckets.pop(mesh))
         reduction.start()
         self._in_flight.append(reduction)
-        self._settle(self.reduces_in_flight)
+        self._wait(self.reduces_in_flight)
 
-    def _settle(self, num_left: int = 0) -> None:
+    def _wait(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions until ``num_left`` are in flight."""
         while len(self._in_flight) > num_left:
-            self._in_flight[0].settle()
-            self._settled.append(self._in_flight.pop(0))
+            self._in_flight[0].wait()
+            self._waited_for.append(self._in_flight.pop(0))
 
     def close(self) -> None:
         """Start what is left, at the end of a backward pass."""
         for mesh in list(self._buckets):
             self._start_bucket(mesh)
-        if self._settles_at_close:
-            self._settle()
+        if self._waits_at_close:
+            self._wait()
 
     def take(self, last: R | None = None) -> list[R]:
         """Wait for the reductions up to ``last``, or for all; hand them over, oldest first."""
         num_taken = len(self.all) if last is None else self.all.index(last) + 1
-        self._settle(len(self.all) - max(num_taken, len(self._settled)))
-        taken, self._settled = self._settled[:num_taken], self._settled[num_taken:]
+        self._wait(len(self.all) - max(num_taken, len(self._waited_for)))
+        taken, self._waited_for = self._waited_for[:num_taken], self._waited_for[num_taken:]
         return taken
 
     def forget_buckets(self) -> None:
@@ -184,7 +184,7 @@ class Schedule(Generic[U]):
         self._turns = Turns(())
         self._closed: list[int] = []
 
-    def settle(
+    def take_units(
         self,
         units: list[U],
         order: Sequence[int] | None = None,

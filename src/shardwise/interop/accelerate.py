@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.single import NOTHING, collect_together, load, save
-from shardwise.checkpoint.together import together
+from shardwise.checkpoint.all_ranks import on_all_ranks
+from shardwise.checkpoint.single import NOTHING, collect_on_all_ranks, load, save
 from shardwise.engine import api
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of_shard
@@ -154,7 +154,7 @@ class Accelerator(_Accelerator):
         """
         with self._optimizers_apart():
             for _, model, optimizer in self._pairs(self._models, ""):
-                collect_together(model, optimizer, NOTHING)  # raises what `save` would
+                collect_on_all_ranks(model, optimizer, NOTHING)  # raises what `save` would
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +165,7 @@ class Accelerator(_Accelerator):
         """
         sharded = [_inner(m) for m in self._models if is_sharded(m)]
         if sharded:
-            together(
+            on_all_ranks(
                 engine_of_shard(sharded[0]).comm.control, lambda: self._check_folder(input_dir)
             )
         with self._optimizers_apart():

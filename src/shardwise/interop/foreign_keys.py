@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.keys import near_miss
 from shardwise.train.config import read_keys
 
-Kind = Literal["flag", "whole", "number", "word", "block", "any"]
+Kind = Literal["flag", "integer", "number", "word", "block", "any"]
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ DEEPSPEED = _table(
     ("any", "give --tensor-parallel", "", "tensor_parallel"),
     ("any", "give --context-parallel", "", "sequence_parallel_size"),
     ("any", _NO_CHANGE, "", "data_efficiency expert_parallel"),
-    ("whole", _NO_CHANGE, _LOGS, "steps_per_print"),
+    ("integer", _NO_CHANGE, _LOGS, "steps_per_print"),
     ("flag", _NO_CHANGE, _LOGS, "wall_clock_breakdown memory_breakdown dump_state"),
     ("word", _NO_CHANGE, _LOGS, "log_level"),
     ("block", _NO_CHANGE, _LOGS, "comms_logger flops_profiler timers tensorboard wandb csv_monitor "
      "comet monitor_config datastates_ckpt"),
     ("flag", _NO_CHANGE, _NO_TRACE, "disable_python_gc disable_allgather check_overflow"),
     ("flag", _NO_CHANGE, "the data loader is yours", "dataloader_drop_last"),
-    ("whole", _NO_CHANGE, "DeepSpeed only warns about it", "vocabulary_size"),
+    ("integer", _NO_CHANGE, "DeepSpeed only warns about it", "vocabulary_size"),
     ("block", _NO_CHANGE, "`shardwise plan --search` is the counterpart", "autotuning"),
     ("block", _NO_CHANGE, "generate() works on a sharded model", "hybrid_engine"),
     ("any", _NO_CHANGE, "there are no pipelines", "pipeline"),
@@ -112,18 +112,18 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
      "*allgather_sequential"),
     ("flag", _NO_SWITCH, "a checkpoint loads at any number of ranks, in full precision",
      "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
-    ("whole", _NO_SWITCH, "the step updates all shards at once", "sub_group_size"),
+    ("integer", _NO_SWITCH, "the step updates all shards at once", "sub_group_size"),
     ("flag", _NO_SWITCH, _SAVING,
      "*gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"),
     ("flag", _NO_SWITCH, "there is no Muon on shards", "save_muon_momentum_buffer_in_memory"),
     ("block", _NO_SWITCH, "units are found; shard(units=) changes them", "leaf_module"),
     ("flag", _NO_SWITCH, "torch.nn.utils.clip_grad_norm_() is yours to call", "compute_grad_norm"),
     ("flag", _NO_SWITCH, "nothing is on the host", "cpu_offload_use_pin_memory"),
-    ("whole", _WHOLE_UNITS, _BUCKETS, "reduce_bucket_size"),
-    ("whole", _WHOLE_UNITS, _UNIT_SIZES, "allgather_bucket_size *param_persistence_threshold "
+    ("integer", _WHOLE_UNITS, _BUCKETS, "reduce_bucket_size"),
+    ("integer", _WHOLE_UNITS, _UNIT_SIZES, "allgather_bucket_size *param_persistence_threshold "
      "*model_persistence_threshold *max_live_parameters *max_reuse_distance "
      "*module_granularity_threshold"),
-    ("whole", _PLUS_PLUS, "not there yet: every gather is from all ranks, as with 1",
+    ("integer", _PLUS_PLUS, "not there yet: every gather is from all ranks, as with 1",
      "zero_hpz_partition_size"),
     ("flag", _PLUS_PLUS, "not there yet: what travels is exact, as with false",
      "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"),
@@ -132,13 +132,13 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
 OFFLOAD_PARAM = _table(
     ("any", "", "", "device"),
     ("any", _NO_SWITCH, _ON_DEVICE, "nvme_path"),
-    ("whole", _NO_SWITCH, _ON_DEVICE, "buffer_count buffer_size max_in_cpu"),
+    ("integer", _NO_SWITCH, _ON_DEVICE, "buffer_count buffer_size max_in_cpu"),
     ("flag", _NO_SWITCH, _ON_DEVICE, "pin_memory"),
 )  # fmt: skip
 OFFLOAD_OPTIMIZER = _table(
     ("any", "", "", "device"),
     ("any", _NO_SWITCH, _ON_DEVICE, "nvme_path"),
-    ("whole", _NO_SWITCH, _ON_DEVICE, "buffer_count buffer_size"),
+    ("integer", _NO_SWITCH, _ON_DEVICE, "buffer_count buffer_size"),
     ("flag", _NO_SWITCH, _ON_DEVICE, "pin_memory pipeline_read pipeline_write fast_init "
      "super_offload"),
     ("number", "", _ON_DEVICE, "ratio"),
@@ -163,7 +163,7 @@ ACTIVATION_CHECKPOINTING = _table(
     ("flag", "", "call the model under torch.autograd.graph.save_on_cpu() for that",
      "cpu_checkpointing"),
     ("flag", "", _YOURS, "contiguous_memory_optimization synchronize_checkpoint_boundary profile"),
-    ("whole", "", _YOURS, "number_checkpoints"),
+    ("integer", "", _YOURS, "number_checkpoints"),
 )  # fmt: skip
 DATA_TYPES = _table(
     ("any", "", "", "grad_accum_dtype keep_in_fp32_modules"),

@@ -124,7 +124,7 @@ def _count(reader: Reader, values: dict[str, Any], ours: str) -> Handler:
     def store(name: str, value: Any) -> None:
         most = _MOST_MICRO_BATCH if ours == "micro_batch" else _MOST
         plain = int(value) if isinstance(value, str) and value.isdecimal() else value
-        number = reader.whole(name, plain, least=1, most=most)
+        number = reader.integer(name, plain, least=1, most=most)
         if values.setdefault(ours, number) != number:
             raise reader.refusal(
                 name,

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checkpoint.together import together
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.engine.api import engine_of_shard
 from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
@@ -41,8 +41,8 @@ def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | N
             str(path), selected_adapters=names, is_main_process=control.rank == 0
         )
 
-    with _whole(model, wanted, writeback=False):
-        together(control, write)
+    with _in_full(model, wanted, writeback=False):
+        on_all_ranks(control, write)
 
 
 def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -> None:
@@ -67,9 +67,9 @@ def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -
             "PeftModel.from_pretrained(base, path) before shard() takes the file, to generate"
         )
     values: dict[str, Any] = {}
-    together(control, lambda: values.update(_read(peft, path)))
-    with _whole(model, wanted, writeback=True):
-        together(control, lambda: _fill(peft, model, wanted, values, path, adapter))
+    on_all_ranks(control, lambda: values.update(_read(peft, path)))
+    with _in_full(model, wanted, writeback=True):
+        on_all_ranks(control, lambda: _fill(peft, model, wanted, values, path, adapter))
 
 
 def _read(peft: Any, path: str | Path) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _is_prompt(model: nn.Module, adapter: str) -> bool:
 
 
 @contextmanager
-def _whole(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) -> Iterator[None]:
+def _in_full(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) -> Iterator[None]:
     """Put full, ordinary parameters in the place of the wanted ones, for a while."""
     engine = engine_of_shard(model)
     params = list({id(p): p for p in wanted.values()}.values())

@@ -132,7 +132,7 @@ def plan(
         matmul_dtype=in_time.matmul_dtype,
         flops_per_step=_flops_per_step(model, candidate, in_memory),
         assumptions=tuple(_sentence(a) for a in prices.assumptions()),
-        notes=(*model.notes, *_stage_notes(tapes, in_memory, in_time)),
+        notes=(*model.notes, *_pipeline_notes(tapes, in_memory, in_time)),
         fill_s=fill_s,
         sends_s=sends_s,
         model_parallel_s=_model_parallel(slowest.simulated, prices),
@@ -192,7 +192,7 @@ def _seconds_of(kind: str, program: Program, prices: Pricer) -> float:
     return total
 
 
-def _stage_notes(tapes: tuple[Tape, ...], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
+def _pipeline_notes(tapes: tuple[Tape, ...], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
     """Say which stages of a pipeline the figures are of."""
     if len(tapes) == 1:
         return ()

@@ -55,7 +55,7 @@ def is_in_place(name: str) -> bool:
     return name.endswith("_") and not (name.startswith("__") and not name.startswith("__i"))
 
 
-def whole(value: Any) -> Any:
+def in_full(value: Any) -> Any:
     """Put full tensors in the place of ShardTensors: autograd's own for parameters."""
     if isinstance(value, Sliced):
         owner = value._owner
@@ -66,7 +66,7 @@ def whole(value: Any) -> Any:
         full = owner.use_full()
         return full if value.requires_grad else full.detach()  # frozen: no graph of the leaf's
     if isinstance(value, list | tuple) and any(isinstance(v, Sliced) for v in value):
-        return [whole(v) for v in value]
+        return [in_full(v) for v in value]
     return value
 
 
@@ -189,10 +189,10 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return None
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
         raise refusal(name, shards)
-    return run_whole(func, name, args, kwargs, shards)
+    return run_in_full(func, name, args, kwargs, shards)
 
 
-def run_whole(
+def run_in_full(
     func: Any,
     name: str,
     args: tuple[Any, ...],
@@ -208,7 +208,7 @@ def run_whole(
         raise refusal(f"{name} with out=", shards)
     if _asks_in_place(func, args, kwargs):  # told before it writes
         raise refusal(f"{name}, in place,", shards)
-    args, kwargs = tuple(map(whole, args)), {k: whole(v) for k, v in kwargs.items()}
+    args, kwargs = tuple(map(in_full, args)), {k: in_full(v) for k, v in kwargs.items()}
     fulls = [t for t in _one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
     result = func(*args, **kwargs)
@@ -303,9 +303,9 @@ def _full(value: Any) -> Any:
     """Return the whole of a sharded tensor: for a parameter, what autograd knows."""
     if not isinstance(value, Sliced):
         return value
-    if value._cut.is_whole and not torch.is_grad_enabled():
+    if value._cut.is_replicated and not torch.is_grad_enabled():
         return value._local_tensor
-    return whole(value) if value._owner is not None else value.full_tensor()
+    return in_full(value) if value._owner is not None else value.full_tensor()
 
 
 def _plain_cpu(value: Any) -> Any:
@@ -315,9 +315,9 @@ def _plain_cpu(value: Any) -> Any:
 
 
 def _operand(value: Any, cut: Cut, name: str) -> Any:
-    if isinstance(value, Sliced) and value._cut.is_whole and cut.is_whole:
+    if isinstance(value, Sliced) and value._cut.is_replicated and cut.is_replicated:
         return value._local_tensor
-    if cut.is_whole and not isinstance(value, DTensor):
+    if cut.is_replicated and not isinstance(value, DTensor):
         return value
     if isinstance(value, Sliced):
         if value._cut is not cut and not value._cut.matches(cut):

@@ -144,7 +144,7 @@ class _Running:
         return allocate(self._how.reduce_scatter, numel, dtype, self._comm.device)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the sums over shards."""
         if self._pending is not None:
             self._pending.wait()
@@ -161,7 +161,7 @@ class _Running:
         **Raises** CollectiveError where ranks have reduced different units: on the CPU only, as
         elsewhere the host would wait for the device.
         """
-        self.settle()
+        self.wait()
         values, self._out = self._out, None
         if values is None or not self._over_replicas(values):
             return {}
@@ -187,7 +187,7 @@ class _Running:
 
     def drop(self) -> None:
         """Wait; the sum is not completed over replicas."""
-        self.settle()
+        self.wait()
         self._out = None
 
     def _over_replicas(self, values: torch.Tensor) -> bool:

@@ -100,7 +100,7 @@ class Cut:
         return self.layout is not None and self.kind == "range"
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Tell whether every rank has all elements."""
         return not self.axes
 

@@ -225,7 +225,7 @@ class Materializer:
         found: Init = reset
         return found
 
-    def settle_buffers(self, model: nn.Module) -> None:
+    def fill_buffers(self, model: nn.Module) -> None:
         """Initialise modules that have meta buffers only, and take live buffers from rank 0."""
         for name, module in model.named_modules():
             buffers = {k: b for k, b in module._buffers.items() if b is not None}

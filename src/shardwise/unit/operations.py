@@ -77,7 +77,7 @@ LOCAL_FACTS = _names(
 )
 
 # Properties that are operations on the elements.
-WHOLE_PROPERTIES = _names("T mT H mH real imag")
+FULL_PROPERTIES = _names("T mT H mH real imag")
 
 # Methods that make a new tensor of any shape.
 FACTORIES = _names("new new_zeros new_ones new_empty new_full new_tensor")

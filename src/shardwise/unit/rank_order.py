@@ -38,8 +38,8 @@ class _Part:
     """The sum of one storage: which parameters take part, and where their means will lie.
 
     ``out`` is the buffer of this rank's slices ([S]), or of everything where state is replicated
-    ([P]); ``wholes`` are then the segments in it, each to be gathered. ``counts`` are those of
-    Note [Gradients of some ranks only].
+    ([P]); ``full_segments`` are then the segments in it, each to be gathered. ``counts`` are those
+    of Note [Gradients of some ranks only].
     """
 
     unit: Any
@@ -47,7 +47,7 @@ class _Part:
     params: list[ShardedParam]
     out: torch.Tensor
     counts: torch.Tensor
-    wholes: list[tuple[Segment, torch.Tensor]]
+    full_segments: list[tuple[Segment, torch.Tensor]]
     brought: tuple[torch.Tensor, Pending] | None = None  # on their way to the slices' home
 
     def start_evict(self) -> None:
@@ -101,19 +101,19 @@ class _Running:
         for param, grad in zip(params, grads, strict=True):
             placed = layout.params[param.index]
             parts.setdefault(placed.segment, []).append((placed.offset, grad))
-        items, wholes = [], []
+        items, full_segments = [], []
         for number, segment in enumerate(layout.segments):
             if number in parts and segment.numel:
                 begin = segment.shard_offset
                 if replicated:
                     begin = segment.full_offset + storage.rank * segment.slot_numel
                     end = segment.full_offset + segment.slot_numel * layout.num_ranks
-                    wholes.append((segment, out[segment.full_offset : end]))
+                    full_segments.append((segment, out[segment.full_offset : end]))
                 place = out[begin : begin + segment.slot_numel]
                 items.append(ReduceItem(segment, tuple(parts[number]), place))
         if num_counts:
             items.append(self._count(params, counts))
-        self._parts.append(_Part(unit, storage, params, out, counts, wholes))
+        self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
         return items
 
     def _take(self, param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
@@ -139,7 +139,7 @@ class _Running:
         return ReduceItem(segment, ((0, here),), counts)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the addends and sum them; start what comes second.
 
         Over a replicate axis the slices are summed second; at stage 0 the mean is gathered, so
@@ -152,7 +152,7 @@ class _Running:
         for part in self._parts:
             if self._comm.axes.replicate is not None:
                 self._sum_over_replicas(part)
-            if part.wholes:
+            if part.full_segments:
                 self._gathers.append(self._start_gather(part))
             else:
                 part.start_evict()
@@ -160,7 +160,7 @@ class _Running:
     @torch.no_grad()
     def finish(self) -> dict[ShardedParam, torch.Tensor]:
         """Wait; return this rank's slices of the means."""
-        self.settle()
+        self.wait()
         for gather in self._gathers:
             gather.wait()
         self._gathers = []
@@ -180,7 +180,7 @@ class _Running:
         assert axis is not None
         site = self._comm.site("all_reduce", part.unit.name, part.unit.index)
         summed = [
-            whole[slice(*segment.bounds(part.storage.rank))] for segment, whole in part.wholes
+            full[slice(*segment.bounds(part.storage.rank))] for segment, full in part.full_segments
         ]
         if not part.storage.shards_state:
             summed.append(part.counts)
@@ -192,10 +192,10 @@ class _Running:
     def _start_gather(self, part: _Part) -> Pending:
         axis = self._comm.axes.shard
         items = []
-        for segment, whole in part.wholes:
+        for segment, full in part.full_segments:
             begin = axis.rank * segment.slot_numel
-            own = whole[begin : begin + segment.slot_numel]
-            items.append(GatherItem(segment, own, whole, True))
+            own = full[begin : begin + segment.slot_numel]
+            items.append(GatherItem(segment, own, full, True))
         site = self._comm.site("all_gather", part.unit.name, part.unit.index)
         pending: Pending = self._comm.start_all_gather(items, axis, site)
         return pending

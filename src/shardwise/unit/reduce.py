@@ -36,12 +36,12 @@ class Reduction:
             for unit in self.units:
                 unit.has_local_sum = False
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the sums; set ``p.grad`` where nobody asks for it."""
         if self._running is None:
             return
         with span("wait_reduce", *self._names):
-            self._running.settle()
+            self._running.wait()
         if not self.is_asked and not self.is_dropped:
             self.finish()
 

@@ -56,7 +56,7 @@ class Sliced(DTensor):
 
 def is_replicated(tensors: Sequence[Sliced]) -> bool:
     """Tell whether every rank has all of each of these tensors (stage 0)."""
-    return all(t._cut.is_whole for t in tensors)
+    return all(t._cut.is_replicated for t in tensors)
 
 
 def locals_of(value: Any) -> Any:

@@ -186,14 +186,14 @@ class Storage:
         for segment in self.layout.segments:
             slot, full = segment.slot_numel, segment.full_offset
             own = self._full_data[full + self.rank * slot : full + (self.rank + 1) * slot]
-            whole = self._full_data[full : full + slot * self.layout.num_ranks]
+            gathered = self._full_data[full : full + slot * self.layout.num_ranks]
             in_place = self.aliased or self._casts
             shard = own
             if not self.aliased:
                 shard = self._master_data[segment.shard_offset : segment.shard_offset + slot]
             self._slots.append(shard)
             self._gather_items.append(
-                GatherItem(segment, own if in_place else shard, whole, in_place)
+                GatherItem(segment, own if in_place else shard, gathered, in_place)
             )
 
     def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:

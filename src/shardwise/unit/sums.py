@@ -25,7 +25,7 @@ class Running(Protocol):
     def nbytes(self) -> int:
         """Bytes of the means, as long as the sum is under way."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the sums over shards; start, or complete, what comes second."""
 
     def finish(self) -> dict[ShardedParam, torch.Tensor]:

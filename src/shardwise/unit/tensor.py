@@ -30,18 +30,18 @@ from shardwise.unit.answers import (
     check_conversion,
     into_leaf,
     is_in_place,
-    run_whole,
+    run_in_full,
     set_property,
     shards_in,
 )
 from shardwise.unit.draws import same_draws
 from shardwise.unit.operations import (
     DRAWS,
+    FULL_PROPERTIES,
     GRAD_FREE,
     LIKE,
     LOCAL_FACTS,
     METADATA,
-    WHOLE_PROPERTIES,
 )
 from shardwise.unit.replaced import running_optimizer
 from shardwise.unit.sliced import Sliced
@@ -166,7 +166,7 @@ class ShardTensor(Sliced):
             name = func.__self__.__name__  # type: ignore[attr-defined]
             if name in LOCAL_FACTS:
                 return func(args[0]._local_tensor)
-            if name not in WHOLE_PROPERTIES:
+            if name not in FULL_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
         elif name in LOCAL_FACTS and isinstance(args[0], Sliced):
@@ -209,7 +209,7 @@ class ShardTensor(Sliced):
             if any(
                 t._owner and ((records and t.requires_grad) or t._owner.in_use()) for t in shards
             ):
-                return run_whole(func, name, args, kwargs, shards)
+                return run_in_full(func, name, args, kwargs, shards)
         return answer(func, name, args, kwargs)
 
     @classmethod

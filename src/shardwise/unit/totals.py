@@ -26,7 +26,7 @@ def total_norm(tensor: Any, order: float) -> torch.Tensor:
     if not isinstance(tensor, Sliced):
         return torch.linalg.vector_norm(tensor, order)
     cut = tensor._cut
-    if cut.is_whole:
+    if cut.is_replicated:
         return torch.linalg.vector_norm(tensor._local_tensor, order)
     return local_norm(tensor._local_tensor, order, NormKind.of(order, cut))
 
@@ -34,7 +34,7 @@ def total_norm(tensor: Any, order: float) -> torch.Tensor:
 def reduce_all(func: Any, name: str, tensor: Sliced) -> torch.Tensor:
     """Reduce all elements to one number. **Cost** one collective."""
     local, cut = tensor._local_tensor, tensor._cut
-    if cut.is_whole:
+    if cut.is_replicated:
         result: torch.Tensor = func(local)
         return result
     if REDUCTIONS[name] == "sum":

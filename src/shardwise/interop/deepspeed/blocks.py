@@ -55,7 +55,7 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
         reader.mapped(name, value, f"shard(stage={found['stage']})")
 
     def prefetch(name: str, value: Any) -> None:
-        elements = reader.whole(name, value)
+        elements = reader.integer(name, value)
         if elements > _LARGEST_PREFETCH:
             raise reader.refusal(name, f"expected at most {_LARGEST_PREFETCH:,}, got {value!r}")
         found["prefetch_bytes"] = elements * _COMPUTE_BYTES[precision or otherwise]
@@ -207,7 +207,7 @@ def _autocast(reader: Reader, name: str, block: Any) -> None:
 
 
 def _only_one(reader: Reader, name: str, value: Any) -> None:
-    if reader.whole(name, value) > 1:
+    if reader.integer(name, value) > 1:
         raise reader.refusal(name, f"only data is parallel here; expected 1, got {value!r}")
     reader.mapped(name, value, "only data is parallel")
 

@@ -135,13 +135,13 @@ def _read_fp16(reader: Reader, values: Any, found: dict[str, Any], otherwise: bo
         )
 
     def power(name: str, value: Any) -> None:
-        exponent = reader.whole(name, value)
+        exponent = reader.integer(name, value)
         if exponent > _LARGEST_POWER:
             raise reader.refusal(name, f"expected at most {_LARGEST_POWER}, got {value!r}")
         dynamic(name, value, "scale", 2.0**exponent, f"GradScaler(init_scale={2.0**exponent:g})")
 
     def window(name: str, value: Any) -> None:
-        steps = reader.whole(name, value, least=1)
+        steps = reader.integer(name, value, least=1)
         dynamic(name, value, "window", steps, f"GradScaler(growth_interval={steps})")
 
     def dynamic(name: str, value: Any, what: str, number: float, text: str) -> None:
@@ -178,7 +178,7 @@ def _read_fp16(reader: Reader, values: Any, found: dict[str, Any], otherwise: bo
 
 
 def _hysteresis(reader: Reader, name: str, value: Any) -> None:
-    if reader.whole(name, value, least=1) == 1:
+    if reader.integer(name, value, least=1) == 1:
         reader.mapped(name, value, "every overflow halves the scale")
     else:
         reader.ignored(name, value, "torch's scaler halves at every overflow, as with 1")

@@ -134,7 +134,7 @@ class Reader:
         """Raise ConfigError where a value, though ignored, could not be the key's."""
         checks: dict[str, Callable[[str, Any], Any]] = {
             "flag": self.flag,
-            "whole": self.whole,
+            "integer": self.integer,
             "number": self.number,
             "word": self.word,
             "block": self.mapping,
@@ -171,11 +171,11 @@ class Reader:
             raise self.refusal(key, f"expected a number{bound}, got {value!r}")
         return value
 
-    def whole(self, key: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    def integer(self, key: str, value: Any, least: int = 0, most: int | None = None) -> int:
         """Return a whole number; 5e8 is one."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_whole = is_number and math.isfinite(value) and value == int(value)
-        if not is_whole or not least <= value <= (most or value):
+        is_replicated = is_number and math.isfinite(value) and value == int(value)
+        if not is_replicated or not least <= value <= (most or value):
             bound = (
                 f", {least} or more" if most is None else f" above {least - 1}, at most {most:,}"
             )

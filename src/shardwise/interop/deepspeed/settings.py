@@ -289,13 +289,13 @@ def read_content(
     """
     reader = Reader(source, auto)
     if world_size is not None:
-        world_size = reader.whole("world_size", world_size, least=1)
-    sizes = {n: reader.whole(n, size, least=1) for n, size in given.items() if size is not None}
+        world_size = reader.integer("world_size", world_size, least=1)
+    sizes = {n: reader.integer(n, size, least=1) for n, size in given.items() if size is not None}
     found: dict[str, Any] = {}
     precision = read_precision(reader, content, precision_else)
 
     def take_size(name: str, value: Any) -> None:
-        size = reader.whole(name, value, least=1)
+        size = reader.integer(name, value, least=1)
         ours = BATCH_KEYS[name]
         if sizes.setdefault(ours, size) != size:
             why = f"got {size}, and {ours}={sizes[ours]} as an argument; give one of them"

@@ -51,7 +51,7 @@ class GroupEngine(Engine):
                 param.watch()
             for storage in unit.storages:
                 storage.count_in(self.ledger)
-        self.settle(units, order=())
+        self.take_units(units, order=())
 
     where_full = "on a copy of the model that is not sharded"
     each_unit_alone = True  # and its settings say in which micro-batch it reduces

@@ -108,8 +108,8 @@ def _fill_converted(
     made = convert(recipe, tensors, model, report, parts)
     for name, place in wanted.items():
         if name in made and place.hi > place.lo:
-            whole = made[name].reshape(-1)
-            place.data.copy_(whole[place.lo - start : place.hi - start].to(dtypes[name]))
+            full = made[name].reshape(-1)
+            place.data.copy_(full[place.lo - start : place.hi - start].to(dtypes[name]))
 
 
 def _parts_of_rows(recipe: Recipe, place: Place) -> tuple[list[Part], int]:

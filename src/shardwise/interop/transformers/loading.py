@@ -22,8 +22,8 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _get_model_class
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.source import Source
-from shardwise.checkpoint.together import together
 from shardwise.config import PrecisionLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
 from shardwise.engine.api import engine_of_shard, shard
@@ -256,7 +256,7 @@ def _read(
 ) -> None:
     why = f"reading {source.where} did not come to its end; load the weights again"
     with engine.conditions.writing(why):
-        together(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
+        on_all_ranks(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
 
 
 def _leave(module: nn.Module) -> None:

@@ -50,27 +50,27 @@ def _visit(module: nn.Module, owner: PreTrainedModel, drawn: Mapping[int, torch.
     """Initialise a module after its children, by the rules of the model that it belongs to."""
     for child in module.children():
         _visit(child, child if isinstance(child, PreTrainedModel) else owner, drawn)
-    with _whole(module, drawn):
+    with _standing_in_full(module, drawn):
         owner._initialize_weights(module, owner.is_custom_code())
 
 
 @contextmanager
-def _whole(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> Iterator[None]:
+def _standing_in_full(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> Iterator[None]:
     """Put whole parameters in the place of the module's own missing ones; keep this rank's part."""
-    wholes: dict[str, tuple[Any, nn.Parameter]] = {}
+    fulls: dict[str, tuple[Any, nn.Parameter]] = {}
     for name, param in module._parameters.items():
         if isinstance(param, ShardTensor) and id(param) in drawn and not hasattr(param, _DONE):
             memory = torch.empty(param.shape, dtype=drawn[id(param)], device="cpu")
-            wholes[name] = param, nn.Parameter(memory, requires_grad=param.requires_grad)
-    for name, (_, whole) in wholes.items():
-        module._parameters[name] = whole
+            fulls[name] = param, nn.Parameter(memory, requires_grad=param.requires_grad)
+    for name, (_, full) in fulls.items():
+        module._parameters[name] = full
     try:
         yield
     finally:
-        for name, (param, _) in wholes.items():
+        for name, (param, _) in fulls.items():
             module._parameters[name] = param
-    for param, whole in wholes.values():
-        param.copy_(whole.to(param.device))
+    for param, full in fulls.values():
+        param.copy_(full.to(param.device))
         setattr(param, _DONE, True)
 
 

@@ -24,6 +24,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.container import (
     Stored,
     build_header,
@@ -32,7 +33,6 @@ from shardwise.checkpoint.container import (
     memory_of,
     place,
 )
-from shardwise.checkpoint.together import together
 from shardwise.convert.export import split_into_shards
 from shardwise.engine.api import engine_of_shard
 from shardwise.errors import ConfigError, StateError
@@ -78,7 +78,7 @@ def save_pretrained(
     writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
     with _no_progress_bar():  # of the weights, of which there are none
-        together(engine.comm.control, lambda: stock(model, save_directory, **options))
+        on_all_ranks(engine.comm.control, lambda: stock(model, save_directory, **options))
     _write(_Plan(model, _bytes_of(max_shard_size), save_original_format), save_directory, writes)
 
 
@@ -128,7 +128,7 @@ def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
             if writer is not None:
                 writer.finish(plan.model)
 
-        together(engine_of_shard(plan.model).comm.control, finish)
+        on_all_ranks(engine_of_shard(plan.model).comm.control, finish)
 
 
 def _check(model: Any, options: Mapping[str, Any]) -> None:
@@ -162,16 +162,16 @@ def _bytes_of(size: int | str) -> int:
 
 def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> None:
     """Gather one group of tensors; every rank takes part. See Note [A layer at a time]."""
-    layer = {name: _whole(plan.tensors[name], keep=writer is not None) for name in names}
+    layer = {name: _in_full(plan.tensors[name], keep=writer is not None) for name in names}
     if writer is not None:
         writer.write(plan.revert(layer))
 
 
 @torch.no_grad()
-def _whole(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+def _in_full(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
     """Return a whole tensor in host memory; every rank takes part, the others throw it away."""
-    whole = tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor.detach()
-    return whole.cpu().contiguous() if keep else torch.empty(0)
+    full = tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor.detach()
+    return full.cpu().contiguous() if keep else torch.empty(0)
 
 
 class _Plan:

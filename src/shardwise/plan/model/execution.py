@@ -52,7 +52,7 @@ LOSSES: dict[LossKind, LossBytes] = {
 class Execution:
     """How one rank runs the decoder.
 
-    ``stage_layers`` overrides the even split of layers over ``pipeline`` stages; ``chunks`` are the
+    ``rank_layers`` overrides the even split of layers over ``pipeline`` stages; ``chunks`` are the
     interleaved chunks of a stage; ``micro_batches`` those of one step. ``causal`` says whether the
     attention kernel skips what the mask hides. ``trained`` False: the weights are frozen, adapters
     learn. ``keeps_outputs``: a stage keeps what it sent to the next one until its backward.
@@ -73,10 +73,10 @@ class Execution:
     sequence_parallel: bool = False
     cp: int = 1
     pipeline: int = 1
-    stage: int = 0
+    pipeline_rank: int = 0
     chunks: int = 1
     micro_batches: int = 1
-    stage_layers: int | None = None
+    rank_layers: int | None = None
     keeps_outputs: bool = False
 
     def __post_init__(self) -> None:
@@ -85,9 +85,10 @@ class Execution:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"Execution.{name} must be at least 1, got {value}")
-        if not 0 <= self.stage < self.pipeline:
+        if not 0 <= self.pipeline_rank < self.pipeline:
             raise ConfigError(
-                f"Execution.stage must be in 0 .. {self.pipeline - 1}, got {self.stage}"
+                f"Execution.pipeline_rank must be in 0 .. {self.pipeline - 1}, got "
+                f"{self.pipeline_rank}"
             )
 
     @property
@@ -98,21 +99,21 @@ class Execution:
     @property
     def first(self) -> bool:
         """Whether the embedding is here."""
-        return self.stage == 0
+        return self.pipeline_rank == 0
 
     @property
     def last(self) -> bool:
         """Whether the head and the loss are here."""
-        return self.stage == self.pipeline - 1
+        return self.pipeline_rank == self.pipeline - 1
 
     def layers_here(self, shape: DecoderShape) -> int:
         """Return the number of layers of this stage (the largest share)."""
-        return self.stage_layers or -(-shape.layers // self.pipeline)
+        return self.rank_layers or -(-shape.layers // self.pipeline)
 
     @property
     def in_flight(self) -> float:
         """Micro-batches' worth of this stage's activations at its first backward; see the Note."""
-        behind = self.pipeline - self.stage
+        behind = self.pipeline - self.pipeline_rank
         if self.chunks > 1:
             warmup = 2 * (behind - 1) + (self.chunks - 1) * self.pipeline + 1
             return min(warmup, self.micro_batches * self.chunks) / self.chunks

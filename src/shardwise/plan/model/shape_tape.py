@@ -41,7 +41,7 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     """
     layers = run.layers_here(shape)
     layer = _layer(shape, run)
-    first = max(0, shape.layers - layers) if run.last else run.stage * layers
+    first = max(0, shape.layers - layers) if run.last else run.pipeline_rank * layers
     names = (f"layers.{first + i}" for i in range(layers))
     units = (_root(shape, run), *(replace(layer, name=name) for name in names))
     forward, recompute = _layer_forward(shape, run), _recompute(shape, run)
@@ -132,9 +132,9 @@ def _enter(shape: DecoderShape, run: Execution, layers: int) -> Work:
 
 def _others(shape: DecoderShape, run: Execution, layers: int) -> int:
     """Bytes of the other micro-batches in flight, and of the outputs that all of them keep."""
-    stage = layers * kept_layer_bytes(shape, run) + _mask(shape, run)
+    of_layers = layers * kept_layer_bytes(shape, run) + _mask(shape, run)
     sent = stream_bytes(shape, run) if run.keeps_outputs and not run.last else 0
-    return round((run.in_flight - 1) * stage + run.in_flight * sent)
+    return round((run.in_flight - 1) * of_layers + run.in_flight * sent)
 
 
 def _mask(shape: DecoderShape, run: Execution) -> int:

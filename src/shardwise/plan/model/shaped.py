@@ -48,7 +48,7 @@ class ShapedModel:
         if first.pipeline == 1:
             return (self._tape(first),)
         fewest = self._shape.layers // first.pipeline
-        last = replace(first, stage=first.pipeline - 1, stage_layers=fewest)
+        last = replace(first, pipeline_rank=first.pipeline - 1, rank_layers=fewest)
         return self._tape(first), self._tape(last)
 
     def boundary_bytes(self, candidate: Candidate) -> int:

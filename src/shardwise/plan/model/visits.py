@@ -63,7 +63,7 @@ class Visitor:
         self._backward: list[_Unit] = []
         self._begun = False
         self._passes = Passes(self)
-        self._passes.settle(self.units)
+        self._passes.take_units(self.units)
         self._handles: list[Any] = []
         for unit in self.units:
             self._handles += register_hooks(self, unit)

@@ -31,7 +31,7 @@ def plans_html(
     )
 
 
-def whole_page(body: str, title: str) -> str:
+def full_page(body: str, title: str) -> str:
     """Return a fragment as an HTML document of its own."""
     from markupsafe import Markup
 

@@ -162,7 +162,7 @@ class ReductionDouble:
         if weight.keeps_buffer:
             unit.buffer = "lent"
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait, sum, free what was sent; start what comes second."""
         board, meter = self._board, self._board.meter
         before, meter.phase = meter.phase, "reduce"
@@ -230,14 +230,14 @@ class ReductionsDouble:
     """Stands for `engine.reductions.Reductions`."""
 
     def __init__(
-        self, board: Board, bucket_bytes: int, reduces_in_flight: int, settles_at_close: bool
+        self, board: Board, bucket_bytes: int, reduces_in_flight: int, waits_at_close: bool
     ) -> None:
         self._board = board
         self._queue: ReduceQueue[UnitDouble, ReductionDouble] = ReduceQueue(
             lambda units: ReductionDouble(units, board),
             bucket_bytes,
             reduces_in_flight,
-            settles_at_close,
+            waits_at_close,
         )
 
     def is_waiting(self, unit: UnitDouble) -> bool:

@@ -98,14 +98,14 @@ class _Player:
             board,
             candidate.bucket_bytes,
             candidate.reduces_in_flight,
-            settles_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,
+            waits_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,
         )
         self._schedule: Schedule[UnitDouble] = Schedule(
             candidate.prefetch_bytes, self._reductions, has_peers=num_ranks > 1
         )
         order = [e.unit for e in visits if e.kind == "before_forward" and not e.recomputes]
         closes = [e.unit for e in visits if e.kind == "after_backward"]
-        self._schedule.settle(self._units, order, closes)
+        self._schedule.take_units(self._units, order, closes)
         self._stack: list[tuple[UnitDouble, bool]] = []
         self._in_backward = False
         self._order: list[int] = []

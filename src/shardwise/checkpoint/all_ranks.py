@@ -27,7 +27,9 @@ _KINDS: tuple[type[ShardwiseError], ...] = (
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-def together(control: Control, work: Callable[[], bytes | None], row_bytes: int = 0) -> list[bytes]:
+def on_all_ranks(
+    control: Control, work: Callable[[], bytes | None], row_bytes: int = 0
+) -> list[bytes]:
     """Run ``work`` on every rank; return the rows of ``row_bytes`` that it returned, in rank order.
 
     It may take as long as its disk takes: Note [How long a rank may be silent] in `comm.control`.

@@ -12,7 +12,7 @@ import pytest
 
 from disk import os_error
 from ranks import HANG_S
-from shardwise.checkpoint.together import explain, together
+from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.comm.control import Control, SoloControl
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 
@@ -80,7 +80,7 @@ def failing(**errors: Exception) -> Callable[[Control], Any]:
                 raise error
             return bytes([control.rank, 7])
 
-        return together(control, work, 2)
+        return on_all_ranks(control, work, 2)
 
     return call
 
@@ -94,7 +94,7 @@ def test_rows_come_back_in_rank_order_with_one_exchange(num_ranks: int) -> None:
 
 
 def test_work_without_an_answer_gives_empty_rows() -> None:
-    assert Threads(2).run(lambda control: together(control, lambda: None)) == [[b"", b""]] * 2
+    assert Threads(2).run(lambda control: on_all_ranks(control, lambda: None)) == [[b"", b""]] * 2
 
 
 def test_one_failure_is_the_same_error_on_every_rank_with_a_second_exchange() -> None:
@@ -139,7 +139,7 @@ def test_an_error_of_another_kind_becomes_a_checkpoint_error() -> None:
 
 def test_one_rank_alone_is_not_numbered() -> None:
     with pytest.raises(DamagedCheckpoint, match=r"^gone$"):
-        together(SoloControl(), lambda: (_ for _ in ()).throw(DamagedCheckpoint("gone")))
+        on_all_ranks(SoloControl(), lambda: (_ for _ in ()).throw(DamagedCheckpoint("gone")))
 
 
 @pytest.mark.parametrize("text", ["é" * 2000, "x" * 1023 + "é", "a\0b", ""])
@@ -153,7 +153,7 @@ def test_a_text_of_any_length_is_the_same_on_all_ranks(text: str) -> None:
 def test_a_rank_that_dies_on_purpose_is_not_kept_alive() -> None:
     """SystemExit and KeyboardInterrupt are no failures to be told: they end the process."""
     with pytest.raises(KeyboardInterrupt):
-        together(SoloControl(), lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+        on_all_ranks(SoloControl(), lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
 
 
 def test_an_error_of_the_system_is_told_with_its_file_number_and_remedy() -> None:
