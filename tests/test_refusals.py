@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import run_ranks
-from shardwise import ShardTensor, accumulate, describe, gathered, shard, stats
+from shardwise import ShardTensor, accumulate, describe, fully_shard, gathered, shard, stats
 from shardwise.config import Precision
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
@@ -124,6 +124,10 @@ def check_models(rank: int, world_size: int) -> None:
     whole = shard(Net())
     with refused(whole.blocks[0], "sharded already"):  # type: ignore[arg-type, index]
         shard(whole.blocks[0])  # type: ignore[arg-type, index]
+    with pytest.raises(ConfigError, match="sharded already, by shard"):
+        fully_shard(whole)
+    with pytest.raises(ConfigError, match=r"fully_shard\(\) was called on modules of it"):
+        shard(fully_shard(Net()))
     mesh = init_device_mesh("cpu", (world_size,))
     model = Net()
     weight = distribute_tensor(model.embed.weight.detach(), mesh, [Shard(0)])

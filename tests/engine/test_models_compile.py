@@ -9,6 +9,7 @@ import torch
 from models import Stack, stack_roundings
 from ranks import run_ranks
 from roundings import assert_all_rounded_alike
+from shardwise import shard
 from trainer import ENDS, compare, full_parameters, make_steps, mean_square, sgd, train
 
 
@@ -55,3 +56,25 @@ def compare_inductor(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_blocks_compiled_by_inductor_train() -> None:
     run_ranks(compare_inductor, 2)
+
+
+class Generating(Stack):
+    def generate(self) -> None:
+        """Make the model one that ranks generate with in step."""
+
+
+def compile_around(rank: int, world_size: int) -> list[str]:
+    """Compile a function that calls the model; return why the graph was broken."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = shard(Generating(), stage=3)
+    around = torch.compile(lambda batch: mean_square(model, batch), backend="eager")
+    around(make_steps(world_size, 1)[0][0][rank]).backward()
+    return list(counters["graph_break"])
+
+
+@pytest.mark.slow
+def test_a_model_that_generates_is_compiled_but_for_our_hooks() -> None:
+    (reasons,) = run_ranks(compile_around, 1)
+    assert reasons and all("_Hooks" in reason for reason in reasons), reasons

@@ -20,6 +20,7 @@ from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.model import ATTRIBUTE, attach_engine
+from shardwise.engine.module_state import note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import Placements, place_params
@@ -120,7 +121,7 @@ def _run_all_layers(model: nn.Module, engine: Engine) -> None:
     for module in model.modules():
         files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
         if any(hasattr(file, "is_fsdp_managed_module") for file in files):
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            note_managed(module)
 
 
 def _tell_other_ranks(

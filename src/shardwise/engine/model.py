@@ -19,13 +19,13 @@ from shardwise.engine.copying import Memo, copy_engine, forget_engine, place_uni
 from shardwise.engine.entrances import register_entrances
 from shardwise.engine.hooks import register_hooks
 from shardwise.engine.module_methods import FSDPModule
-from shardwise.engine.module_state import ModuleState, forget_state, note_state
+from shardwise.engine.module_state import ModuleState, forget_state, note_managed, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.unit.unit import Unit
 
 ATTRIBUTE = "_shardwise_engine"
-_MARK = "_is_fsdp_managed_module"
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _HINTS = {
     "module": "shard() wraps nothing, as DistributedDataParallel does; drop `.module` and use the "
     "model itself",
@@ -213,8 +213,7 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
         model.__class__ = sharded_class(cls)
     for module in ways_in:
         if callable(getattr(module, "generate", None)):
-            # transformers asks for it: ranks then generate until all are through.
-            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            note_managed(module)  # ranks then generate until all are through
 
 
 def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:
@@ -235,6 +234,7 @@ def _made_plain(model: Any) -> Any:
         if name == ATTRIBUTE or (callable(value) and home.startswith("shardwise.")):
             del vars(model)[name]
     for module in model.modules():
-        vars(module).pop(_MARK, None)
+        for mark in _MARKS:
+            vars(module).pop(mark, None)
         forget_state(module)
     return model

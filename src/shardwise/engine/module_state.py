@@ -197,6 +197,16 @@ class ParamView:
         return found
 
 
+def note_managed(module: nn.Module) -> None:
+    """Note on a module that its forward may need all ranks, as FSDP's modules say it.
+
+    transformers asks for it before it generates or drops layers. dynamo then asks whether
+    parameters stay as they are (``use_orig_params``), and else does not compile the module.
+    """
+    module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
 def note_state(module: nn.Module, state: ModuleState) -> None:
     """Note on a module what sharding leaves on it."""
     vars(module).setdefault(STATE_KEY, {})[_FULLY_SHARD] = state

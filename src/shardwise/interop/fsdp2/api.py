@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
+from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.meshes import (
     Spread,
@@ -30,6 +31,7 @@ from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
 from shardwise.unit.replaced import retire
+from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
 
@@ -128,8 +130,7 @@ def fully_shard(
 def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
     """Leave on the modules what torch and dynamo look for."""
     for inner in managed:
-        inner._is_fsdp_managed_module = True  # type: ignore[assignment]  # dynamo asks for it
-        inner._fsdp_use_orig_params = True  # type: ignore[assignment]
+        note_managed(inner)
     for each in modules:
         each.__class__ = sharded_class(type(each))
 
@@ -140,6 +141,9 @@ def _check_container(module: Any) -> None:
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: {module}"
         )
+    parts = (module,) if isinstance(module, nn.Module) else module
+    if any(isinstance(p, ShardTensor) for part in parts for p in part.parameters()):
+        raise ConfigError("module: it is sharded already, by shard(); use one or the other")
 
 
 def _checked_reshard(asked: bool | int | None, spread: Spread) -> tuple[bool, Axis | None]:

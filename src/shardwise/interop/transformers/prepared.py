@@ -21,6 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of_shard
+from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.peft import save_adapter
 from shardwise.interop.transformers.saving import save_pretrained
@@ -41,7 +42,7 @@ def prepare(model: Any) -> Any:
     for module in model.modules():
         if callable(getattr(module, "generate", None)):
             # transformers' own flag for "its forward needs all ranks": generate() looks at it.
-            module._is_fsdp_managed_module = True
+            note_managed(module)
     if isinstance(model, PreTrainedModel):
         vars(model)["save_pretrained"] = partial(save_pretrained, model)
         vars(model)["resize_token_embeddings"] = _refuse_resize
