@@ -16,6 +16,7 @@ import test_models_parameters as parameters  # noqa: E402
 
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
+import test_parallel_models as parallel  # noqa: E402
 import test_shard_tensor_draws as draws  # noqa: E402
 import test_shard_tensor_optimizers as optimizers  # noqa: E402
 import test_shard_tensor_sweep as functions  # noqa: E402
@@ -42,6 +43,14 @@ def test_every_hostile_checkpoint_by_every_call(tmp_path: Path) -> None:
     hostile.test_a_hostile_checkpoint_gives_an_error_and_nothing_else(
         hostile.attack(tmp_path, every=True)
     )
+
+
+@pytest.mark.parametrize("size", parallel.WAYS)
+def test_every_checkpoint_of_several_meshes_under_every_other(
+    tmp_path_factory: pytest.TempPathFactory, size: int
+) -> None:
+    saves = parallel.save_all(tmp_path_factory.mktemp("saves"))
+    parallel.test_what_is_saved_over_any_meshes_loads_over_any_others(saves, size, every=1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
