@@ -1,6 +1,7 @@
 """The shard axis and the replicate axis, taken from a DeviceMesh."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,6 +37,11 @@ class Axes:
         """Say how many ranks there are; which ones differs from rank to rank."""
         replicas = self.replicate.size if self.replicate else 1
         return f"{replicas} replicas x {self.shard.size} shards"
+
+    @cached_property
+    def sharded(self) -> tuple[Axis, ...]:
+        """The shard axis alone."""
+        return (self.shard,)
 
     @property
     def all(self) -> tuple[Axis, ...]:

@@ -135,6 +135,51 @@ def test_every_module_with_a_unit_is_one_and_copies_and_new_ones_are_what_they_w
 
 
 # -- full parameters
+class OwnNames(nn.Linear):
+    """A layer with a method that FSDPModule has too."""
+
+    def reshard(self, by: int) -> int:
+        return by + 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.reshard(0)
+
+
+def shown(rank: int, world: int) -> None:
+    """Full parameters stand in the modules until a backward pass ends; nothing of them is lost."""
+    for stage in STAGES:
+        model = sharded(stage)
+        model.unshard()
+        found = model.named_parameters()
+        weight = next(name for name, p in found if not isinstance(p, ShardTensor))
+        dict(model.named_parameters())[weight].requires_grad_(False)
+        loss_of(model, 0, rank).backward()
+        params = dict(model.named_parameters())
+        assert all(isinstance(param, ShardTensor) for param in params.values())
+        assert not params[weight].requires_grad and params[weight].grad is None
+        model.zero_grad()
+        model.reshard()
+        model.set_requires_gradient_sync(False)
+        loss_of(model, 0, rank).backward()
+        model.finalize_backward()
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        assert all(isinstance(grad, ShardTensor) for grad in grads)
+        model.unshard()
+        with torch.no_grad():
+            dict(model.named_parameters())[weight].zero_()
+        model.state_dict()
+        with pytest.raises(ShardError, match="was written while unshard"):
+            model.reshard()
+    layers = shard(nn.Sequential(OwnNames(4, 4)), units=[OwnNames])
+    assert layers[0].reshard(1) == 2  # type: ignore[operator]
+    layers(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_stands_full_in_the_modules_is_sharded_again_when_a_pass_ends(world: int) -> None:
+    run_ranks(shown, world)
+
+
 def pinned(rank: int, world: int, folder: str) -> None:
     for stage in STAGES:
         model, reference = sharded(stage), plain()

@@ -179,6 +179,15 @@ def clips_as_torch_does(rank: int, world_size: int) -> None:
         found.append([norm, *(full(p.grad) for p in model.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert shardwise.clip_grad_norm_([], 1.0) == 0
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = []
+    for rows in (world_size, 1):  # of the second one all but rank 0 have nothing
+        param = nn.Parameter(distribute_tensor(torch.ones(rows, 3).bfloat16(), mesh, [Shard(0)]))
+        if rank == 0:
+            param.grad = torch.full_like(param, 3.0)
+        params.append(param)
+    for order, norm in ((float("inf"), 3.0), (float("-inf"), 3.0), (1.0, 18.0)):
+        assert shardwise.clip_grad_norm_(params, 1e9, order) == norm, order
     plain = nn.Parameter(torch.ones(4))
     plain.grad = torch.full((4,), 2.0)
     assert shardwise.clip_grad_norm_(plain, 1.0) == 4
@@ -210,10 +219,20 @@ def refuses(mesh: DeviceMesh) -> None:
         ({"head.bias": mesh["ep"]}, {"mesh": mesh["efsdp"]}, "are not of the model's"),
         (lambda name, param: Shard(1) if name == "layers.0.weight" else None, {}, "share evenly"),
         (Shard(1), {}, "expected a mapping of names, or a function"),
+        ({1: Shard(1)}, {}, "1 is no name of a parameter"),
+        ({"head.weight": (Shard(1), Shard(0))}, {}, "name one of each kind"),
+        (lambda name: None, {}, "the function raised TypeError for 'layers.0"),
+        ({"layers.1.gate": mesh["ep"]}, {"optional": [Experts]}, "several meshes"),
+        ({"head.bias": mesh["ep"]}, {"spread": mesh["efsdp"]}, "would be left out"),
     ]
     for placements, options, said in cases:
         model = Net()
         model.layers[0].weight = nn.Parameter(torch.zeros(2, 5, 2))
+        if "spread" in options:  # a DTensor whose copies no mesh would bring together
+            small = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+            placed = distribute_tensor(model.head.bias.detach(), small["tp"], [Replicate()])
+            model.head.bias = nn.Parameter(placed)
+            placements = {"head.bias": options.pop("spread")}
         with pytest.raises(ConfigError, match=said):
             shardwise.shard(model, placements=placements, **options)
         assert not any(isinstance(p, shardwise.ShardTensor) for p in model.parameters())

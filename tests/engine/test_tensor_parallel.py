@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ReplicaError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
 
 WIDTH, HIDDEN = 6, 7  # hidden rows divide by no number of ranks
@@ -129,9 +130,7 @@ def gathered_copied_and_drawn(model: Net, plain: Net, x: Tensor) -> None:
         assert torch.equal(weight.sum(dim=0), full(weight).sum(dim=0))
     torch.manual_seed(torch.distributed.get_rank())
     nn.init.normal_(weight)
-    everywhere = [torch.empty(HIDDEN, WIDTH) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(everywhere, full(weight))
-    assert all(torch.equal(each, everywhere[0]) for each in everywhere)
+    alike_on_all_ranks(full(weight))
 
 
 def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
@@ -166,7 +165,7 @@ def works_on_fully_shard_too(mesh: DeviceMesh) -> None:
     pickle.loads(pickle.dumps(params[1].detach()))
 
 
-def trains_everywhere(rank: int, world_size: int, cells: list[Any]) -> None:
+def trains_everywhere(rank: int, world_size: int, cells: list[Any], folder: str) -> None:
     meshes: dict[Any, DeviceMesh] = {}
     for dp, tp, stage, layout, in_window in cells:
         if (dp, tp) not in meshes:
@@ -177,6 +176,9 @@ def trains_everywhere(rank: int, world_size: int, cells: list[Any]) -> None:
         starts_on_meta(meshes[2, 2])
         unscales(meshes[2, 2])
         works_on_fully_shard_too(meshes[2, 2])
+        refuses_optimizers_of_matrices(meshes[2, 2])
+        finds_copies_that_differ(meshes[2, 2])
+        saves_over_two_axes(folder)
 
 
 def refuses(mesh: DeviceMesh) -> None:
@@ -200,11 +202,61 @@ def starts_on_meta(mesh: DeviceMesh) -> None:
             model = Net()
         if parallelize:
             parallel(model, mesh["tp"])
-        torch.manual_seed(3)
-        shardwise.shard(model, mesh=mesh["dp"], units=Block)
+        torch.manual_seed(3 + torch.distributed.get_rank())
+        shardwise.shard(model, mesh=mesh["dp"] if parallelize else None, units=Block)
         found.append([full(p) for p in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+    torch.manual_seed(torch.distributed.get_rank())  # and live ones are those of one rank
+    model = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
+    for param in model.parameters():
+        alike_on_all_ranks(full(param))
+
+
+def alike_on_all_ranks(tensor: Tensor) -> None:
+    everywhere = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everywhere, tensor.contiguous())
+    assert all(torch.equal(each, everywhere[0]) for each in everywhere)
+
+
+def saves_over_two_axes(folder: str) -> None:
+    """Ranks that hold parts along different axes all meet in one save."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "ep"))
+    model: Any = Net()
+    for block, axis in zip(model.layers, ("tp", "ep"), strict=True):
+        placed = distribute_tensor(block.up.weight.detach(), mesh[axis], [Shard(0)])
+        block.up.weight = nn.Parameter(placed)
+    before = [full(p) if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+    shardwise.shard(model, mesh=mesh["dp"], units=Block)
+    shardwise.save(folder, model)
+    plain = Net()
+    shardwise.load(folder, plain)
+    for ours, theirs in zip(plain.parameters(), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def finds_copies_that_differ(mesh: DeviceMesh) -> None:
+    """What tensor parallelism does not cut has copies along its axis; one that differs is named."""
+    model: Any = shardwise.shard(parallel(Net(), mesh["tp"]), mesh=mesh["dp"], units=Block)
+    shardwise.check_replicas(model)
+    if torch.distributed.get_rank() == 2:
+        model.head.weight.to_local().add_(1)
+    with pytest.raises(ReplicaError, match=r"'head.weight', value: ranks 2, 3 differ from"):
+        shardwise.check_replicas(model)
+
+
+def refuses_optimizers_of_matrices(mesh: DeviceMesh) -> None:
+    """Where the advice for slices would not help, the error does not give it."""
+    model = shardwise.shard(parallel(Net(), mesh["tp"]), stage=0, mesh=mesh["dp"], units=Block)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> Tensor:
+        loss = model(batch_of(0, 1)).square().mean()
+        loss.backward()
+        return loss
+
+    with pytest.raises(ShardError, match=r"LBFGS asks for .* a piece of it at every stage"):
+        optimizer.step(closure)
 
 
 def unscales(mesh: DeviceMesh) -> None:
@@ -241,6 +293,6 @@ def unscales(mesh: DeviceMesh) -> None:
     ],
 )
 def test_a_tensor_parallel_model_trains_as_one_process_does(
-    world_size: int, cells: list[Any]
+    world_size: int, cells: list[Any], tmp_path: Path
 ) -> None:
-    run_ranks(trains_everywhere, world_size, cells)
+    run_ranks(trains_everywhere, world_size, cells, str(tmp_path / "saved"))

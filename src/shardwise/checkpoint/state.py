@@ -38,8 +38,8 @@ from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
 
-# Wrappers that put a part of their own into the names of what they wrap.
 Ranks = tuple[tuple[int, ...], ...]  # of the process group, as [replica][shard]
+# Wrappers that put a part of their own into the names of what they wrap.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_checkpoint_wrapped_module|_orig_mod)\.")
 
 

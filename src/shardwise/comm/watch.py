@@ -50,6 +50,7 @@ _OTHERS = {
     "(generator)": "a random generator's state",
     "(norm)": "a norm",
     "(number)": "the model's number",
+    "(ranks)": "which ranks have a part of the model",
     "(seed)": "the seed of the parameters",
     "(tensor)": "a whole tensor",
 }

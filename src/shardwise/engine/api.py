@@ -87,7 +87,7 @@ def shard(
     agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
     comm.agree_on_number(comm.device)
     engine = Engine(config, comm, FullBytes())
-    materializer = Materializer(config, comm, comm.device, engine.ledger, engine, init)
+    materializer = Materializer(config, comm, comm.device, engine.ledger, engine, init, specs)
     materializer.check(specs)
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from inspect import getattr_static
 from typing import Any
 
 from torch import nn
@@ -108,10 +109,12 @@ class ShardedModule(FSDPModule):
 
     def __copy__(self) -> Any:
         """Copy as the module's own class does."""
+        _hide(self)
         return _copy_by_class(self, copy.copy)
 
     def __deepcopy__(self, memo: Memo) -> Any:
         """Copy as the module's own class does."""
+        _hide(self)
         return _copy_by_class(self, lambda module: copy.deepcopy(module, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -119,14 +122,11 @@ class ShardedModule(FSDPModule):
         return self._get_fsdp_state().engine.__reduce_ex__(protocol)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Let the shards stand in the modules, as they do where nothing is pinned."""
-        for unit in self._get_fsdp_state().units:
-            unit.hide()
+        _hide(self)
         super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        for unit in self._get_fsdp_state().units:
-            unit.hide()
+        _hide(self)
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -171,10 +171,12 @@ def no_sync(self: Any) -> Iterator[None]:
 def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
     """Return the class of sharded models of ``cls``, or of its units' modules.
 
-    A model's `no_sync` of its own stays.
+    What the class has of its own stays, even under the name of one of FSDPModule's methods.
     """
     names = ("__module__", "__qualname__", "__doc__")
     members = {name: getattr(cls, name) for name in names}
+    public = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    members |= {name: getattr_static(cls, name) for name in public if hasattr(cls, name)}
     if base is ShardedModel and not hasattr(cls, "no_sync"):
         members["no_sync"] = no_sync
     return type(cls)(cls.__name__, (base, cls), members)
@@ -214,6 +216,12 @@ def _mark(ways_in: Sequence[nn.Module], engine: Engine) -> None:
     for module in ways_in:
         if callable(getattr(module, "generate", None)):
             note_managed(module)  # ranks then generate until all are through
+
+
+def _hide(module: ShardedModule) -> None:
+    """Let the shards stand in the modules, as they do where nothing is pinned."""
+    for unit in module._get_fsdp_state().units:
+        unit.hide()
 
 
 def _copy_by_class(module: Any, copies: Callable[[Any], Any]) -> Any:

@@ -39,11 +39,6 @@ class FSDPModule(TorchFSDPModule):
     def _get_fsdp_state(self) -> Any:
         return noted_state(self)
 
-    def _states(self, recurse: bool) -> Iterator[ModuleState]:
-        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
-            if isinstance(module, FSDPModule):
-                yield module._get_fsdp_state()
-
     # -- parameters
     def reshard(self) -> None:
         """Free this module's full parameters and register the sharded ones; not recursive."""
@@ -69,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         if state.engine.units[0] is not state.units[0]:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         state.engine.reset()
-        for each in self._states(recurse=True):
+        for each in _states_of(self, True):
             each.reshard()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,14 +81,14 @@ class FSDPModule(TorchFSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Reduce gradients in the next backward passes, or keep them on this rank."""
-        for state in self._states(recurse):
+        for state in _states_of(self, recurse):
             state.change(keeps_grads=not requires_gradient_sync)
             if requires_gradient_sync:
                 state.change_sums("set_requires_gradient_sync", all_reduces=True)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over replicas (HSDP), or over shards only for now."""
-        for state in self._states(recurse):
+        for state in _states_of(self, recurse):
             state.change_sums("set_requires_all_reduce", all_reduces=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -102,7 +97,7 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
-        for state in self._states(recurse):
+        for state in _states_of(self, recurse):
             state.free_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
@@ -112,7 +107,7 @@ class FSDPModule(TorchFSDPModule):
 
         True means what the stage does: at stages 0 to 2 they stay.
         """
-        for state in self._states(recurse):
+        for state in _states_of(self, recurse):
             state.change_stage(frees_after_backward=reshard_after_backward and state.frees)
             state.change(stays_full=not reshard_after_backward)
 
@@ -148,7 +143,7 @@ class FSDPModule(TorchFSDPModule):
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Reduce parameters without a gradient as zeros, as ranks may differ in which they are."""
-        for state in self._states(recurse):
+        for state in _states_of(self, recurse):
             state.change_sums(
                 "set_reduce_scatter_unused_params", zero_fill=reduce_scatter_unused_params
             )
@@ -163,34 +158,25 @@ class FSDPModule(TorchFSDPModule):
             )
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for state in self._states(recurse):
+        for state in _states_of(self, recurse):
             state.allow_in_flight(max_input_buffers)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather with the caller's own collective."""
-        self._state_of_one_unit("set_custom_all_gather").units[0].transport = Packed(comm)
+        _state_of_one_unit(self, "set_custom_all_gather").units[0].transport = Packed(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce with the caller's own collective."""
-        state = self._state_of_one_unit("set_custom_reduce_scatter")
+        state = _state_of_one_unit(self, "set_custom_reduce_scatter")
         state.change_sums("set_custom_reduce_scatter", reduce_scatter=comm)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Call ``hook`` with the reduced gradients, before they are divided."""
-        state = self._state_of_one_unit("set_all_reduce_hook")
+        state = _state_of_one_unit(self, "set_all_reduce_hook")
         if stream is not None and state.units[0].comm.axes.replicate is not None:
             raise ValueError("stream cannot be set when using native HSDP")
         runs = hook if stream is None else _on_stream(hook, stream)
         state.change_sums("set_all_reduce_hook", after_reduce=runs)
-
-    def _state_of_one_unit(self, method: str) -> ModuleState:
-        state: ModuleState = self._get_fsdp_state()
-        if len(state.units) > 1:
-            raise ValueError(
-                f"{method} is not supported with multiple param groups (from per-param mesh via "
-                "shard_placement_fn): it would be ambiguous across groups with different meshes."
-            )
-        return state
 
     # -- torch 2.15 and later
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -205,7 +191,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refuse to keep freed memory in place, as CUDA graphs would need it."""
-        if keep and any(state.frees for state in self._states(recurse)):
+        if keep and any(state.frees for state in _states_of(self, recurse)):
             raise NotImplementedError(
                 "set_keep_unsharded_storage(True): full parameters get new memory at each gather; "
                 "keep them full instead, with set_reshard_after_forward(False) and "
@@ -236,6 +222,23 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept it: every gather runs in the background."""
+
+
+# No methods: a name of the user's class must not be taken from it.
+def _states_of(module: Any, recurse: bool) -> Iterator[ModuleState]:
+    for each in module.modules() if recurse else [module]:
+        if isinstance(each, FSDPModule):
+            yield each._get_fsdp_state()
+
+
+def _state_of_one_unit(module: FSDPModule, method: str) -> ModuleState:
+    state: ModuleState = module._get_fsdp_state()
+    if len(state.units) > 1:
+        raise ValueError(
+            f"{method} is not supported with multiple param groups (from per-param mesh via "
+            "shard_placement_fn): it would be ambiguous across groups with different meshes."
+        )
+    return state
 
 
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:

@@ -1,13 +1,14 @@
 """Find silent corruption: state that several ranks hold must have the same bits on all of them.
 
 Note [Which ranks hold the same]
-Shards and their optimizer state have copies along the replicate axis, at stage 0 on every rank.
+Shards and their optimizer state have copies along the replicate axis, at stage 0 on every rank;
+of what tensor parallelism does not cut, also on the ranks along its axis.
 Optimizer scalars (``step``) and fresh full parameters are alike on every rank. Buffers are left
 out: batch statistics may differ by rank, and are each rank's own.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -59,6 +60,41 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     engine.rest("check_replicas()")
     for comm in engine.comms:
         _check_over(comm, engine, optimizer)
+    if engine.everyone is not engine.comm.control:
+        _check_uncut(engine, optimizer)
+
+
+def _check_uncut(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+    """Check what tensor parallelism does not cut, over the ranks with one place in the mesh."""
+    control, place = engine.everyone, engine.comm.control.rank.to_bytes(4)
+    entries = list(_uncut_entries(engine, optimizer))
+    rows = control.exchange(place + _digest_of(entries, True))
+    groups: dict[bytes, list[int]] = {}
+    for rank, row in enumerate(rows):
+        groups.setdefault(row[:4], []).append(rank)
+    if all(len({rows[rank] for rank in ranks}) == 1 for ranks in groups.values()):
+        return
+    _check_labels(control, entries)
+    rows = control.exchange(b"".join(entry.digest for entry in entries))
+    found = []
+    for number, entry in enumerate(entries):
+        begin = number * _DIGEST_BYTES
+        digests = [row[begin : begin + _DIGEST_BYTES] for row in rows]
+        blamed = [_blame(ranks, digests) for ranks in groups.values()]
+        found += [f"{entry.label}: {blame}" for blame in blamed if blame]
+    raise _corrupted(found)
+
+
+def _uncut_entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[_Entry]:
+    """Yield the slices of this rank that others have too, along axes of tensor parallelism."""
+    for param in (p for unit in engine.units if unit.comm is engine.comm for p in unit.params):
+        outer = param.cut.outer
+        if outer is None or all(placement.is_replicate() for placement in outer.placements):
+            yield _Entry(f"parameter '{param.name}', value", True, _digest(param.sharded))
+            state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
+            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
+                if isinstance(value, torch.Tensor):
+                    yield _Entry(f"parameter '{param.name}', {key}", True, _digest(value))
 
 
 def _check_over(comm: Comm, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
@@ -125,16 +161,23 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoReturn:
     """Compare tensor by tensor, and raise the same error on every rank."""
+    _check_labels(control, entries)
+    rows = control.exchange(b"".join(e.digest for e in entries))
+    raise _corrupted(list(_differences(rows, entries, num_shards)))
+
+
+def _check_labels(control: Control, entries: list[_Entry]) -> None:
     missing = find_difference(control, [e.label for e in entries])
     if missing is not None:
         raise ReplicaError(
             f"check_replicas: the ranks do not hold the same tensors: {missing}. Load or create "
             "state on all ranks, or on none"
         )
-    rows = control.exchange(b"".join(e.digest for e in entries))
-    found = list(_differences(rows, entries, num_shards))
+
+
+def _corrupted(found: list[str]) -> ReplicaError:
     more = f"; {len(found) - _MAX_SHOWN} further tensors" if len(found) > _MAX_SHOWN else ""
-    raise ReplicaError(
+    return ReplicaError(
         f"check_replicas: copies that must have the same bits differ: "
         f"{'; '.join(found[:_MAX_SHOWN])}{more}. Memory or an accelerator failed, or one rank "
         "alone wrote to its copy: go back to the last checkpoint, and test that rank's machine"
@@ -153,7 +196,7 @@ def _differences(rows: list[bytes], entries: list[_Entry], num_shards: int) -> I
                 yield f"{entry.label}: {blame}"
 
 
-def _blame(ranks: range, digests: list[bytes]) -> str:
+def _blame(ranks: Sequence[int], digests: list[bytes]) -> str:
     """Say which of the ranks differ from most of them; nothing where all are alike."""
     ((common, votes), *others) = Counter(digests[r] for r in ranks).most_common()
     if not others:

@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
+from shardwise.comm.pending import Site
 from shardwise.config import ShardConfig
 from shardwise.engine.calls import Call
 from shardwise.engine.conditions import Conditions
@@ -32,6 +34,8 @@ from shardwise.trace import FullBytes, mark
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
+
+_RANKS = Site("gather", "(ranks)", 0)
 
 
 class Engine:
@@ -92,19 +96,29 @@ class Engine:
     @cached_property
     def everyone(self) -> Control:
         """The exchanges between all ranks that hold a part of the model."""
-        return self.comm.control if self._others is None else self.open_control()
+        return self.comm.control if self._all_ranks is None else self.open_control()
 
     def open_control(self) -> Control:
         """Open a group for the same exchanges, for another thread; all ranks call it together."""
-        return control_over(self.comm.axes, self._others)
+        return control_over(self.comm.axes, self._all_ranks)
 
-    @property
-    def _others(self) -> list[int] | None:
-        """All ranks that hold a part of the model, where they are more than the mesh has."""
-        own = set(self.comm.axes.mesh.mesh.flatten().tolist())
-        meshes = {param.sharded.device_mesh for unit in self.units for param in unit.params}
-        ranks = own.union(*(mesh.mesh.flatten().tolist() for mesh in meshes))
-        return None if ranks == own else sorted(ranks)
+    @cached_property
+    def _all_ranks(self) -> list[int] | None:
+        """All ranks that hold a part of the model, where they are more than the mesh has.
+
+        A rank knows those along its own axes, and hears of theirs. **Cost** a collective for each.
+        """
+        cuts = [p.cut for unit in self.units for p in unit.params if p.cut is not None]
+        axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
+        own = self.comm.axes.mesh.mesh.flatten()
+        if not axes:
+            return None
+        known = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=self.comm.device)
+        known[own] = 1
+        for axis in axes.values():
+            known = self.comm.max(known, axis, _RANKS)
+        found: list[int] = known.nonzero().flatten().tolist()
+        return None if len(found) == own.numel() else found
 
     @property
     def is_last_micro_batch(self) -> bool:
@@ -288,7 +302,7 @@ class Engine:
     def on_pass_end(self) -> None:
         """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
         is_last = self.conditions.is_last_micro_batch
-        keeps = any(unit.settings.keeps_grads for unit in self.units)
+        keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
         self.window_open = not self.is_last_micro_batch or keeps
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
@@ -301,6 +315,9 @@ class Engine:
         if self._shares_order:
             self._shares_order = not self._schedule.share_seen(self.comm.control.broadcast)
         self._reset_pass()
+        for unit in self.units:
+            if not unit.settings.stays_full:
+                unit.hide()  # what steps, clips and zeroes gradients needs the sharded ones
         if self.is_last_micro_batch and any_grad_hooks(self.units):
             self.finish_reductions()
             self._runs_grad_hooks = True
@@ -344,8 +361,9 @@ class Engine:
                 unit.enter_grad_state(GradState.PARTIAL)
             if not unit.settings.stays_full:
                 unit.unpin()
-        self.on_pass([])  # those that another rank may have take part, as in any pass
-        self.on_pass_end()
+        with self.conditions.micro_batch(last=True):
+            self.on_pass([])  # those that another rank may have take part, as in any pass
+            self.on_pass_end()
 
     def allow_in_flight(self, num: int) -> None:
         """Let so many reductions be in flight from now on."""

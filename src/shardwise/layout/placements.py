@@ -32,7 +32,12 @@ def place_params(
     for spec in placed:
         for param in spec.params:
             if isinstance(param.param, DTensor):
-                _check_piece(param.name, param.param, spec.axes or axes)
+                _check_piece(param.name, param.param, spec.axes or axes, axes)
+    if len(placed) > len(specs) and any(spec.optional for spec in placed):
+        raise ConfigError(
+            "optional: ranks that skip a module cannot visit the units of several meshes that it "
+            "has by placements=; name no optional modules, or leave their parameters on one mesh"
+        )
     return placed
 
 
@@ -67,15 +72,30 @@ def _chooser(
                 "parameter's name and the parameter"
             )
         function = placements
-        return lambda param: function(param.name, param.param)
+        return lambda param: _answer(function, param)
     rules = placements
     for pattern in rules:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"placements: {pattern!r} is no name of a parameter or a module")
         if not any(_fits(pattern, param) for param in params):
             raise ConfigError(
                 f"placements: '{pattern}' is the name of no parameter and of no module that has "
                 f"some; the model has '{params[0].name}' and others"
             )
     return lambda param: next((p for name, p in rules.items() if _fits(name, param)), None)
+
+
+def _answer(
+    function: Callable[[str, nn.Parameter], Placement | None], param: ParamSpec
+) -> Placement | None:
+    """Ask a function of the user's; an error of it is one of the setting, which all ranks hear."""
+    try:
+        return function(param.name, param.param)
+    except Exception as error:
+        raise ConfigError(
+            f"placements: the function raised {type(error).__name__} for '{param.name}': {error}. "
+            "It is called with a parameter's name and the parameter"
+        ) from error
 
 
 def _fits(pattern: str, param: ParamSpec) -> bool:
@@ -88,6 +108,9 @@ def _asked(placement: object, param: ParamSpec, axes: Axes) -> tuple[DeviceMesh,
     """Return the mesh and the dim, not negative."""
     given = placement if isinstance(placement, tuple) else (placement,)
     mesh, dim = axes.mesh, 0
+    kinds = [type(each) for each in given]
+    if len(set(kinds)) < len(kinds):
+        raise ConfigError(f"placements: '{param.name}' gets {placement!r}; name one of each kind")
     for each in given:
         if isinstance(each, DeviceMesh):
             mesh = each
@@ -135,7 +158,7 @@ def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None
         )
 
 
-def _check_piece(name: str, param: DTensor, axes: Axes) -> None:
+def _check_piece(name: str, param: DTensor, axes: Axes, of_model: Axes) -> None:
     own, mesh = param._spec, axes.mesh
     what = f"model: parameter '{name}' is a DTensor {own.placements} on {own.mesh}"
     if not all(isinstance(at, Shard | Replicate) for at in own.placements):
@@ -148,9 +171,15 @@ def _check_piece(name: str, param: DTensor, axes: Axes) -> None:
             'shard(model, mesh=world["dp"])'
         )
     try:
-        DeviceMesh._concatenate([mesh, own.mesh])
+        joined = DeviceMesh._concatenate([mesh, own.mesh])
     except RuntimeError as error:
         raise ConfigError(
             f"{what}, and the data-parallel mesh is no part of the same mesh ({error}). Make one, "
             'say init_device_mesh(..., (2, 4), mesh_dim_names=("dp", "tp")), and take both from it'
         ) from error
+    left_out = set(of_model.mesh.mesh.flatten().tolist()) - set(joined.mesh.flatten().tolist())
+    if left_out:
+        raise ConfigError(
+            f"{what}, and {mesh} does not have ranks {sorted(left_out)} of the model's mesh, whose "
+            "gradients would be left out: place it on a mesh with all data-parallel axes"
+        )

@@ -91,6 +91,13 @@ def refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
             "would be lost. Change parameters under torch.no_grad()"
         )
     optimizer = running_optimizer()
+    if optimizer is not None and any(tensor._cut.outer is not None for tensor in tensors):
+        return ShardError(
+            f"{type(optimizer).__name__} asks for {name} on {what}: it needs whole tensors, and a "
+            "rank has a piece of it at every stage, as the tensor is a DTensor on an axis of its "
+            "own. Use an optimizer that works element by element: those of torch.optim but LBFGS "
+            "and Muon"
+        )
     if optimizer is not None:
         return ShardError(
             f"{type(optimizer).__name__} asks for {name} on {what}: it needs whole tensors, and at "

@@ -1,8 +1,11 @@
 """Clip gradients by the norm of all of them, whatever meshes they lie on."""
 
 from collections.abc import Iterable
+from functools import reduce
+from math import inf
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
@@ -28,21 +31,25 @@ def clip_grad_norm_(
     ``foreach`` is torch's, and changes nothing here.
 
     **Cost** one collective of a number over each axis of each mesh that parameters are cut over.
-    Every rank must pass the same parameters; which of them have a gradient may differ.
+    Every rank must pass the same parameters; one that has no gradient of a parameter adds nothing.
 
     **Raises** RuntimeError as torch's does, if asked to.
     """
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    found = [(param, _local(param.grad)) for param in params]
-    grads = [grad for _, grad in found if grad is not None and grad.numel()]
+    if not params:
+        return torch.zeros(())
+    found = [_local(param.grad) for param in params]
+    grads = [grad for grad in found if grad is not None and grad.numel()]
     order = float(norm_type)
     norms = iter(torch._foreach_norm(grads, order)) if grads else iter(())
-    zero = torch.zeros((), device=grads[0].device if grads else "cpu")
-    each = [next(norms) if grad is not None and grad.numel() else zero for _, grad in found]
-    total = zero
-    if params:
-        kinds = [_kind(param, order) for param in params]
-        total = LazyNorm.of(torch.stack([n.to(zero.device) for n in each]), *kinds).total(order)
+    # Of one dtype on all ranks, whether or not they have gradients: they are sent.
+    dtype = reduce(torch.promote_types, [param.dtype for param in params])
+    nothing = torch.tensor(inf if order == -inf else 0.0, dtype=dtype, device=params[0].device)
+    each = [next(norms) if grad is not None and grad.numel() else nothing for grad in found]
+    comms: dict[DeviceMesh, Comm] = {}
+    kinds = [_kind(param, order, comms) for param in params]
+    partials = torch.stack([norm.to(nothing.device, dtype) for norm in each])
+    total = LazyNorm.of(partials, *kinds).total(order)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "
@@ -64,8 +71,8 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
     return grad._local_tensor
 
 
-def _kind(param: torch.Tensor, order: float) -> NormKind:
-    """Return which ranks' parts make up a parameter's norm."""
+def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> NormKind:
+    """Return which ranks' parts make up a parameter's norm; ``comms`` are for torch's DTensors."""
     if isinstance(param, Sliced):
         return NormKind.of(order, param._cut)
     if not isinstance(param, DTensor):
@@ -76,5 +83,8 @@ def _kind(param: torch.Tensor, order: float) -> NormKind:
     axes = [axis_of(mesh, dim, names[dim]) for dim, at in placed if not at.is_replicate()]
     if not axes:
         return NormKind(order, None, ())
-    comm = Comm(Axes(mesh, axes[0], None), param.device) if owner is None else owner.unit.comm
-    return NormKind(order, comm, tuple(axes))
+    if owner is not None:
+        return NormKind(order, owner.unit.comm, tuple(axes))
+    if mesh not in comms:
+        comms[mesh] = Comm(Axes(mesh, axes[0], None), param.device)
+    return NormKind(order, comms[mesh], tuple(axes))

@@ -92,7 +92,7 @@ class Cut:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes over which the elements are spread."""
-        return () if self.layout is None else (self.comm.axes.shard,)
+        return () if self.layout is None else self.comm.axes.sharded
 
     @property
     def is_range(self) -> bool:
@@ -102,7 +102,7 @@ class Cut:
     @property
     def is_replicated(self) -> bool:
         """Tell whether every rank has all elements."""
-        return not self.axes
+        return self.layout is None
 
     def over(self, comm: Comm) -> "Cut":
         """Return the same cut over other groups of the same ranks."""

@@ -1,8 +1,9 @@
 """Fill a unit's shards: from live parameters or from the meta device, one unit at a time.
 
 Note [Values do not depend on the number of ranks]
-Live parameters are taken from rank 0 (as DistributedDataParallel does), so ranks that were seeded
-differently still agree. A module on meta is initialised whole on every rank, from a generator
+Live parameters are taken from rank 0 (as DistributedDataParallel does), those that tensor
+parallelism does not cut from the first rank of its axis, so ranks that were seeded differently
+still agree. A module on meta is initialised whole on every rank, from a generator
 seeded by rank 0's seed and the module's name; each rank keeps its slices and frees the rest before
 the next module, so the full model is never resident.
 """
@@ -25,12 +26,13 @@ from shardwise.device import fork_rng_devices
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.mesh import Axis
 from shardwise.stages import UnitSettings
 from shardwise.trace import FullBytes
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home
 from shardwise.unit.param import Scheduler, ShardedParam
-from shardwise.unit.pieces import cut_along, cut_piece, local_of
+from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, local_of, own_axes_of
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
@@ -50,6 +52,7 @@ class Materializer:
         ledger: FullBytes,
         scheduler: Scheduler,
         init: Init | None,
+        specs: Sequence[UnitSpec],
     ) -> None:
         self._config = config
         self._comm = comm
@@ -58,11 +61,12 @@ class Materializer:
         self._scheduler = scheduler
         self._init = init
         self._comms = {comm.axes.mesh: comm}
+        self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = self._seed_of_rank_0()
 
     def _seed_of_rank_0(self) -> int:
         seed = torch.tensor([torch.initial_seed() % 2**63], device=self._device)
-        self._comm.broadcast(seed, Site("broadcast", "(seed)", 0))
+        self._comm.broadcast(seed, Site("broadcast", "(seed)", 0), also=self._own_axes)
         return int(seed.item())
 
     def check(self, specs: Sequence[UnitSpec]) -> None:
@@ -132,7 +136,8 @@ class Materializer:
                 value = cut.piece_of(values.pop(param.name))
             else:
                 value = local_of(param.param).detach().contiguous()
-                comm.broadcast(value, Site("broadcast", param.name, unit.index))
+                site = Site("broadcast", param.name, unit.index)
+                comm.broadcast(value, site, also=self._copied_over(param.param, comm))
             is_trained, form = param.param.requires_grad, AsShardTensor(cut)
             made = ShardedParam(unit, param.uses, form, shape, is_trained, cut=cut, dim=dim)
             made.lie_in(storage, number)
@@ -141,6 +146,16 @@ class Materializer:
             unit.add(made)
         storage.free()
         return storage
+
+    def _copied_over(self, tensor: torch.Tensor, comm: Comm) -> Sequence[Axis]:
+        """Return the axes of tensor parallelism whose ranks have copies of a tensor.
+
+        A plain one that lies on a mesh of its own may be another one there.
+        """
+        if not isinstance(tensor, DTensor):
+            return self._own_axes if comm is self._comm else ()
+        placed = zip(axes_of_mesh(tensor.device_mesh), tensor.placements, strict=True)
+        return [axis for axis, placement in placed if placement.is_replicate()]
 
     def _comm_of(self, spec: UnitSpec) -> Comm:
         """Return the collectives over a unit's mesh; all of its ranks build its units in turn."""
@@ -235,4 +250,5 @@ class Materializer:
                 continue
             for key, buffer in buffers.items():
                 site = Site("broadcast", f"{name}.{key}".lstrip("."), 0)
-                self._comm.broadcast(local_of(buffer), site)
+                also = self._copied_over(buffer, self._comm)
+                self._comm.broadcast(local_of(buffer), site, also=also)

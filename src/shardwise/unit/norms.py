@@ -97,7 +97,7 @@ class LazyNorm(torch.Tensor):
     def _by_kind(self) -> list[tuple[NormKind, Any]]:
         """Return the kinds in order of appearance, with the places of each one's norms."""
         first = self._kinds[0]
-        if all(kind is first or kind == first for kind in self._kinds):
+        if all(kind.axes is first.axes for kind in self._kinds):  # as a rule; hashing takes longer
             return [(first, slice(None))]
         places: dict[NormKind, list[int]] = {}
         for place, kind in enumerate(self._kinds):
@@ -120,28 +120,33 @@ class LazyNorm(torch.Tensor):
                 return func(*args, **kwargs)
         if name == "to" and not kwargs and args[1:] == (args[0]._partial.device,):
             return args[0]
-        if name == "stack" and len(args) == 1 and not kwargs and _all_norms(args[0]):
-            norms = [_as_lazy(norm, args[0]) for norm in args[0]]
-            return cls.of(torch.stack([n._partial for n in norms]), *(n._kinds[0] for n in norms))
+        if name == "stack" and len(args) == 1 and not kwargs:
+            stacked = _stacked(args[0])
+            if stacked is not None:
+                return stacked
         if name in ("vector_norm", "linalg_vector_norm") and _is_total(args, kwargs):
             return args[0].total(*args[1:], **kwargs)
         return func(*_resolved(args), **{k: _resolved(v) for k, v in kwargs.items()})
 
 
-def _all_norms(values: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a list has single norms of one order, and complete ones, only."""
-    orders = {v._kinds[0].order for v in values if isinstance(v, LazyNorm)}
-    return len(orders) == 1 and all(
-        v.dim() == 0 and (isinstance(v, LazyNorm) or type(v) is torch.Tensor) for v in values
-    )
-
-
-def _as_lazy(norm: torch.Tensor, among: Sequence[torch.Tensor]) -> LazyNorm:
-    """Return a norm with its kind; a plain one is complete."""
-    if isinstance(norm, LazyNorm):
-        return norm
-    order = next(n._kinds[0].order for n in among if isinstance(n, LazyNorm))
-    return LazyNorm.of(norm, NormKind(order, None, ()))
+def _stacked(values: Sequence[torch.Tensor]) -> LazyNorm | None:
+    """Stack single norms of one order; plain ones are complete. None where there are others."""
+    order = next(v._kinds[0].order for v in values if isinstance(v, LazyNorm))
+    complete = NormKind(order, None, ())
+    kinds: list[NormKind] = []
+    partials: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, LazyNorm):
+            kind, partial = value._kinds[0], value._partial
+        elif type(value) is torch.Tensor:
+            kind, partial = complete, value
+        else:
+            return None
+        if partial.dim() or kind.order != order:
+            return None
+        kinds.append(kind)
+        partials.append(partial)
+    return LazyNorm.of(torch.stack(partials), *kinds)
 
 
 def _is_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ DTensor's own behind it, and where both cut one dim, the outer cut lies inside t
 _fsdp_param.py`` of torch 2.13.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -43,6 +44,19 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank has of a DTensor; another tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def own_axes_of(tensors: Iterable[torch.Tensor]) -> tuple[Axis, ...]:
+    """Return the axes of the meshes that tensors are on as DTensors, each once."""
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
+    axes = [axis for mesh in meshes for axis in axes_of_mesh(mesh)]
+    return tuple({id(axis.group): axis for axis in axes}.values())
+
+
+def axes_of_mesh(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """Return the axes of a mesh that is not a data-parallel one."""
+    names = mesh.mesh_dim_names or [f"model{dim}" for dim in range(mesh.ndim)]
+    return tuple(axis_of(mesh, dim, names[dim]) for dim in range(mesh.ndim))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,15 +112,18 @@ class PieceCut(Cut):
     @cached_property
     def own_axes(self) -> tuple[Axis, ...]:
         """The axes of the mesh that the tensor was on before."""
-        mesh = self.outer.mesh
-        names = mesh.mesh_dim_names or [f"model{dim}" for dim in range(mesh.ndim)]
-        return tuple(axis_of(mesh, dim, names[dim]) for dim in range(mesh.ndim))
+        return axes_of_mesh(self.outer.mesh)
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes over which the elements are spread."""
         placed = zip(self.own_axes, self.outer.placements, strict=True)
         return (*self.inner.axes, *(axis for axis, at in placed if not at.is_replicate()))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Tell whether every rank has all elements."""
+        return not self.axes
 
     @cached_property
     def piece(self) -> Piece:

@@ -82,6 +82,7 @@ class Unit:
         self.is_pinned = False  # full until `unpin`, whatever the schedule says
         self._bind_depth = 0
         self._is_shown = False  # bound once more, as it is pinned
+        self._written_while_shown: str | None = None
         self._pending: Pending | None = None
         self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
@@ -293,18 +294,28 @@ class Unit:
             self.bind()
             self._is_shown = True
 
-    def hide(self) -> str | None:
-        """Put the sharded ones back; return the name of a parameter that was written meanwhile."""
-        is_shown, self._is_shown = self._is_shown, False
-        return self.unbind() if is_shown else None
+    def hide(self) -> None:
+        """Put the sharded ones back; they take over which parameters are trained."""
+        if not self._is_shown:
+            return
+        self._is_shown = False
+        self._written_while_shown = self.unbind() or self._written_while_shown
+        for param in self.params:
+            if param.full.requires_grad != param.sharded.requires_grad:
+                param.sharded.requires_grad_(param.full.requires_grad)
 
     def unpin(self) -> str | None:
-        """End `pin`, and give the full parameters up between passes; return what `hide` does."""
+        """End `pin`, and give the full parameters up between passes.
+
+        Return the name of a full parameter that was written while it stood in the modules.
+        """
         if not self.is_pinned:
             return None
-        written, self.is_pinned = self.hide(), False
+        self.hide()
+        self.is_pinned = False
         if not self._bind_depth:
             self.reshard()
+        written, self._written_while_shown = self._written_while_shown, None
         return written
 
     # -- gradients
