@@ -250,7 +250,7 @@ def memory_of(setup: Setup) -> Memory:
 
 def _moments(setup: Setup, position: int) -> list[Memory]:
     """Return one ledger per phase of a micro-batch, and one for the step."""
-    tape = shape_tape(setup.shape, replace(setup.run, stage=position))
+    tape = shape_tape(setup.shape, replace(setup.run, pipeline_rank=position))
     rest, grads = _states(setup, tape)
     full = _full_copies(setup, tape)
     peaks = activation_peaks(tape)

@@ -153,7 +153,7 @@ def play_row(row: Timed) -> Played:
     run, candidate = row.setup.run, row.candidate
     stages = []
     for position in sorted({0, run.pipeline - 1}):
-        tape = _wasteful(shape_tape(row.setup.shape, replace(run, stage=position)), row)
+        tape = _wasteful(shape_tape(row.setup.shape, replace(run, pipeline_rank=position)), row)
         windows = range(1, min(candidate.accumulation, 2) + 1)
         programs = (play(tape, replace(candidate, accumulation=n)).program for n in windows)
         stages.append(tuple(programs))
