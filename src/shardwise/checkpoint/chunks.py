@@ -61,8 +61,8 @@ class ChunkReader:
             end = _end_of_run(ordered, at)
             run = ordered[at:end]
             first = run[0]
-            is_replicated = len(run) == 1 and first.hi - first.lo == first.num_bytes
-            if is_replicated and isinstance(first.out, memoryview):
+            is_one = len(run) == 1 and first.hi - first.lo == first.num_bytes
+            if is_one and isinstance(first.out, memoryview):
                 self._read(first, first.out)
                 self._check(first, first.out)
             else:

@@ -228,8 +228,8 @@ def _check_tensors(heard: _Heard, made: Merged) -> None:
                     f"{_who(heard, info)}"
                 )
     for info, regions in pieces.items():
-        is_replicated = len(regions) == 1 and regions[0].shape == info.shape
-        if not is_replicated and not is_grid(info.shape, regions):
+        is_one = len(regions) == 1 and regions[0].shape == info.shape
+        if not is_one and not is_grid(info.shape, regions):
             raise CheckpointError(
                 f"'{info.key}' {info.shape}: its pieces, on {_who(heard, info)}, are not the "
                 f"whole tensor. {_HINT}"

@@ -20,13 +20,12 @@ from shardwise.engine.copying import Memo, copy_engine, forget_engine, place_uni
 from shardwise.engine.entrances import register_entrances
 from shardwise.engine.hooks import register_hooks
 from shardwise.engine.module_methods import FSDPModule
-from shardwise.engine.module_state import ModuleState, forget_state, note_managed, note_state
+from shardwise.engine.module_state import ModuleState, forget_notes, note_managed, note_state
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.unit.unit import Unit
 
 ATTRIBUTE = "_shardwise_engine"
-_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 _HINTS = {
     "module": "shard() wraps nothing, as DistributedDataParallel does; drop `.module` and use the "
     "model itself",
@@ -87,10 +86,11 @@ class ShardState(ModuleState):
 
     def change_sums(self, method: str, **changes: Any) -> None:
         """Replace what can be replaced in sums in rank order; they never do anything but sum."""
+        has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
+        if changes.get("all_reduces", True) or not has_replicas:
+            changes.pop("all_reduces", None)
         for name, why in _NOT_SUMMED_SO.items():
-            found = changes.pop(name, None)
-            has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
-            if (found is False and has_replicas) if name == "all_reduces" else found is not None:
+            if changes.pop(name, None) is not None:
                 raise ConfigError(
                     f"{method}(): gradients of shard() are summed in rank order, and {why}. Or use "
                     "shardwise.fully_shard"
@@ -242,7 +242,5 @@ def _made_plain(model: Any) -> Any:
         if name == ATTRIBUTE or (callable(value) and home.startswith("shardwise.")):
             del vars(model)[name]
     for module in model.modules():
-        for mark in _MARKS:
-            vars(module).pop(mark, None)
-        forget_state(module)
+        forget_notes(module)
     return model

@@ -212,9 +212,10 @@ def note_state(module: nn.Module, state: ModuleState) -> None:
     vars(module).setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
 
 
-def forget_state(module: nn.Module) -> None:
+def forget_notes(module: nn.Module) -> None:
     """Take from a copied module what was noted on it."""
-    vars(module).pop(STATE_KEY, None)
+    for name in (STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        vars(module).pop(name, None)
 
 
 def noted_state(module: Any) -> Any:

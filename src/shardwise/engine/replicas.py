@@ -144,8 +144,8 @@ def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
     One that comes and goes must not be lent to numpy: its storage could not be freed any more.
     """
     is_value = storage.aliased and not storage.needs_gather
-    is_replicated = storage.is_fresh and unit.param_state is not ParamState.GATHERING
-    return is_replicated and not is_value and not storage.frees
+    is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
+    return is_complete and not is_value and not storage.frees
 
 
 def _full_of(param: ShardedParam) -> torch.Tensor:

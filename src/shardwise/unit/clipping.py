@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
-from shardwise.mesh import Axes, axis_of
+from shardwise.mesh import Axes
 from shardwise.unit.norms import LazyNorm, NormKind
+from shardwise.unit.pieces import axes_of_mesh, local_of
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.sliced import Sliced
 
@@ -64,11 +65,9 @@ def clip_grad_norm_(
 
 def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
     """Return this rank's part of a gradient. **Raises** ValueError for an incomplete sum."""
-    if not isinstance(grad, DTensor):
-        return grad
-    if any(at.is_partial() for at in grad.placements):
+    if isinstance(grad, DTensor) and any(at.is_partial() for at in grad.placements):
         raise ValueError(f"a gradient is {grad.placements}: sum it first, with redistribute()")
-    return grad._local_tensor
+    return None if grad is None else local_of(grad)
 
 
 def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> NormKind:
@@ -78,9 +77,8 @@ def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> N
     if not isinstance(param, DTensor):
         return NormKind(order, None, ())
     mesh, owner = param.device_mesh, owner_of(param)
-    names = mesh.mesh_dim_names or [f"axis{dim}" for dim in range(mesh.ndim)]
-    placed = enumerate(param.placements)
-    axes = [axis_of(mesh, dim, names[dim]) for dim, at in placed if not at.is_replicate()]
+    placed = zip(axes_of_mesh(mesh), param.placements, strict=True)
+    axes = [axis for axis, at in placed if not at.is_replicate()]
     if not axes:
         return NormKind(order, None, ())
     if owner is not None:

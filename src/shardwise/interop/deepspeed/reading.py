@@ -174,8 +174,8 @@ class Reader:
     def integer(self, key: str, value: Any, least: int = 0, most: int | None = None) -> int:
         """Return a whole number; 5e8 is one."""
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_replicated = is_number and math.isfinite(value) and value == int(value)
-        if not is_replicated or not least <= value <= (most or value):
+        is_integer = is_number and math.isfinite(value) and value == int(value)
+        if not is_integer or not least <= value <= (most or value):
             bound = (
                 f", {least} or more" if most is None else f" above {least - 1}, at most {most:,}"
             )

@@ -35,8 +35,8 @@ def check_sizes(config: Mapping[str, Any], path: Path) -> None:
     """Check that every size is a whole number above 0 (or null). **Raises** ConfigError."""
     for name in sorted(_SIZES & config.keys()):
         value = config[name]
-        is_replicated = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_replicated and value > 0):
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_integer and value > 0):
             raise ConfigError(
                 f"model: {path}: {name}: expected a whole number above 0, got {value!r}"
             )
