@@ -95,9 +95,13 @@ def resolve_axes(
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh: rank {dist.get_rank()} is not part of it")
-    if mesh.ndim == 1:
-        return Axes(mesh, axis_of(mesh, 0, "shard"), None)
-    return Axes(mesh, axis_of(mesh, 1, "shard"), axis_of(mesh, 0, "replicate"))
+    return axes_of(mesh)
+
+
+def axes_of(mesh: DeviceMesh) -> Axes:
+    """Return the axes of a mesh of one or two: the last one shards, one before it replicates."""
+    shard = axis_of(mesh, mesh.ndim - 1, "shard")
+    return Axes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
 
 
 def axis_of(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:

@@ -29,7 +29,6 @@ from shardwise.checkpoint.digest import CHUNK_BYTES
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import OptimizerRow, parse_manifest
-from shardwise.checkpoint.pieces import Region, full_region
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.sealed import unseal
 from shardwise.checkpoint.source import TensorInfo
@@ -39,6 +38,7 @@ from shardwise.checkpoint.write import Written
 from shardwise.cli.main import app
 from shardwise.convert.export import export_huggingface
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.layout.boxes import Region, full_region
 from tables import disk_with
 from worlds import Unit, World, grid, regions, save_world, slices, worlds
 

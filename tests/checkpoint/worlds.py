@@ -22,11 +22,11 @@ from shardwise.checkpoint.assemble import assemble
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
-from shardwise.checkpoint.pieces import Region
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.checkpoint.write import Written, write_checkpoint
 from shardwise.comm.control import Control
+from shardwise.layout.boxes import Region
 from shardwise.layout.segments import build_layout
 
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64)

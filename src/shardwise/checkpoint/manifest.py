@@ -33,7 +33,7 @@ from zlib import crc32
 from pydantic import Field, field_validator, model_validator
 
 from shardwise.checkpoint.container import element_bytes, is_dtype
-from shardwise.checkpoint.pieces import Region, full_region, is_grid
+from shardwise.checkpoint.pieces import is_grid
 from shardwise.checkpoint.sealed import (
     FORMAT,
     PIECES_FORMAT,
@@ -50,7 +50,7 @@ from shardwise.checkpoint.sealed import (
 )
 from shardwise.checkpoint.source import Kind, OptimizerInfo, TensorInfo
 from shardwise.errors import CheckpointError, DamagedCheckpoint
-from shardwise.layout.boxes import Box, boxes_of_range
+from shardwise.layout.boxes import Box, Region, boxes_of_range, full_region
 from shardwise.layout.segments import Layout, build_layout
 
 _MAX_BYTES = 1 << 40

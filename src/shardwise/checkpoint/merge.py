@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.manifest import LayoutRow, MeshRow, OptimizerRow, TensorRow
-from shardwise.checkpoint.pieces import Region, full_region, is_grid
+from shardwise.checkpoint.pieces import is_grid
 from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, validated
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.comm.control import Control
 from shardwise.comm.watch import name_ranks
 from shardwise.errors import CheckpointError
+from shardwise.layout.boxes import Region, full_region
 
 _DIGEST_BYTES = 16
 _HINT = "Was an optimizer stepped on some ranks only?"

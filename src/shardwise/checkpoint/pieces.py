@@ -13,65 +13,12 @@ row of the target is never read by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
-from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from shardwise.layout.boxes import boxes_of_range
+from shardwise.layout.boxes import Region
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-class Region(NamedTuple):
-    """A box of a tensor: where it begins and its sizes, dim by dim."""
-
-    at: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    def common(self, other: Region) -> Region | None:
-        """Return the box of the elements that both have, if there are any."""
-        at = tuple(map(max, self.at, other.at))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
-        shape = tuple(end - begin for begin, end in zip(at, ends, strict=True))
-        return Region(at, shape) if all(n > 0 for n in shape) else None
-
-    def shift_from(self, other: Region) -> int | None:
-        """Return by how much flat places here are below those there; None if it differs."""
-        if self.at[1:] != other.at[1:] or self.shape[1:] != other.shape[1:]:
-            return None
-        return (self.at[0] - other.at[0]) * prod(self.shape[1:]) if self.at else 0
-
-    def flat(self, inner: Region) -> tuple[int, int]:
-        """Return the flat range from the first to the last element of a box inside."""
-        first = last = 0
-        for begin, size, at, count in zip(*self, *inner, strict=True):
-            first = first * size + at - begin
-            last = last * size + at - begin + count - 1
-        return first, last + 1
-
-    def parts(self, lo: int, hi: int) -> list[tuple[Region, int, int]]:
-        """Return the boxes, in the whole tensor, that flat elements [lo, hi) are made of."""
-        return [
-            (Region(tuple(map(add, self.at, box.offsets)), box.lengths), box.lo, box.hi)
-            for box in boxes_of_range(self.shape, lo, hi)
-        ]
-
-    def inside(self, part: Region) -> tuple[slice, ...]:
-        """Return where a part lies in an array of this box."""
-        return tuple(
-            slice(a - b, a - b + n) for a, n, b in zip(part.at, part.shape, self.at, strict=True)
-        )
-
-
-def full_region(shape: tuple[int, ...]) -> Region:
-    """Return the box that is all of a tensor."""
-    return Region((0,) * len(shape), shape)
 
 
 def is_grid(of: tuple[int, ...], pieces: Sequence[Region]) -> bool:

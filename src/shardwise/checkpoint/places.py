@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.pieces import Region, full_region
 from shardwise.checkpoint.state import clean_name, param_names
 from shardwise.comm.control import Control, SoloControl
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
+from shardwise.layout.boxes import Region, full_region
 from shardwise.unit.param import ShardedParam
 
 
@@ -43,8 +43,8 @@ class Place:
         """The box of the parameter whose flattened elements [lo, hi) are."""
         if self.param is None:
             return full_region(self.shape)
-        piece = self.param.cut.piece
-        return Region(piece.at, piece.shape)
+        piece: Region = self.param.cut.piece
+        return piece
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from shardwise.checkpoint.container import element_bytes, memory_of, torch_dtype
 from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_CHARS, digest_of, num_chunks
 from shardwise.checkpoint.files import Files, is_unreadable
 from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
-from shardwise.checkpoint.pieces import Region, Scattered, full_region, spans
+from shardwise.checkpoint.pieces import Scattered, spans
 from shardwise.checkpoint.rank_index import (
     BoxPlace,
     OwnRow,
@@ -24,7 +24,7 @@ from shardwise.checkpoint.rank_index import (
 from shardwise.checkpoint.sealed import MANIFEST, MAX_PART_BYTES, file_name, index_name
 from shardwise.checkpoint.source import OptimizerInfo, TensorInfo
 from shardwise.errors import DamagedCheckpoint
-from shardwise.layout.boxes import Box, Overlap, owners_of
+from shardwise.layout.boxes import Box, Overlap, Region, full_region, owners_of
 
 if TYPE_CHECKING:
     import torch

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
-from shardwise.checkpoint.pieces import Region
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import local_piece, names_of_params, persistent_buffers
 from shardwise.errors import CheckpointError
+from shardwise.layout.boxes import Region
 from shardwise.unit.plain_state import PLAIN_SCALARS
 
 _SHOWN = 5

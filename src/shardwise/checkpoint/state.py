@@ -26,7 +26,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shardwise.checkpoint.container import dtype_name
 from shardwise.checkpoint.manifest import LayoutRow, OptimizerRow
-from shardwise.checkpoint.pieces import Region
 from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
@@ -34,6 +33,7 @@ from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
+from shardwise.layout.boxes import Region
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
@@ -241,8 +241,8 @@ class _Layouts:
     def cut_of(self, param: ShardedParam) -> _Cut:
         """Say what this rank has of a parameter, and in which layout that is."""
         storage, cut, name = param.storage, param.cut, param_names(param)[0]
-        box = cut.piece
-        piece = Region(box.at, box.shape) if box.shape != box.of else None
+        box: Region = cut.piece
+        piece = box if box.shape != cut.shape else None
         if param.dim == 0:
             held = storage.layout.piece(param.index, storage.rank)
             inside = slice(held.lo - cut.lo, held.hi - cut.lo)

@@ -13,6 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Site
 from shardwise.errors import ShardError
+from shardwise.layout.boxes import Region, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis
 
@@ -40,18 +41,6 @@ class Ragged(Placement):
         return f"Ragged({self.lo}, {self.hi})"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A box of a tensor of shape ``of`` that begins at ``at``: what ranks of one mesh cut.
-
-    The others are held by ranks that are not in it (tensor and expert parallelism).
-    """
-
-    shape: tuple[int, ...]
-    at: tuple[int, ...]
-    of: tuple[int, ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Cut:
     """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
@@ -75,9 +64,9 @@ class Cut:
     outer: DTensorSpec | None = None
 
     @property
-    def piece(self) -> Piece:
+    def piece(self) -> Region:
         """The box of the tensor whose flattened elements [lo, hi) are this rank's; here all."""
-        return Piece(self.shape, (0,) * len(self.shape), self.shape)
+        return full_region(self.shape)
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -22,9 +22,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.comm.collectives import Comm
+from shardwise.layout.boxes import Region, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis, axis_of
-from shardwise.unit.cut import GATHER_SITE, Cut, Piece, make_cut
+from shardwise.unit.cut import GATHER_SITE, Cut, make_cut
 
 
 def placed_inside(own: DTensorSpec, dim: int) -> Placement:
@@ -67,11 +68,11 @@ class DimCut(Cut):
     dim: int = field(kw_only=True)
 
     @property
-    def piece(self) -> Piece:
+    def piece(self) -> Region:
         """The box of the tensor whose flattened elements [lo, hi) are this rank's; here all."""
         at = [0] * len(self.shape)
         at[self.dim] = self.comm.axes.shard.rank * self.local_shape[self.dim]
-        return Piece(self.local_shape, tuple(at), self.shape)
+        return Region(tuple(at), self.local_shape)
 
     def matches(self, other: Cut) -> bool:
         """Tell whether two tensors have the same elements on every rank; all ranks agree on it."""
@@ -126,11 +127,11 @@ class PieceCut(Cut):
         return not self.axes
 
     @cached_property
-    def piece(self) -> Piece:
+    def piece(self) -> Region:
         """The box of the tensor whose flattened elements [lo, hi) are this rank's."""
         inner, at = self.inner.piece, self._at
         begins = tuple(a + b for a, b in zip(at, inner.at, strict=True))
-        return Piece(inner.shape, begins, self.shape)
+        return Region(begins, inner.shape)
 
     @cached_property
     def _at(self) -> tuple[int, ...]:
@@ -157,7 +158,7 @@ class PieceCut(Cut):
 
     def piece_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return the piece of a full tensor that the shard axis cuts, as a view."""
-        return _box(full, Piece(self.inner.shape, self._at, self.shape))
+        return _box(full, Region(self._at, self.inner.shape))
 
     def slice_of_piece(self, piece: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of what the shard axis cuts."""
@@ -179,11 +180,9 @@ class PieceCut(Cut):
         return self.inner.gather(local)
 
 
-def _box(full: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _box(full: torch.Tensor, piece: Region) -> torch.Tensor:
     """Return the view of a tensor that a box describes."""
-    for dim, (begin, length) in enumerate(zip(piece.at, piece.shape, strict=True)):
-        full = full.narrow(dim, begin, length)
-    return full
+    return full[full_region(tuple(full.shape)).inside(piece)]
 
 
 def cut_piece(inner: Cut, outer: DTensorSpec) -> PieceCut:

@@ -20,7 +20,6 @@ from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.meshes import (
     Spread,
-    axes_of,
     chosen_placement,
     default_mesh,
     spread_over,
@@ -29,7 +28,7 @@ from shardwise.interop.fsdp2.module import sharded_class
 from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
-from shardwise.mesh import Axis
+from shardwise.mesh import Axis, axes_of
 from shardwise.unit.replaced import retire
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit

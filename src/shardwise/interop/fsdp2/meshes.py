@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import Axes, axis_of
+from shardwise.mesh import Axes, axes_of, axis_of
 from shardwise.unit.pieces import placed_inside
 
 if TYPE_CHECKING:
@@ -101,12 +101,6 @@ def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> Spread
             "mesh_dim_names=('replicate', 'shard'))"
         )
     return Spread(mesh, axes_of(mesh))
-
-
-def axes_of(mesh: DeviceMesh) -> Axes:
-    """Return a mesh's axes: the last one shards, one before it replicates."""
-    shard = axis_of(mesh, mesh.ndim - 1, "shard")
-    return Axes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
 
 
 def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> Spread:
