@@ -6,7 +6,7 @@
 Target: not slower than torch at any size, and at least twice as fast at 64 MiB (this is the reason
 for src/shardwise/comm/point_to_point.py; see its first note).
 
-How. One segment of the full size (all ranks' slots together) is gathered from this rank's own
+How. One segment of the full size (all ranks' shares together) is gathered from this rank's own
 buffer, and reduced into a buffer of its own; both divide by the number of ranks (torch: AVG). The
 four operations alternate in the same processes, one thread per rank; a call is timed from a barrier
 to its end on the slowest rank, wait included. Reported: median wall time and CPU milliseconds per
@@ -80,7 +80,7 @@ def _calls(full_bytes: int, dtype: Any) -> tuple[dict[str, Callable[[], None]], 
     import torch.distributed as dist
 
     from shardwise.comm.collectives import Comm
-    from shardwise.comm.pending import GatherItem, ReduceItem, Site
+    from shardwise.comm.pending import CollectiveId, GatherItem, ReduceItem
     from shardwise.layout.segments import Segment
     from shardwise.mesh import resolve_axes
 
@@ -88,24 +88,24 @@ def _calls(full_bytes: int, dtype: Any) -> tuple[dict[str, Callable[[], None]], 
     comm = Comm(axes, torch.device("cpu"))
     axis = axes.shard
     numel = full_bytes // dtype.itemsize // axis.size * axis.size
-    slot = numel // axis.size
+    share = numel // axis.size
     generator = torch.Generator().manual_seed(axis.rank)
-    source = torch.randn(slot, generator=generator).to(dtype)
+    source = torch.randn(share, generator=generator).to(dtype)
     grads = torch.randn(numel, generator=generator).to(dtype)
     full_theirs, full_ours = (torch.empty(numel, dtype=dtype) for _ in range(2))
-    mean_theirs, mean_ours = (torch.empty(slot, dtype=dtype) for _ in range(2))
-    segment = Segment(numel, slot, 0, 0)
+    mean_theirs, mean_ours = (torch.empty(share, dtype=dtype) for _ in range(2))
+    segment = Segment(numel, share, 0, 0)
     gather = [GatherItem(segment, source, full_ours, False)]
     reduce = [ReduceItem(segment, ((0, grads),), mean_ours)]
     torch_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     torch_reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def gather_ours() -> None:
-        comm.start_all_gather(gather, axis, Site("all_gather", "bench", 0)).wait()
+        comm.start_all_gather(gather, axis, CollectiveId("all_gather", "bench", 0)).wait()
 
     def reduce_ours() -> None:
-        site = Site("reduce_scatter", "bench", 0)
-        comm.start_reduce_scatter(reduce, axis, site, axis.size).wait()
+        collective = CollectiveId("reduce_scatter", "bench", 0)
+        comm.start_reduce_scatter(reduce, axis, collective, axis.size).wait()
 
     calls: dict[str, Callable[[], None]] = {
         "all_gather torch": lambda: torch_gather(full_theirs, source),

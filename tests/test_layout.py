@@ -78,7 +78,7 @@ def test_a_full_buffer_is_as_long_as_all_shards_together(
     layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
     assert layout.numel == sum(map(prod, shapes))
     assert layout.full_numel == num_ranks * layout.shard_numel
-    assert sum(s.slot_numel for s in layout.segments) == layout.shard_numel
+    assert sum(s.shard_numel for s in layout.segments) == layout.shard_numel
 
 
 @given(kinds, shapes, num_ranks)
@@ -107,7 +107,7 @@ def test_pieces_lie_inside_the_shard_buffer_and_do_not_overlap(
 
 
 @given(kinds, shapes, num_ranks)
-def test_gathering_every_slot_in_rank_order_puts_every_element_in_its_place(
+def test_gathering_every_share_in_rank_order_puts_every_element_in_its_place(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
     layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
@@ -121,8 +121,8 @@ def test_gathering_every_slot_in_rank_order_puts_every_element_in_its_place(
             ]
     full = torch.full((layout.full_numel,), -1)
     for segment in layout.segments:
-        slots = shards[:, segment.shard_offset : segment.shard_offset + segment.slot_numel]
-        full[segment.full_offset : segment.full_offset + slots.numel()] = slots.reshape(-1)
+        shares = shards[:, segment.shard_offset : segment.shard_offset + segment.shard_numel]
+        full[segment.full_offset : segment.full_offset + shares.numel()] = shares.reshape(-1)
     for index, value in enumerate(values):
         begin = layout.full_offset(index)
         assert torch.equal(full[begin : begin + value.numel()], value)
@@ -137,7 +137,7 @@ def test_the_bounds_of_a_segment_leave_padding_out(
         bounds = [segment.bounds(rank) for rank in range(num_ranks)]
         assert bounds[0][0] == 0 and bounds[-1][1] == segment.numel
         assert all(hi == lo for (_, hi), (lo, _) in pairwise(bounds))
-        assert all(hi - lo <= segment.slot_numel for lo, hi in bounds)
+        assert all(hi - lo <= segment.shard_numel for lo, hi in bounds)
 
 
 # Units.

@@ -59,13 +59,13 @@ def owned(shapes: Shapes, layout: str, num_ranks: int, rank: int) -> int:
     """Return how many elements of a unit a rank owns, padding left out."""
     if layout == "flat":
         total = sum(map(prod, shapes))
-        slot = -(-total // num_ranks)
-        return min(slot, max(total - rank * slot, 0))
+        share = -(-total // num_ranks)
+        return min(share, max(total - rank * share, 0))
     found = 0
     for shape in shapes:
         rows = shape[0] if shape else 1
-        slot = -(-rows // num_ranks)
-        found += min(slot, max(rows - rank * slot, 0)) * prod(shape[1:])
+        share = -(-rows // num_ranks)
+        found += min(share, max(rows - rank * share, 0)) * prod(shape[1:])
     return found
 
 

@@ -208,7 +208,7 @@ def test_what_waits_has_a_name_that_people_understand():
     assert text("broadcast", "head.bias") == "broadcast of 'head.bias' over axis 'shard'"
     assert text("gather", "(norm)") == "gather of a norm over axis 'shard'"
     sources = Path(shardwise.__file__).parent.rglob("*.py")
-    named = re.findall(r'Site\("(\w+)", "(\(\w+\))"', "".join(map(Path.read_text, sources)))
+    named = re.findall(r'CollectiveId\("(\w+)", "(\(\w+\))"', "".join(map(Path.read_text, sources)))
     assert len(named) > 5
     assert not [pair for pair in named if pair[1] in text(*pair)]
 

@@ -35,8 +35,8 @@ from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
-    from shardwise.checkpoint.single import load as load
-    from shardwise.checkpoint.single import save as save
+    from shardwise.checkpoint.save_load import load as load
+    from shardwise.checkpoint.save_load import save as save
     from shardwise.config import Precision as Precision
     from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
@@ -62,8 +62,8 @@ _HOMES = {
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
     "join": "shardwise.engine.uneven",
-    "load": "shardwise.checkpoint.single",
-    "save": "shardwise.checkpoint.single",
+    "load": "shardwise.checkpoint.save_load",
+    "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
     "stats": "shardwise.engine.api",
 }

@@ -68,7 +68,7 @@ class Traffic:
 
 
 @dataclass
-class FullBytes:
+class FullParamLedger:
     """Full parameters alive, now and at most."""
 
     now: int = 0

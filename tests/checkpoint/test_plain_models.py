@@ -163,7 +163,7 @@ KINDS = {"folder": _as_folder, "pipe": _as_pipe, "link": _as_link, "errno": None
 
 
 def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
-    from shardwise.checkpoint import single
+    from shardwise.checkpoint import save_load
     from shardwise.checkpoint.files import Files
 
     problems = []
@@ -186,13 +186,13 @@ def fall_back(rank: int, world_size: int, root: Path, older: Any) -> list[str]:
                         raise OSError(5, "Input/output error", str(path))
                     return super().open(path)
 
-            real, single.Files = single.Files, Failing
+            real, save_load.Files = save_load.Files, Failing
             try:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     loaded = shardwise.load(folder, run.model, run.optimizer, extra=run.extra)
             finally:
-                single.Files = real
+                save_load.Files = real
             said = [str(w.message) for w in caught if "passed over" in str(w.message)]
             if loaded.step != 1 or part not in str(loaded.skipped):
                 problems.append(f"{part} {kind}: {loaded}")
@@ -252,15 +252,15 @@ class Scheduler:
 
 
 def fail_late(rank: int, world_size: int, root: Path) -> None:
-    from shardwise.checkpoint import single
+    from shardwise.checkpoint import save_load
     from shardwise.errors import StateError
 
     model = shardwise.shard(torch.nn.Sequential(torch.nn.Linear(3, 3), Stubborn(3, 3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
-    read = single.read_generators
-    single.read_generators = lambda device: read(device) | {"torch": "AAAA"}
+    read = save_load.read_generators
+    save_load.read_generators = lambda device: read(device) | {"torch": "AAAA"}
     shardwise.save(root / "short", model, optimizer, extra={"s": Scheduler()})
-    single.read_generators = read
+    save_load.read_generators = read
     shardwise.save(root / "good", model, optimizer, extra={"s": Scheduler()})
     with torch.no_grad():
         for param in model.parameters():

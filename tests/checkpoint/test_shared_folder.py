@@ -679,9 +679,9 @@ def hold_a_save(rank: int, world_size: int, folder: str) -> None:
             Path(folder, "writing").touch()
             signal.pause()
 
-    from shardwise.checkpoint import single
+    from shardwise.checkpoint import save_load
 
-    single.Files = Stuck  # type: ignore[misc]
+    save_load.Files = Stuck  # type: ignore[misc]
     shardwise.save(folder, model, optimizer, step=1)
 
 

@@ -17,7 +17,7 @@ from shardwise.engine.api import engine_of
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.layout.segments import build_layout
 from shardwise.stages import STAGES
-from shardwise.trace import FullBytes
+from shardwise.trace import FullParamLedger
 from shardwise.unit.home import Home
 from shardwise.unit.storage import Storage
 
@@ -29,7 +29,7 @@ BF16 = (torch.float32, torch.bfloat16)
 
 def make_storage(stage: int, num_ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) -> Storage:
     layout = build_layout("rows", [(5, 3), (4,)], num_ranks)
-    return Storage(layout, 0, STAGES[stage], dtypes, CPU, FullBytes(), HOME)
+    return Storage(layout, 0, STAGES[stage], dtypes, CPU, FullParamLedger(), HOME)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -62,7 +62,7 @@ def test_slices_at_home_share_no_memory_with_the_full_copy(
 def test_slices_with_a_storage_of_their_own_are_the_same_memory() -> None:
     layout = build_layout("rows", [(5, 3), (4,), (0, 2)], 2)
     for home in (None, HOME):
-        storage = Storage(layout, 1, STAGES[3], FP32, CPU, FullBytes(), home)
+        storage = Storage(layout, 1, STAGES[3], FP32, CPU, FullParamLedger(), home)
         for index, shape in enumerate([(2, 3), (2,), (0, 2)]):
             apart, local = storage.local_apart(index, shape), storage.local(index, shape)
             apart.add_(index + 1)
@@ -73,15 +73,15 @@ def test_slices_with_a_storage_of_their_own_are_the_same_memory() -> None:
 
 
 def gather(storages: list[Storage]) -> None:
-    """Do what an all-gather does: every rank's slots go to their place on every rank."""
+    """Do what an all-gather does: every rank's shares go to their place on every rank."""
     items = [storage.prepare_gather() for storage in storages]
     for storage in storages:
         storage.finish_fetch()
     for storage_items in items:
         for number, item in enumerate(storage_items):
-            slot = item.segment.slot_numel
+            share = item.segment.shard_numel
             for rank, of_rank in enumerate(items):
-                item.full[rank * slot : (rank + 1) * slot].copy_(of_rank[number].source)
+                item.full[rank * share : (rank + 1) * share].copy_(of_rank[number].source)
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +102,7 @@ def test_full_copies_follow_the_slices_wherever_those_live(
     home: Home | None,
 ) -> None:
     layout = build_layout(kind, shapes, num_ranks)
-    ledger = FullBytes()
+    ledger = FullParamLedger()
     storages = [
         Storage(layout, r, STAGES[stage], dtypes, CPU, ledger, home) for r in range(num_ranks)
     ]
@@ -142,7 +142,7 @@ def test_means_are_copied_home_in_the_dtype_of_the_slices() -> None:
 def test_without_a_home_the_means_stay_where_they_are() -> None:
     layout = build_layout("rows", [(5, 3)], 2)
     means = torch.arange(9.0)
-    storage = Storage(layout, 0, STAGES[3], FP32, CPU, FullBytes())
+    storage = Storage(layout, 0, STAGES[3], FP32, CPU, FullParamLedger())
     assert evicted(storage, means) is means
 
 

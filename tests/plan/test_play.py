@@ -113,11 +113,11 @@ def test_a_step_sends_two_models_or_at_stage_3_three_less_what_is_kept(
         assert played.program.num_collectives == num
 
 
-def test_padded_slots_are_sent_where_collectives_are_even() -> None:
+def test_padded_shares_are_sent_where_collectives_are_even() -> None:
     played = play(make_tape(MODEL), replace(SMALL, stage=1), clips=False)
-    slots = sum(owned(u, "rows", 3) for u in MODEL)
-    assert played.program.sent_bytes["shard.all_gather"] == slots * 2 * 4
-    reduced = slots * 2 * 4 + counts_of(MODEL) * 2
+    shares = sum(owned(u, "rows", 3) for u in MODEL)
+    assert played.program.sent_bytes["shard.all_gather"] == shares * 2 * 4
+    reduced = shares * 2 * 4 + counts_of(MODEL) * 2
     assert played.program.sent_bytes["shard.reduce_scatter"] == reduced
 
 
@@ -254,9 +254,9 @@ def test_padding_is_what_rows_leave_empty_on_average() -> None:
     for ranks in (1, 2, 3, 4):
         candidate = replace(SMALL, num_shards=ranks)
         real = sum(prod(s) for u in model for s in u)
-        slots = sum(-(-s[0] // ranks) * prod(s[1:]) for u in model for s in u)
+        shares = sum(-(-s[0] // ranks) * prod(s[1:]) for u in model for s in u)
         padding = play(make_tape(model), candidate).padding_bytes
-        assert slots * 4 - real * 4 / ranks <= padding < slots * 4 - real * 4 / ranks + 4 * 3
+        assert shares * 4 - real * 4 / ranks <= padding < shares * 4 - real * 4 / ranks + 4 * 3
     assert play(make_tape(EVEN), replace(SMALL, stage=0)).padding_bytes == 0
 
 

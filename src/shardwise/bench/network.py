@@ -33,17 +33,17 @@ class Network:
     def starter(self, kind: str, payload: int, num_messages: int = 1) -> Callable[[], Pending]:
         """Return what starts a collective of ``payload`` bytes in all, in equal messages."""
         axis, device = self._axes.shard, self._watch.device
-        slot = max(1, payload // _ITEM_BYTES // axis.size // num_messages)
-        segment = Segment(slot * axis.size, slot, 0, 0)
-        full = [torch.ones(slot * axis.size, device=device) for _ in range(num_messages)]
-        site = self._comm.site(kind, "bench", 0)
+        share = max(1, payload // _ITEM_BYTES // axis.size // num_messages)
+        segment = Segment(share * axis.size, share, 0, 0)
+        full = [torch.ones(share * axis.size, device=device) for _ in range(num_messages)]
+        collective = self._comm.collective_id(kind, "bench", 0)
         if kind == "all_gather":
             lo, hi = segment.bounds(axis.rank)
             gathers = [GatherItem(segment, f[lo:hi], f, True) for f in full]
-            return lambda: self._comm.start_all_gather(gathers, axis, site)
-        means = [torch.ones(slot, device=device) for _ in range(num_messages)]
+            return lambda: self._comm.start_all_gather(gathers, axis, collective)
+        means = [torch.ones(share, device=device) for _ in range(num_messages)]
         reduces = [ReduceItem(segment, ((0, f),), m) for f, m in zip(full, means, strict=True)]
-        return lambda: self._comm.start_reduce_scatter(reduces, axis, site, axis.size)
+        return lambda: self._comm.start_reduce_scatter(reduces, axis, collective, axis.size)
 
     def seconds(self, kind: str, payload: int, num_messages: int = 1) -> float:
         """Return the seconds of one collective that nothing runs beside."""
@@ -82,8 +82,8 @@ def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> 
         points = []
         for payload, (seconds,) in watch.sweep(_PAYLOADS, measure):
             if sums is not None and kind == "reduce_scatter":
-                slot_bytes = payload / group_size
-                seconds = max(seconds / 10, seconds - sums.at(slot_bytes * (group_size + 1)))
+                share_bytes = payload / group_size
+                seconds = max(seconds / 10, seconds - sums.at(share_bytes * (group_size + 1)))
             points.append((float(payload), seconds))
         curves[f"{kind}.{group_size}"] = Curve.through("bytes", points)
     return curves

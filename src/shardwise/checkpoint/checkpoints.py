@@ -18,8 +18,7 @@ from shardwise.checkpoint.files import Files, Lock
 from shardwise.checkpoint.folder import is_usable, rotate, step_name, steps_in, take_lock
 from shardwise.checkpoint.leftovers import Leftovers, clean_up
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
-from shardwise.checkpoint.saving import Saving, Staging
-from shardwise.checkpoint.single import (
+from shardwise.checkpoint.save_load import (
     NOTHING,
     checked_step,
     collect_on_all_ranks,
@@ -27,6 +26,7 @@ from shardwise.checkpoint.single import (
     new_run,
     tell_other_files,
 )
+from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import naming

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, steps_in
+from shardwise.checkpoint.gc_pause import collector_paused
 from shardwise.checkpoint.generators import (
     check_generators,
     derive_generators,

@@ -8,54 +8,65 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meeting_of
+from shardwise.comm.pending import (
+    CollectiveId,
+    GatherItem,
+    Pending,
+    ReduceItem,
+    collective_errors,
+    meeting_of,
+)
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
 
 def start_all_gather(
-    items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+    items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
 ) -> Pending:
     """Gather every segment into place.
 
-    **Cost** (ranks - 1) x the slot, padding included; no buffers.
+    **Cost** (ranks - 1) x the share, padding included; no buffers.
     """
-    meeting = meeting_of(site, axis)
-    items = [item for item in items if item.segment.slot_numel]
+    meeting = meeting_of(collective, axis)
+    items = [item for item in items if item.segment.shard_numel]
     outputs = [item.full for item in items]
     inputs = [item.source for item in items]
     sent = sum(i.nbytes for i in inputs) * (axis.size - 1)
-    traffic.add(f"{axis.name}.{site.kind}", site.unit, sent)
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, sent)
     if axis.size == 1:
         for item, output, source in zip(items, outputs, inputs, strict=True):
             if not item.in_place:
                 output.copy_(source)
         return Pending(meeting, ())
-    with blame(meeting):
+    with collective_errors(meeting):
         works = [axis.group.allgather_into_tensor_coalesced(outputs, inputs)] if inputs else []
     return Pending(meeting, works, keep=items)
 
 
 def start_reduce_scatter(
-    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: float
+    items: Sequence[ReduceItem],
+    axis: Axis,
+    collective: CollectiveId,
+    traffic: Traffic,
+    divisor: float,
 ) -> Pending:
     """Reduce every segment into this rank's ``out``; gradients that fit are sent as they lie.
 
-    **Cost** sends slot x (ranks - 1) in ``out``'s dtype; packs (and casts) what is not even, not
+    **Cost** sends share x (ranks - 1) in ``out``'s dtype; packs (and casts) what is not even, not
     contiguous or of another dtype into one buffer, in one pass.
     """
-    meeting = meeting_of(site, axis)
-    outputs = [item.out for item in items if item.segment.slot_numel]
-    inputs = _inputs([item for item in items if item.segment.slot_numel], axis.size)
+    meeting = meeting_of(collective, axis)
+    outputs = [item.out for item in items if item.segment.shard_numel]
+    inputs = _inputs([item for item in items if item.segment.shard_numel], axis.size)
     sent = sum(o.nbytes for o in outputs) * (axis.size - 1)
-    traffic.add(f"{axis.name}.{site.kind}", site.unit, sent)
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, sent)
     if axis.size == 1:
         works = []
         pairs = [(o, i) for o, i in zip(outputs, inputs, strict=True) if o is not i]
         if pairs:
             torch._foreach_copy_([o for o, _ in pairs], [i for _, i in pairs])
     else:
-        with blame(meeting):
+        with collective_errors(meeting):
             works = [axis.group.reduce_scatter_tensor_coalesced(outputs, inputs)] if inputs else []
 
     def finish() -> None:
@@ -71,7 +82,7 @@ def _inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:
     places: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for item in items:
-        full_numel = item.segment.slot_numel * num_ranks
+        full_numel = item.segment.shard_numel * num_ranks
         (_, first), *others = item.parts or ((0, None),)
         if (
             first is not None

@@ -15,10 +15,10 @@ import torch.distributed.nn.functional
 from shardwise.comm import coalesced, point_to_point
 from shardwise.comm.control import Control, SoloControl
 from shardwise.comm.pending import (
+    CollectiveId,
     GatherItem,
     Pending,
     ReduceItem,
-    Site,
     meeting_of,
     meets,
 )
@@ -38,7 +38,7 @@ class Transport(Protocol):
     """How gathers are made: in place, by one of the two modules, or `packed.Packed`."""
 
     def start_all_gather(
-        self, items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+        self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
     ) -> Pending:
         """Start gathering segments along ``axis`` into place."""
 
@@ -70,9 +70,9 @@ class Comm:
         return self._make_control()
 
     def agree_on_number(self, device: torch.device) -> None:
-        """Take rank 0's count of sharded models as this one's number, for `site`."""
+        """Take rank 0's count of sharded models as this one's number, for `collective`."""
         number = torch.tensor([next(_NUMBERS)], device=device)
-        self.broadcast(number, Site("broadcast", "(number)", 0))
+        self.broadcast(number, CollectiveId("broadcast", "(number)", 0))
         self._number = int(number.item())
 
     def refuse_failed(self, what: str) -> None:
@@ -80,13 +80,13 @@ class Comm:
         for axis in self.axes.all:
             WATCH.refuse_failed(what, axis.group)
 
-    def site(self, kind: str, unit: str, index: int) -> Site:
+    def collective_id(self, kind: str, unit: str, index: int) -> CollectiveId:
         """Name a collective. Its index keeps messages of different units and models apart.
 
         A model that is dropped in the middle of a step leaves messages that nobody receives; they
         must not be taken for those of the next model.
         """
-        return Site(
+        return CollectiveId(
             kind, unit, (self._number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
         )
 
@@ -94,69 +94,81 @@ class Comm:
         self,
         items: Sequence[GatherItem],
         axis: Axis,
-        site: Site,
+        collective: CollectiveId,
         transport: Transport | None = None,
     ) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""
         by: Transport = transport or self._transports[axis.name]
-        return by.start_all_gather(items, axis, site, self.traffic)
+        return by.start_all_gather(items, axis, collective, self.traffic)
 
     def start_reduce_scatter(
-        self, items: Sequence[ReduceItem], axis: Axis, site: Site, divisor: float
+        self, items: Sequence[ReduceItem], axis: Axis, collective: CollectiveId, divisor: float
     ) -> Pending:
         """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``."""
         pending: Pending = self._transports[axis.name].start_reduce_scatter(
-            items, axis, site, self.traffic, divisor
+            items, axis, collective, self.traffic, divisor
         )
         return pending
 
-    def all_reduce(self, buffer: torch.Tensor, axis: Axis, site: Site, divisor: float) -> None:
+    def all_reduce(
+        self, buffer: torch.Tensor, axis: Axis, collective: CollectiveId, divisor: float
+    ) -> None:
         """Replace a flat buffer by its sum over ``axis``, divided by ``divisor``.
 
-        **Cost** sends 2 x numel x (ranks - 1) / ranks; one slot of temporary memory per peer.
+        **Cost** sends 2 x numel x (ranks - 1) / ranks; one share of temporary memory per peer.
         """
-        slot = -(-buffer.numel() // axis.size)
-        segment = Segment(buffer.numel(), slot, 0, 0)
+        share = -(-buffer.numel() // axis.size)
+        segment = Segment(buffer.numel(), share, 0, 0)
         padded = buffer
-        if slot * axis.size != buffer.numel() and not self.sends_uneven:
-            padded = buffer.new_zeros(slot * axis.size)
+        if share * axis.size != buffer.numel() and not self.sends_uneven:
+            padded = buffer.new_zeros(share * axis.size)
             padded[: buffer.numel()].copy_(buffer)
-        out = buffer.new_empty(slot)
+        out = buffer.new_empty(share)
         part = (0, padded)
-        self.start_reduce_scatter([ReduceItem(segment, (part,), out)], axis, site, divisor).wait()
+        self.start_reduce_scatter(
+            [ReduceItem(segment, (part,), out)], axis, collective, divisor
+        ).wait()
         lo, hi = segment.bounds(axis.rank)
         padded[lo:hi].copy_(out[: hi - lo])
-        own = padded[axis.rank * slot : (axis.rank + 1) * slot]
-        self.start_all_gather([GatherItem(segment, own, padded, True)], axis, site).wait()
+        own = padded[axis.rank * share : (axis.rank + 1) * share]
+        self.start_all_gather([GatherItem(segment, own, padded, True)], axis, collective).wait()
         if padded is not buffer:
             buffer.copy_(padded[: buffer.numel()])
 
     @property
     def sends_uneven(self) -> bool:
-        """Tell whether slots may differ in length, and so lie in place in any buffer."""
+        """Tell whether shares may differ in length, and so lie in place in any buffer."""
         return all(t is point_to_point for t in self._transports.values())
 
-    def sum_in_rank_order(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+    def sum_in_rank_order(
+        self, values: torch.Tensor, axis: Axis, collective: CollectiveId
+    ) -> torch.Tensor:
         """Return the elementwise sum of a small tensor over ``axis``, the same bits everywhere."""
-        return self.gather_rows(values, axis, site).sum(dim=0)
+        return self.gather_rows(values, axis, collective).sum(dim=0)
 
-    def max(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+    def max(self, values: torch.Tensor, axis: Axis, collective: CollectiveId) -> torch.Tensor:
         """Return the elementwise maximum of a small tensor over ``axis``."""
-        return self.gather_rows(values, axis, site).amax(dim=0)
+        return self.gather_rows(values, axis, collective).amax(dim=0)
 
-    def gather_rows(self, values: torch.Tensor, axis: Axis, site: Site) -> torch.Tensor:
+    def gather_rows(
+        self, values: torch.Tensor, axis: Axis, collective: CollectiveId
+    ) -> torch.Tensor:
         """Return the ranks' tensors of one shape, stacked in rank order."""
         if axis.size == 1:
             return values[None]
-        self.traffic.add(f"{axis.name}.scalars", site.unit, values.nbytes * (axis.size - 1))
+        self.traffic.add(f"{axis.name}.scalars", collective.unit, values.nbytes * (axis.size - 1))
         here = values.to(self.device).contiguous()  # what lives on the host is sent from the device
         rows = [torch.empty_like(here) for _ in range(axis.size)]
-        with meets(meeting_of(site, axis)):
+        with meets(meeting_of(collective, axis)):
             dist.all_gather(rows, here, axis.group)
         return torch.stack(rows).to(values.device)
 
     def broadcast(
-        self, tensor: torch.Tensor, site: Site, source: int = 0, also: Sequence[Axis] = ()
+        self,
+        tensor: torch.Tensor,
+        collective: CollectiveId,
+        source: int = 0,
+        also: Sequence[Axis] = (),
     ) -> None:
         """Overwrite ``tensor`` by that of rank ``source`` of the shard axis, first replica.
 
@@ -164,7 +176,7 @@ class Comm:
         """
         for axis in reversed((*self.axes.all, *also)):
             if axis.size > 1:
-                with meets(meeting_of(site, axis)):
+                with meets(meeting_of(collective, axis)):
                     first = source if axis is self.axes.shard else 0
                     dist.broadcast(tensor, group=axis.group, group_src=first)
 

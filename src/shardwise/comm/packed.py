@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise.comm import point_to_point
-from shardwise.comm.pending import GatherItem, Pending, Site, blame, meeting_of, meets
+from shardwise.comm.pending import (
+    CollectiveId,
+    GatherItem,
+    Pending,
+    collective_errors,
+    meeting_of,
+    meets,
+)
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
@@ -44,20 +51,20 @@ class Packed:
     all_gather: Transfer | None = None
 
     def start_all_gather(
-        self, items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+        self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
     ) -> Pending:
         """Gather the segments along ``axis`` into place.
 
-        **Cost** (ranks - 1) x the slots; two more copies of what is gathered, but for a segment
+        **Cost** (ranks - 1) x the shares; two more copies of what is gathered, but for a segment
         that is alone. Segments of several dtypes travel as bytes.
         """
         transfer = self.all_gather
-        items = [item for item in items if item.segment.slot_numel]
+        items = [item for item in items if item.segment.shard_numel]
         if not items:
-            return Pending(meeting_of(site, axis), ())
+            return Pending(meeting_of(collective, axis), ())
         is_gloo = "gloo" in axis.backend
         if is_gloo and transfer is None and _GATHER is _gather_function() and not _is_traced():
-            return point_to_point.start_all_gather(items, axis, site, traffic)
+            return point_to_point.start_all_gather(items, axis, collective, traffic)
         as_bytes = len({item.full.dtype for item in items}) > 1
         sources = [_flat(item.source, as_bytes) for item in items]
         dtype, device = sources[0].dtype, sources[0].device
@@ -67,9 +74,11 @@ class Packed:
             packed = allocate(transfer, sum(s.numel() for s in sources), dtype, device)
             torch.cat(sources, out=packed)
             output = allocate(transfer, packed.numel() * axis.size, dtype, device)
-        traffic.add(f"{axis.name}.{site.kind}", site.unit, packed.nbytes * (axis.size - 1))
-        meeting = meeting_of(site, axis)
-        with blame(meeting):
+        traffic.add(
+            f"{axis.name}.{collective.kind}", collective.unit, packed.nbytes * (axis.size - 1)
+        )
+        meeting = meeting_of(collective, axis)
+        with collective_errors(meeting):
             work = _all_gather(transfer, output, packed, axis.group)
 
         def unpack() -> None:
@@ -85,15 +94,15 @@ def start_sum(
     packed: torch.Tensor,
     out: torch.Tensor,
     axis: Axis,
-    site: Site,
+    collective: CollectiveId,
     traffic: Traffic,
     op: Any,
     transfer: Transfer | None,
 ) -> Pending:
     """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
-    traffic.add(f"{axis.name}.{site.kind}", site.unit, out.nbytes * (axis.size - 1))
-    meeting = meeting_of(site, axis)
-    with blame(meeting):
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes * (axis.size - 1))
+    meeting = meeting_of(collective, axis)
+    with collective_errors(meeting):
         if transfer is not None:
             work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
         else:
@@ -103,10 +112,12 @@ def start_sum(
     return Pending(meeting, [work] if work else [], keep=(packed, out))
 
 
-def sum_replicas(values: torch.Tensor, axis: Axis, site: Site, traffic: Traffic, op: Any) -> None:
+def sum_replicas(
+    values: torch.Tensor, axis: Axis, collective: CollectiveId, traffic: Traffic, op: Any
+) -> None:
     """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
-    traffic.add(f"{axis.name}.all_reduce", site.unit, 2 * values.nbytes)
-    with meets(meeting_of(site, axis)):
+    traffic.add(f"{axis.name}.all_reduce", collective.unit, 2 * values.nbytes)
+    with meets(meeting_of(collective, axis)):
         dist.all_reduce(values, group=axis.group, op=op)
 
 
@@ -118,11 +129,13 @@ def sends_as_told(transfer: Transfer | None) -> bool:
     return transfer is None and _reduce_scatter() is _REDUCE_SCATTER
 
 
-def start_counts(counts: torch.Tensor, axis: Axis, site: Site, traffic: Traffic) -> Pending:
+def start_counts(
+    counts: torch.Tensor, axis: Axis, collective: CollectiveId, traffic: Traffic
+) -> Pending:
     """Sum a few numbers over ``axis``, in place, beside gradients that a user's own sums."""
-    traffic.add(f"{axis.name}.{site.kind}", site.unit, 2 * counts.nbytes)
-    meeting = meeting_of(site, axis)
-    with blame(meeting):
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, 2 * counts.nbytes)
+    meeting = meeting_of(collective, axis)
+    with collective_errors(meeting):
         work = dist.all_reduce(counts, group=axis.group, async_op=True)
     return Pending(meeting, [work] if work else [], keep=(counts,))
 

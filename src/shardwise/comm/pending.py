@@ -15,7 +15,7 @@ from shardwise.mesh import Axis
 
 
 @dataclass(frozen=True)
-class Site:
+class CollectiveId:
     """Where a collective stands: its kind, its unit, and the unit's index (for message tags)."""
 
     kind: str
@@ -25,9 +25,9 @@ class Site:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """All-gather of one segment into ``full`` (exactly the segment's slots, flat).
+    """All-gather of one segment into ``full`` (exactly the segment's shares, flat).
 
-    ``source`` is exactly this rank's slot, flat; it may be its own place inside ``full``.
+    ``source`` is exactly this rank's share, flat; it may be its own place inside ``full``.
     """
 
     segment: Segment
@@ -38,7 +38,7 @@ class GatherItem:
 
 @dataclass(frozen=True)
 class ReduceItem:
-    """Reduce-scatter of one segment: ``out`` (this rank's slot) becomes the mean over ranks.
+    """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
 
     ``parts`` are (offset in the segment, flat tensor); what no part covers is left undefined.
     """
@@ -102,12 +102,12 @@ class Pending:
             _abandoned.append(self._works)
 
 
-def meeting_of(site: Site, axis: Axis) -> Meeting:
+def meeting_of(collective: CollectiveId, axis: Axis) -> Meeting:
     """Return a collective over an axis as the watch sees it; once for its start and its wait."""
-    return Meeting(site.kind, site.unit, site.index, axis.name, axis.group)
+    return Meeting(collective.kind, collective.unit, collective.index, axis.name, axis.group)
 
 
-class blame:  # noqa: N801 - reads as a statement
+class collective_errors:  # noqa: N801 - reads as a statement
     """Turn a failure of torch.distributed into a CollectiveError that says where it happened.
 
     **Raises** CollectiveError at once where an earlier collective of the same group has failed.
@@ -131,7 +131,7 @@ class blame:  # noqa: N801 - reads as a statement
         ) from error
 
 
-class meets(blame):  # noqa: N801 - reads as a statement
+class meets(collective_errors):  # noqa: N801 - reads as a statement
     """A collective that blocks: other ranks are waited for inside."""
 
     __slots__ = ()
@@ -145,7 +145,7 @@ class meets(blame):  # noqa: N801 - reads as a statement
         super().__exit__(kind, error, trace)
 
 
-class _Wait(blame):
+class _Wait(collective_errors):
     """The wait for a collective that was begun earlier."""
 
     __slots__ = ("_number",)

@@ -15,14 +15,21 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.pending import GatherItem, Pending, ReduceItem, Site, blame, meeting_of
+from shardwise.comm.pending import (
+    CollectiveId,
+    GatherItem,
+    Pending,
+    ReduceItem,
+    collective_errors,
+    meeting_of,
+)
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
 PIECE_BYTES = 16 << 20
 _BLOCK_NUMEL = 1 << 16
 SMALL_BYTES = 32 << 10
-_TAGS_PER_SITE = 1 << 8
+_TAGS_PER_COLLECTIVE = 1 << 8
 _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather": 3}
 
 
@@ -30,7 +37,7 @@ _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather":
 class _Exchange:
     """Messages between this rank and its peers along one axis, all in flight at once."""
 
-    site: Site
+    collective: CollectiveId
     axis: Axis
     works: list[Any] = field(default_factory=list)
     sent_bytes: int = 0
@@ -39,9 +46,9 @@ class _Exchange:
     def _next_tag(self, peer: int, sending: bool) -> int:
         count = self.tags.get((peer, sending), 0)
         self.tags[peer, sending] = count + 1
-        count %= _TAGS_PER_SITE  # equal tags match in the order in which they were sent
-        kind = _TAG_OF_KIND[self.site.kind]
-        return (self.site.index * len(_TAG_OF_KIND) + kind) * _TAGS_PER_SITE + count
+        count %= _TAGS_PER_COLLECTIVE  # equal tags match in the order in which they were sent
+        kind = _TAG_OF_KIND[self.collective.kind]
+        return (self.collective.index * len(_TAG_OF_KIND) + kind) * _TAGS_PER_COLLECTIVE + count
 
     def send(self, peer: int, tensor: torch.Tensor) -> None:
         for piece in _pieces(tensor):
@@ -66,19 +73,19 @@ def _as_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def start_all_gather(
-    items: Sequence[GatherItem], axis: Axis, site: Site, traffic: Traffic
+    items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
 ) -> Pending:
-    """Send this rank's slots to every peer, receive theirs into place.
+    """Send this rank's shares to every peer, receive theirs into place.
 
-    **Cost** (ranks - 1) x the slot, padding not sent; no buffer but for small segments.
+    **Cost** (ranks - 1) x the share, padding not sent; no buffer but for small segments.
     """
-    exchange = _Exchange(site, axis)
+    exchange = _Exchange(collective, axis)
     me = axis.rank
     small: list[GatherItem] = []
     large: list[GatherItem] = []
     for item in items:
-        slot_bytes = item.segment.slot_numel * item.full.element_size()
-        (small if slot_bytes <= SMALL_BYTES else large).append(item)
+        share_bytes = item.segment.shard_numel * item.full.element_size()
+        (small if share_bytes <= SMALL_BYTES else large).append(item)
         lo, hi = item.segment.bounds(me)
         if not item.in_place and hi > lo:
             item.full[lo:hi].copy_(item.source[: hi - lo])
@@ -87,8 +94,8 @@ def start_all_gather(
     mine = _as_bytes([i.source[: _length(i, me)] for i in small])
     packed = torch.cat(mine) if mine else None
     stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-    meeting = meeting_of(site, axis)
-    with blame(meeting):
+    meeting = meeting_of(collective, axis)
+    with collective_errors(meeting):
         for step in range(1, axis.size):
             to, frm = (me + step) % axis.size, (me - step) % axis.size
             for item in large:
@@ -101,7 +108,7 @@ def start_all_gather(
                 exchange.receive(frm, staging)
                 exchange.send(to, packed)
                 stagings.append((into, staging))
-    traffic.add(f"{axis.name}.{site.kind}", site.unit, exchange.sent_bytes)
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
 
     def unpack() -> None:
         for into, staging in stagings:
@@ -118,7 +125,7 @@ def _length(item: GatherItem, rank: int) -> int:
 
 @dataclass
 class _Sum:
-    """One range of this rank's slot: its own addend, the peers', and where the mean goes.
+    """One range of this rank's share: its own addend, the peers', and where the mean goes.
 
     ``out`` may be the memory of the lowest peer's addend.
     """
@@ -152,29 +159,33 @@ def _add_in_order(addends: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def start_reduce_scatter(
-    items: Sequence[ReduceItem], axis: Axis, site: Site, traffic: Traffic, divisor: float
+    items: Sequence[ReduceItem],
+    axis: Axis,
+    collective: CollectiveId,
+    traffic: Traffic,
+    divisor: float,
 ) -> Pending:
-    """Send every peer its slots of this rank's parts, sum what arrives, divide.
+    """Send every peer its shares of this rank's parts, sum what arrives, divide.
 
     The addends travel in the parts' dtype and are summed in ``out``'s: bf16 gradients take two
     bytes on the wire and are still summed in fp32.
 
-    **Cost** sends numel x (ranks - 1) / ranks; receives into (ranks - 1) x the slot, of which one
+    **Cost** sends numel x (ranks - 1) / ranks; receives into (ranks - 1) x the share, of which one
     lies in ``out`` where the dtypes agree. The sums run in ``wait``.
     """
-    exchange = _Exchange(site, axis)
+    exchange = _Exchange(collective, axis)
     sums: list[_Sum] = []
     unpacks: list[Callable[[], None]] = []
-    meeting = meeting_of(site, axis)
-    with blame(meeting):
+    meeting = meeting_of(collective, axis)
+    with collective_errors(meeting):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            _send_slots(exchange, items, to)
-            unpacks += _receive_slots(exchange, items, frm, sums)
+            _send_shares(exchange, items, to)
+            unpacks += _receive_shares(exchange, items, frm, sums)
     if axis.size == 1:
         for item in items:
             sums += [_Sum(out, own, {}) for own, out in _slices(item, 0)]
-    traffic.add(f"{axis.name}.{site.kind}", site.unit, exchange.sent_bytes)
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
 
     def finish() -> None:
         for unpack in unpacks:
@@ -199,7 +210,7 @@ def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tenso
     return found
 
 
-def _send_slots(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> None:
+def _send_shares(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> None:
     slices = [piece for item in items for piece, _ in _slices(item, peer)]
     small = [t for t in slices if t.nbytes <= SMALL_BYTES]
     for piece in slices:
@@ -209,7 +220,7 @@ def _send_slots(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> 
         exchange.send(peer, small[0] if len(small) == 1 else torch.cat(_as_bytes(small)))
 
 
-def _receive_slots(
+def _receive_shares(
     exchange: _Exchange,
     items: Sequence[ReduceItem],
     peer: int,

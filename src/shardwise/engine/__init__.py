@@ -1,6 +1,6 @@
 """When: in which order units are gathered, used, reduced and freed.
 
-Reading order: ``nest``, ``order``, ``prefetch``, ``schedule`` (every decision of a step),
+Reading order: ``tree``, ``order``, ``prefetch``, ``schedule`` (every decision of a step),
 ``reductions``, ``calls``, ``passes`` (which are open), ``conditions``, ``runtime``, ``hooks``,
 ``agreement`` (were all ranks started alike), ``api``, ``accumulate``, ``gathered``, ``describe``,
 ``replicas`` (do copies have the same bits).

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.unit.param import ShardedParam
@@ -128,7 +128,7 @@ def _adopted(key: str, value: Any, spec: ParamSpec, param: ShardedParam, comm: C
     if not isinstance(value, torch.Tensor):
         return value
     first = local_of(value).detach().to(comm.device, copy=True).contiguous()
-    comm.broadcast(first, Site("broadcast", f"{spec.name}, {key}", param.unit.index))
+    comm.broadcast(first, CollectiveId("broadcast", f"{spec.name}, {key}", param.unit.index))
     if not _is_cut(key, value, spec.param):
         return first.to(value.device)
     dtype = param.sharded.dtype if value.dtype == spec.param.dtype else value.dtype

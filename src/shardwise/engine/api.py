@@ -26,7 +26,7 @@ from shardwise.errors import ConfigError
 from shardwise.layout.placements import Placements, place_params
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import Axes, resolve_axes
-from shardwise.trace import FullBytes, Stats
+from shardwise.trace import FullParamLedger, Stats
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import cut_plain_state  # noqa: F401 - registers itself with torch
 from shardwise.unit.tensor import ShardTensor
@@ -86,7 +86,7 @@ def shard(
     comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
     agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
     comm.agree_on_number(comm.device)
-    engine = Engine(config, comm, FullBytes())
+    engine = Engine(config, comm, FullParamLedger())
     materializer = Materializer(config, comm, comm.device, engine.ledger, engine, init, specs)
     materializer.check(specs)
     remaining = list(specs)[::-1]

@@ -18,7 +18,7 @@ from shardwise.comm.control import control_over
 from shardwise.engine.hooks import forget_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import StateError
-from shardwise.trace import FullBytes
+from shardwise.trace import FullParamLedger
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.storage import Storage
@@ -39,7 +39,7 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
         )
     engine.conditions.check_usable("copy.deepcopy: ")
     comms = {id(comm): _copy_comm(comm) for comm in engine.comms}
-    ledger = FullBytes()
+    ledger = FullParamLedger()
     made = Engine(engine.config, comms[id(engine.comm)], ledger)
     memo[id(engine)] = made
     units = [_copy_unit(u, comms[id(u.comm)], made, ledger, memo) for u in engine.units]
@@ -53,7 +53,7 @@ def _copy_comm(comm: Comm) -> Comm:
     return made
 
 
-def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: Memo) -> Unit:
+def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, memo: Memo) -> Unit:
     made = Unit(
         unit.name,
         unit.index,
@@ -84,7 +84,7 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullBytes, memo: 
 
 
 @torch.no_grad()
-def _copy_storage(storage: Storage, unit: Unit, ledger: FullBytes) -> Storage:
+def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Storage:
     dtypes = storage.master.dtype, storage.full.dtype
     stage, home = unit.settings.stage, unit.home
     made = Storage(storage.layout, storage.rank, stage, dtypes, storage.full.device, ledger, home)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
@@ -25,7 +25,7 @@ from shardwise.unit.param import ShardedParam
 from shardwise.unit.pieces import local_of
 from shardwise.unit.plain_state import owner_of
 
-_SITE = Site("gather", "(gathered)", 0)
+_SITE = CollectiveId("gather", "(gathered)", 0)
 
 
 @contextmanager

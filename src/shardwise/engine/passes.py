@@ -42,7 +42,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine.calls import Call, CallState, ForwardPass
 from shardwise.engine.misuse import changed_since_forward
-from shardwise.engine.nest import tensors_in
+from shardwise.engine.tree import tensors_in
 
 _MAX_FORWARD_PASSES = 256  # micro-batches in flight; others were made and dropped
 

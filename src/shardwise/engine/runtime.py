@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
 from shardwise.engine.calls import Call
 from shardwise.engine.conditions import Conditions
@@ -24,18 +24,18 @@ from shardwise.engine.misuse import (
     refuse_transform,
     warn_of_dropped_window,
 )
-from shardwise.engine.nest import map_tensors
 from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
+from shardwise.engine.tree import map_tensors
 from shardwise.errors import CollectiveError, ShardError, StateError
-from shardwise.trace import FullBytes, mark
+from shardwise.trace import FullParamLedger, mark
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
-_RANKS = Site("gather", "(ranks)", 0)
+_RANKS = CollectiveId("gather", "(ranks)", 0)
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
         self,
         config: ShardConfig,
         comm: Comm,
-        ledger: FullBytes,
+        ledger: FullParamLedger,
     ) -> None:
         self.config = config
         self.comm = comm

@@ -143,7 +143,7 @@ class ReduceQueue(Generic[U, R]):
         self._buckets = {}
 
 
-class Collector(Protocol[V]):
+class GradReducer(Protocol[V]):
     """What becomes of a unit's gradients when its backward has passed."""
 
     def add(self, unit: V) -> None:
@@ -165,7 +165,7 @@ class Schedule(Generic[U]):
     """
 
     def __init__(
-        self, prefetch_bytes: int | None, collector: Collector[U], *, has_peers: bool = False
+        self, prefetch_bytes: int | None, reducer: GradReducer[U], *, has_peers: bool = False
     ) -> None:
         self.units: list[U] = []
         self.reduces_in_turn = False
@@ -173,7 +173,7 @@ class Schedule(Generic[U]):
         self._has_peers = has_peers
         self._prefetch_bytes = prefetch_bytes or 0
         self._asked_bytes = prefetch_bytes
-        self._collector = collector
+        self._reducer = reducer
         self._order = Order(())
         self._ahead: set[int] = set()
         self._held: set[int] = set()  # used outside their modules: full until backward ends
@@ -360,22 +360,22 @@ class Schedule(Generic[U]):
         self._in_backward.discard(unit.index)
         if not self.reduces(unit, is_last):
             if unit.is_trained:
-                self._collector.keep(unit)
+                self._reducer.keep(unit)
         elif self.reduces_in_turn:
             self._reduce(self._turns.arrive(unit.index), is_last)
         elif unit.is_trained:
-            self._collector.add(unit)
+            self._reducer.add(unit)
         if unit.settings.stage.frees_after_backward:
             unit.reshard()
 
     def _reduce(self, indices: Sequence[int], is_last: bool | None) -> None:
         for unit in (self.units[index] for index in indices):
             if unit.is_trained and self.reduces(unit, is_last):
-                self._collector.add(unit)
+                self._reducer.add(unit)
 
     def is_waiting(self, unit: U) -> bool:
         """Tell whether a unit that is closed has its reduction still before it."""
-        return self._collector.is_waiting(unit) or (
+        return self._reducer.is_waiting(unit) or (
             self.reduces_in_turn and self._turns.waits(unit.index)
         )
 

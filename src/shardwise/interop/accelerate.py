@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.single import NOTHING, collect_on_all_ranks, load, save
+from shardwise.checkpoint.save_load import NOTHING, collect_on_all_ranks, load, save
 from shardwise.engine import api
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of_shard

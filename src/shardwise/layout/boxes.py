@@ -70,7 +70,7 @@ def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[Overlap]:
 
     In flat order, which is rank order; every element once; nothing for an empty range.
 
-    **Cost** O(overlaps), whatever the number of ranks: the slots of a segment are equal, so the
+    **Cost** O(overlaps), whatever the number of ranks: the shares of a segment are equal, so the
     first and the last rank are found by division.
     **Raises** ValueError when the range is not inside the parameter.
     """
@@ -78,8 +78,8 @@ def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[Overlap]:
     _check_range(lo, hi, placed.numel)
     if lo == hi:
         return []
-    slot = layout.segments[placed.segment].slot_numel
-    first, last = (placed.offset + lo) // slot, (placed.offset + hi - 1) // slot
+    share = layout.segments[placed.segment].shard_numel
+    first, last = (placed.offset + lo) // share, (placed.offset + hi - 1) // share
     overlaps = []
     for rank in range(first, last + 1):
         piece = layout.piece(index, rank)

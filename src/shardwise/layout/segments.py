@@ -1,7 +1,7 @@
 """Where every element of a unit's parameters lies: in the full buffer and on which rank.
 
-A *segment* is an even all-gather by itself: rank r's slot is the r-th of ``num_ranks`` equal
-slots, and lands contiguous and in rank order where the layers read it. Two layouts:
+A *segment* is an even all-gather by itself: rank r's share is the r-th of ``num_ranks`` equal
+shares, and lands contiguous and in rank order where the layers read it. Two layouts:
 
 - ``rows``: one segment per parameter, cut along dim 0 as ``torch.chunk`` cuts, so that the
   shards are DTensor ``Shard(0)`` shards.
@@ -9,7 +9,7 @@ slots, and lands contiguous and in rank order where the layers read it. Two layo
   range of the index space whatever the shapes are.
 
 In both, what a rank owns of one parameter is one contiguous range of its elements (`Piece`), and
-a rank's slots lie one after the other in its shard buffer.
+a rank's shares lie one after the other in its shard buffer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segment:
-    """One even all-gather: ``numel`` elements in ``num_ranks`` slots of ``slot_numel``."""
+    """One even all-gather: ``numel`` elements in ``num_ranks`` shares of ``shard_numel``."""
 
     numel: int
-    slot_numel: int
+    shard_numel: int
     full_offset: int
     shard_offset: int
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return rank's range ``[lo, hi)`` of the segment's elements, padding left out."""
-        lo = min(rank * self.slot_numel, self.numel)
-        return lo, min(lo + self.slot_numel, self.numel)
+        lo = min(rank * self.shard_numel, self.numel)
+        return lo, min(lo + self.shard_numel, self.numel)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedParam:
     """One parameter in its segment: which one, and its offset among the segment's elements."""
 
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Layout:
 
     kind: LayoutName
     num_ranks: int
-    params: tuple[Placed, ...]
+    params: tuple[PlacedParam, ...]
     segments: tuple[Segment, ...]
 
     @cached_property
@@ -84,7 +84,7 @@ class Layout:
     @cached_property
     def shard_numel(self) -> int:
         """S: elements in one rank's shard buffer, padding included."""
-        return sum(s.slot_numel for s in self.segments)
+        return sum(s.shard_numel for s in self.segments)
 
     @cached_property
     def full_numel(self) -> int:
@@ -114,11 +114,11 @@ def rows_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
     for index, shape in enumerate(shapes):
         rows = shape[0] if shape else 1
         row_numel = prod(shape[1:])
-        slot = -(-rows // num_ranks) * row_numel
-        params.append(Placed(shape, index, 0))
-        segments.append(Segment(prod(shape), slot, full_offset, shard_offset))
-        full_offset += slot * num_ranks
-        shard_offset += slot
+        share = -(-rows // num_ranks) * row_numel
+        params.append(PlacedParam(shape, index, 0))
+        segments.append(Segment(prod(shape), share, full_offset, shard_offset))
+        full_offset += share * num_ranks
+        shard_offset += share
     return Layout("rows", num_ranks, tuple(params), tuple(segments))
 
 
@@ -127,7 +127,7 @@ def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
     params = []
     offset = 0
     for shape in shapes:
-        params.append(Placed(shape, 0, offset))
+        params.append(PlacedParam(shape, 0, offset))
         offset += prod(shape)
     segment = Segment(offset, -(-offset // num_ranks), 0, 0)
     return Layout("flat", num_ranks, tuple(params), (segment,))

@@ -314,9 +314,9 @@ def _sample(run: Run) -> str:
 
 
 def _of_all_ranks(place: RankPlace, value: int) -> list[int]:
-    slots = [0.0] * place.world_size
-    slots[place.rank] = float(value)
-    return [int(slot) for slot in all_reduce_scalars(slots)]
+    shares = [0.0] * place.world_size
+    shares[place.rank] = float(value)
+    return [int(share) for share in all_reduce_scalars(shares)]
 
 
 def _number(value: Tensor) -> float:

@@ -67,10 +67,10 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
     Raises:
         ReplayError: the same on all ranks.
     """
-    slots = [0.0] * run.place.world_size
-    slots[run.place.rank] = float(difference)
+    shares = [0.0] * run.place.world_size
+    shares[run.place.rank] = float(difference)
     labels = list(_digests(run, numbers))
-    found = sorted((int(n), rank) for rank, n in enumerate(all_reduce_scalars(slots)) if n)
+    found = sorted((int(n), rank) for rank, n in enumerate(all_reduce_scalars(shares)) if n)
     shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in found[:_MAX_SHOWN]]
     more = f" (and {len(found) - _MAX_SHOWN} more ranks)" if len(found) > _MAX_SHOWN else ""
     raise ReplayError(

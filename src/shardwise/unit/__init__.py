@@ -1,5 +1,5 @@
 """One unit: its ShardTensors, its storage, how it is filled, unsharded and reduced.
 
-Reading order: ``states``, ``operations``, ``norms``, ``cut``, ``sliced``, ``answers``, ``tensor``,
-``storage``, ``partial``, ``unit``, ``materialize``, ``reduce``.
+Reading order as in ``docs/architecture.md``: from ``states`` by ``tensor`` and ``storage`` to
+``unit``, and what fills and reduces it.
 """

@@ -90,14 +90,20 @@ class _Running:
             self._out = packed
             return
         self._out = self._allocate(packed.numel() // axis.size, packed.dtype)
-        site = self._comm.site("reduce_scatter", self._unit.name, self._unit.index)
+        collective = self._comm.collective_id("reduce_scatter", self._unit.name, self._unit.index)
         self._pending = start_sum(
-            packed, self._out, axis, site, self._comm.traffic, self._op, self._how.reduce_scatter
+            packed,
+            self._out,
+            axis,
+            collective,
+            self._comm.traffic,
+            self._op,
+            self._how.reduce_scatter,
         )
         if apart:
             said = torch.tensor(counts, dtype=packed.dtype, device=packed.device)
-            site = self._comm.site("counts", self._unit.name, self._unit.index)
-            pending = start_counts(said, axis, site, self._comm.traffic)
+            collective = self._comm.collective_id("counts", self._unit.name, self._unit.index)
+            pending = start_counts(said, axis, collective, self._comm.traffic)
             self._counted = said, pending
 
     def _pack(self, num_ranks: int, counts: list[float]) -> torch.Tensor:
@@ -202,9 +208,9 @@ class _Running:
         if not self._completes:
             unit.unreduced = values
             return False
-        site = self._comm.site("all_reduce", unit.name, unit.index)
+        collective = self._comm.collective_id("all_reduce", unit.name, unit.index)
         op = dist.ReduceOp.SUM if self._how.divisor else self._op
-        sum_replicas(values, axis, site, self._comm.traffic, op)
+        sum_replicas(values, axis, collective, self._comm.traffic, op)
         return True
 
     def _check_number(self, counts: list[float]) -> None:

@@ -13,7 +13,7 @@ from shardwise.mesh import Axes
 from shardwise.unit.norms import LazyNorm, NormKind
 from shardwise.unit.pieces import axes_of_mesh, local_of
 from shardwise.unit.plain_state import owner_of
-from shardwise.unit.sliced import Sliced
+from shardwise.unit.tensor_base import ShardTensorBase
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor | None:
 
 def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> NormKind:
     """Return which ranks' parts make up a parameter's norm; ``comms`` are for torch's DTensors."""
-    if isinstance(param, Sliced):
+    if isinstance(param, ShardTensorBase):
         return NormKind.of(order, param._cut)
     if not isinstance(param, DTensor):
         return NormKind(order, None, ())

@@ -11,13 +11,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.layout.boxes import Region, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis
 
-GATHER_SITE = Site("gather", "(tensor)", 0)
+GATHER_SITE = CollectiveId("gather", "(tensor)", 0)
 
 
 class Ragged(Placement):
@@ -239,9 +239,9 @@ def make_cut(shape: tuple[int, ...], layout: Layout | None, index: int, comm: Co
     placement: Placement = Ragged(piece.lo, piece.hi)
     local_shape: tuple[int, ...] = (piece.numel,)
     if layout.kind == "rows" and shape:
-        slot_rows = -(-shape[0] // layout.num_ranks)
-        begin = min(comm.axes.shard.rank * slot_rows, shape[0])
-        rows = min(slot_rows, shape[0] - begin)
+        shard_rows = -(-shape[0] // layout.num_ranks)
+        begin = min(comm.axes.shard.rank * shard_rows, shape[0])
+        rows = min(shard_rows, shape[0] - begin)
         placement, local_shape = Shard(0), (rows, *shape[1:])
     before = [Replicate()] if comm.axes.replicate else []
     return Cut(shape, layout, index, comm, piece.lo, piece.hi, local_shape, (*before, placement))

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.device import accelerator_generator, set_accelerator_generator
 from shardwise.unit.cut import Cut
 from shardwise.unit.operations import LIKE
-from shardwise.unit.sliced import Sliced
+from shardwise.unit.tensor_base import ShardTensorBase
 
-_SITE = Site("broadcast", "(generator)", 0)
+_SITE = CollectiveId("broadcast", "(generator)", 0)
 
 
 @contextmanager
@@ -63,8 +63,8 @@ def _set_states(
 
 
 def draw(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Sliced
-) -> Sliced:
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: ShardTensorBase
+) -> ShardTensorBase:
     """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
     full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
     drawn = tensor._cut.slice_of(func(full, *args[1:], **kwargs))

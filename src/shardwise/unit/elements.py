@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardwise.unit.sliced import Sliced, is_replicated, locals_of
+from shardwise.unit.tensor_base import ShardTensorBase, is_replicated, locals_of
 
 _BLOCK = 256  # elements of a block, fixed in bitsandbytes
 
@@ -19,16 +19,16 @@ def is_outer(left: Any, right: Any, shape: tuple[int, ...]) -> bool:
 
 def is_masked_fill(tensor: Any, index: Any, value: Any) -> bool:
     """Tell whether one number is assigned where a mask, cut as the tensor is, is true."""
-    if not isinstance(tensor, Sliced) or not isinstance(index, Sliced):
+    if not isinstance(tensor, ShardTensorBase) or not isinstance(index, ShardTensorBase):
         return False
     is_number = not isinstance(value, torch.Tensor) or (
-        value.ndim == 0 and not isinstance(value, Sliced)
+        value.ndim == 0 and not isinstance(value, ShardTensorBase)
     )
     return is_number and index.dtype == torch.bool and index._cut.matches(tensor._cut)
 
 
 def run_kernel(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: Sequence[Sliced]
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: Sequence[ShardTensorBase]
 ) -> Any:
     """Run a kernel of bitsandbytes on this rank's elements, in blocks of its own.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.unit.cut import GATHER_SITE, Cut, Joined, join
-from shardwise.unit.sliced import Sliced
+from shardwise.unit.tensor_base import ShardTensorBase
 
 
 def run_flat(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -20,9 +20,9 @@ def run_flat(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     first: Any = args[0] if args else None
     if name == "cat" and not isinstance(first, torch.Tensor):
         return _cat(*args, **kwargs)
-    if name == "view_as" and not isinstance(first, Sliced):
+    if name == "view_as" and not isinstance(first, ShardTensorBase):
         return first.view(args[1].shape)
-    if not isinstance(first, Sliced) or not first._cut.is_range or kwargs:
+    if not isinstance(first, ShardTensorBase) or not first._cut.is_range or kwargs:
         return NotImplemented
     if name == "view_as":
         as_it_is = args[1].shape == first.shape
@@ -38,14 +38,14 @@ def run_flat(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     return NotImplemented
 
 
-def _view(tensor: Sliced, cut: Cut | None) -> Any:
+def _view(tensor: ShardTensorBase, cut: Cut | None) -> Any:
     """Return the tensor's elements under another cut, which has the same on every rank."""
     if cut is None or not cut.is_range or not tensor._cut.flat.matches(cut.flat):
         return NotImplemented
     return tensor.wrap(tensor._local_tensor.view(cut.local_shape), cut, tensor._owner)
 
 
-def _reshape(tensor: Sliced, name: str, args: tuple[Any, ...]) -> Any:
+def _reshape(tensor: ShardTensorBase, name: str, args: tuple[Any, ...]) -> Any:
     cut = tensor._cut
     if name in ("flatten", "ravel"):
         return NotImplemented if args else _view(tensor, cut.flat)
@@ -59,7 +59,7 @@ def _reshape(tensor: Sliced, name: str, args: tuple[Any, ...]) -> Any:
 
 def _cat(tensors: Sequence[Any], dim: int = 0, *, out: Any = None) -> Any:
     for tensor in tensors:
-        is_ours = isinstance(tensor, Sliced) and tensor._cut.is_range
+        is_ours = isinstance(tensor, ShardTensorBase) and tensor._cut.is_range
         if not is_ours or tensor._owner is not None or tensor.ndim != 1:
             return NotImplemented
     if out is not None or dim not in (0, -1):
@@ -73,7 +73,7 @@ def _parts(cut: Cut) -> tuple[Cut, ...]:
     return cut.parts if isinstance(cut, Joined) else (cut,)
 
 
-def _slice(tensor: Sliced, where: slice) -> Any:
+def _slice(tensor: ShardTensorBase, where: slice) -> Any:
     """Return the parts that begin and end where the slice does."""
     begin, end, step = where.indices(tensor.shape[0])
     if tensor.ndim != 1 or step != 1:
@@ -95,9 +95,9 @@ def _slice(tensor: Sliced, where: slice) -> Any:
     return tensor.wrap(local, cut)
 
 
-def _dot(tensor: Sliced, other: Any) -> Any:
+def _dot(tensor: ShardTensorBase, other: Any) -> Any:
     cut = tensor._cut
-    if isinstance(other, Sliced):
+    if isinstance(other, ShardTensorBase):
         if not cut.matches(other._cut):
             return NotImplemented
         theirs = other._local_tensor

@@ -3,7 +3,7 @@
 Note [Shards at home on the host]
 With a home the slices live there (page-locked, unless told otherwise, where the device is an
 accelerator), and with them ``p.grad``, the optimizer's state and its step; the full copies stay on
-the device. A gather fetches this rank's slot into its place in the full buffer and gathers in
+the device. A gather fetches this rank's share into its place in the full buffer and gathers in
 place, and the means of the gradients are evicted before they become ``p.grad``. Neither blocks:
 what is fetched runs beside what is computed, and the gather follows it on its stream. The *host*
 waits for both, as it is the host that writes the slices and reads the means: a fetch before the

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
 from shardwise.device import fork_rng_devices
 from shardwise.errors import ConfigError
@@ -28,7 +28,7 @@ from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
 from shardwise.stages import UnitSettings
-from shardwise.trace import FullBytes
+from shardwise.trace import FullParamLedger
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home
 from shardwise.unit.param import Scheduler, ShardedParam
@@ -49,7 +49,7 @@ class Materializer:
         config: ShardConfig,
         comm: Comm,
         device: torch.device,
-        ledger: FullBytes,
+        ledger: FullParamLedger,
         scheduler: Scheduler,
         init: Init | None,
         specs: Sequence[UnitSpec],
@@ -66,7 +66,7 @@ class Materializer:
 
     def _seed_of_rank_0(self) -> int:
         seed = torch.tensor([torch.initial_seed() % 2**63], device=self._device)
-        self._comm.broadcast(seed, Site("broadcast", "(seed)", 0), also=self._own_axes)
+        self._comm.broadcast(seed, CollectiveId("broadcast", "(seed)", 0), also=self._own_axes)
         return int(seed.item())
 
     def check(self, specs: Sequence[UnitSpec]) -> None:
@@ -136,8 +136,8 @@ class Materializer:
                 value = cut.piece_of(values.pop(param.name))
             else:
                 value = local_of(param.param).detach().contiguous()
-                site = Site("broadcast", param.name, unit.index)
-                comm.broadcast(value, site, also=self._copied_over(param.param, comm))
+                collective = CollectiveId("broadcast", param.name, unit.index)
+                comm.broadcast(value, collective, also=self._copied_over(param.param, comm))
             is_trained, form = param.param.requires_grad, AsShardTensor(cut)
             made = ShardedParam(unit, param.uses, form, shape, is_trained, cut=cut, dim=dim)
             made.lie_in(storage, number)
@@ -249,6 +249,6 @@ class Materializer:
                     self._reset_of(module, name)(module)
                 continue
             for key, buffer in buffers.items():
-                site = Site("broadcast", f"{name}.{key}".lstrip("."), 0)
+                collective = CollectiveId("broadcast", f"{name}.{key}".lstrip("."), 0)
                 also = self._copied_over(buffer, self._comm)
-                self._comm.broadcast(local_of(buffer), site, also=also)
+                self._comm.broadcast(local_of(buffer), collective, also=also)

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.pending import Site
+from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.mesh import Axis
 from shardwise.unit.cut import Cut
 
-_SITE = Site("gather", "(norm)", 0)
+_SITE = CollectiveId("gather", "(norm)", 0)
 _METADATA = frozenset(
     {"__get__", "dim", "size", "numel", "ndimension", "stride", "is_floating_point"}
 )

@@ -75,10 +75,10 @@ class _Running:
         for unit in units:
             for storage in unit.storages:
                 items += self._start_storage(unit, storage)
-        site = self._comm.site("reduce_scatter", units[0].name, units[0].index)
+        collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
         axes = self._comm.axes
         self._pending: Pending | None = self._comm.start_reduce_scatter(
-            items, axes.shard, site, 1 if axes.replicate else self._divisor
+            items, axes.shard, collective, 1 if axes.replicate else self._divisor
         )
 
     def _start_storage(self, unit: Any, storage: Storage) -> list[ReduceItem]:
@@ -106,10 +106,10 @@ class _Running:
             if number in parts and segment.numel:
                 begin = segment.shard_offset
                 if replicated:
-                    begin = segment.full_offset + storage.rank * segment.slot_numel
-                    end = segment.full_offset + segment.slot_numel * layout.num_ranks
+                    begin = segment.full_offset + storage.rank * segment.shard_numel
+                    end = segment.full_offset + segment.shard_numel * layout.num_ranks
                     full_segments.append((segment, out[segment.full_offset : end]))
-                place = out[begin : begin + segment.slot_numel]
+                place = out[begin : begin + segment.shard_numel]
                 items.append(ReduceItem(segment, tuple(parts[number]), place))
         if num_counts:
             items.append(self._count(params, counts))
@@ -128,7 +128,7 @@ class _Running:
     def _count(self, params: list[ShardedParam], counts: torch.Tensor) -> ReduceItem:
         """Return what counts the ranks on which each parameter had a gradient.
 
-        Every rank is to know it, so every rank's slot of the segment is the same row.
+        Every rank is to know it, so every rank's share of the segment is the same row.
         """
         num_ranks = self._comm.axes.shard.size
         here = counts.new_ones(num_ranks * len(params))
@@ -178,7 +178,7 @@ class _Running:
     def _sum_over_replicas(self, part: _Part) -> None:
         axis = self._comm.axes.replicate
         assert axis is not None
-        site = self._comm.site("all_reduce", part.unit.name, part.unit.index)
+        collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         summed = [
             full[slice(*segment.bounds(part.storage.rank))] for segment, full in part.full_segments
         ]
@@ -187,17 +187,17 @@ class _Running:
         else:  # the counts lie behind the slices
             summed = [part.out.as_strided((part.out.numel() + part.counts.numel(),), (1,))]
         for each in summed:
-            self._comm.all_reduce(each, axis, site, self._divisor)
+            self._comm.all_reduce(each, axis, collective, self._divisor)
 
     def _start_gather(self, part: _Part) -> Pending:
         axis = self._comm.axes.shard
         items = []
         for segment, full in part.full_segments:
-            begin = axis.rank * segment.slot_numel
-            own = full[begin : begin + segment.slot_numel]
+            begin = axis.rank * segment.shard_numel
+            own = full[begin : begin + segment.shard_numel]
             items.append(GatherItem(segment, own, full, True))
-        site = self._comm.site("all_gather", part.unit.name, part.unit.index)
-        pending: Pending = self._comm.start_all_gather(items, axis, site)
+        collective = self._comm.collective_id("all_gather", part.unit.name, part.unit.index)
+        pending: Pending = self._comm.start_all_gather(items, axis, collective)
         return pending
 
     def _means(self, part: _Part) -> dict[ShardedParam, torch.Tensor]:

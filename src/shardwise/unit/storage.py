@@ -3,7 +3,7 @@
 Note [Where the shard lies]
 Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
 rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
-the gather copies, or casts, this rank's slot into the full buffer first. There is no separate
+the gather copies, or casts, this rank's share into the full buffer first. There is no separate
 low-precision shard.
 
 Note [Freed storage comes back to life]
@@ -20,7 +20,7 @@ import torch
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.segments import Layout
 from shardwise.stages import Stage
-from shardwise.trace import FullBytes
+from shardwise.trace import FullParamLedger
 from shardwise.unit.home import Home
 
 
@@ -38,7 +38,7 @@ class Storage:
         stage: Stage,
         dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
-        ledger: FullBytes,
+        ledger: FullParamLedger,
         home: Home | None = None,
     ) -> None:
         master_dtype, compute_dtype = dtypes
@@ -76,7 +76,7 @@ class Storage:
         if not self.aliased:
             ledger.allocate(self._nbytes)
 
-    def count_in(self, ledger: FullBytes) -> None:
+    def count_in(self, ledger: FullParamLedger) -> None:
         """Count the full copy in another ledger from now on."""
         if self._allocated and not self.aliased:
             self._ledger.free(self._nbytes)
@@ -152,7 +152,7 @@ class Storage:
             self._gathered_version = None
 
     def prepare_gather(self) -> Sequence[GatherItem]:
-        """Allocate the full copy and cast this rank's slots into it; list what to gather."""
+        """Allocate the full copy and cast this rank's shares into it; list what to gather."""
         self.allocate()
         self._gathered_version = self.master._version
         if not self.shards_state:
@@ -160,7 +160,7 @@ class Storage:
                 self._fill_full([self._full_data], [self._master_data])
             return ()
         if self._casts and self._gather_items:
-            self._fill_full([item.source for item in self._gather_items], self._slots)
+            self._fill_full([item.source for item in self._gather_items], self._shares)
         return self._gather_items
 
     def _fill_full(self, places: list[torch.Tensor], slices: list[torch.Tensor]) -> None:
@@ -177,21 +177,21 @@ class Storage:
 
     def _plan_gather(self) -> None:
         """Make the views that every gather uses, once; they outlive the memory under them."""
-        self._slots: list[torch.Tensor] = []
+        self._shares: list[torch.Tensor] = []
         self._gather_items: list[GatherItem] = []
         other_dtype = self.master.dtype != self.full.dtype
         self._casts = not self.aliased and (other_dtype or self.home is not None)
         if not self.shards_state:
             return
         for segment in self.layout.segments:
-            slot, full = segment.slot_numel, segment.full_offset
-            own = self._full_data[full + self.rank * slot : full + (self.rank + 1) * slot]
-            gathered = self._full_data[full : full + slot * self.layout.num_ranks]
+            share, full = segment.shard_numel, segment.full_offset
+            own = self._full_data[full + self.rank * share : full + (self.rank + 1) * share]
+            gathered = self._full_data[full : full + share * self.layout.num_ranks]
             in_place = self.aliased or self._casts
             shard = own
             if not self.aliased:
-                shard = self._master_data[segment.shard_offset : segment.shard_offset + slot]
-            self._slots.append(shard)
+                shard = self._master_data[segment.shard_offset : segment.shard_offset + share]
+            self._shares.append(shard)
             self._gather_items.append(
                 GatherItem(segment, own if in_place else shard, gathered, in_place)
             )

@@ -25,7 +25,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import ShardError
-from shardwise.unit.answers import (
+from shardwise.unit.dispatch import (
     answer,
     check_conversion,
     into_leaf,
@@ -44,10 +44,10 @@ from shardwise.unit.operations import (
     METADATA,
 )
 from shardwise.unit.replaced import running_optimizer
-from shardwise.unit.sliced import Sliced
+from shardwise.unit.tensor_base import ShardTensorBase
 
 
-class ShardTensor(Sliced):
+class ShardTensor(ShardTensorBase):
     """This rank's elements of a tensor that is cut over the shard axis.
 
     A DTensor: with the ``rows`` layout its placement is ``Shard(0)`` (``Replicate()`` at stage 0),
@@ -169,7 +169,7 @@ class ShardTensor(Sliced):
             if name not in FULL_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
-        elif name in LOCAL_FACTS and isinstance(args[0], Sliced):
+        elif name in LOCAL_FACTS and isinstance(args[0], ShardTensorBase):
             return func(args[0]._local_tensor)
         elif name == "__set__":
             return set_property(func, args)

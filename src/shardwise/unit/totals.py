@@ -8,7 +8,7 @@ import torch
 from shardwise.unit.cut import GATHER_SITE, Cut
 from shardwise.unit.norms import NormKind, local_norm
 from shardwise.unit.operations import NORMS, REDUCTIONS
-from shardwise.unit.sliced import Sliced
+from shardwise.unit.tensor_base import ShardTensorBase
 
 
 def order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
@@ -23,7 +23,7 @@ def order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | 
 
 def total_norm(tensor: Any, order: float) -> torch.Tensor:
     """Return the norm of all elements, which is completed when somebody asks for it."""
-    if not isinstance(tensor, Sliced):
+    if not isinstance(tensor, ShardTensorBase):
         return torch.linalg.vector_norm(tensor, order)
     cut = tensor._cut
     if cut.is_replicated:
@@ -31,7 +31,7 @@ def total_norm(tensor: Any, order: float) -> torch.Tensor:
     return local_norm(tensor._local_tensor, order, NormKind.of(order, cut))
 
 
-def reduce_all(func: Any, name: str, tensor: Sliced) -> torch.Tensor:
+def reduce_all(func: Any, name: str, tensor: ShardTensorBase) -> torch.Tensor:
     """Reduce all elements to one number. **Cost** one collective."""
     local, cut = tensor._local_tensor, tensor._cut
     if cut.is_replicated:
@@ -49,7 +49,7 @@ def reduce_all(func: Any, name: str, tensor: Sliced) -> torch.Tensor:
 
 
 def reduce_dims(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Sliced
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: ShardTensorBase
 ) -> Any:
     """Reduce over some dims; NotImplemented for norms that cannot be put together.
 

@@ -150,9 +150,9 @@ class Unit:
                 return
             if axis.size == 1:
                 return _copy_alone(items)
-            site = self.comm.site("all_gather", self.name, self.index)
+            collective = self.comm.collective_id("all_gather", self.name, self.index)
             with self._after_fetch():
-                self._pending = self.comm.start_all_gather(items, axis, site, self.transport)
+                self._pending = self.comm.start_all_gather(items, axis, collective, self.transport)
 
     def _parts(self) -> list[GatherItem]:
         """List what a forward pass has left on few ranks; see `nearby`."""

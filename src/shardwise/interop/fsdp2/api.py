@@ -19,7 +19,7 @@ from shardwise.engine.api import check_is_module
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2.meshes import (
-    Spread,
+    ShardingMesh,
     chosen_placement,
     default_mesh,
     spread_over,
@@ -102,10 +102,10 @@ def fully_shard(
     _move(managed, params, device)
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     asked = Asked(device, mp_policy, offload, frees_unless_root=reshard_after_forward is None)
-    units: dict[Spread, Unit] = {}
+    units: dict[ShardingMesh, Unit] = {}
     uses = _uses_of(modules, params)
 
-    def unit_on(where: Spread) -> Unit:
+    def unit_on(where: ShardingMesh) -> Unit:
         if where not in units:
             reshards = _checked_reshard(reshard_after_forward, where)
             units[where] = make_unit(modules, where, asked, *reshards)
@@ -145,7 +145,7 @@ def _check_container(module: Any) -> None:
         raise ConfigError("module: it is sharded already, by shard(); use one or the other")
 
 
-def _checked_reshard(asked: bool | int | None, spread: Spread) -> tuple[bool, Axis | None]:
+def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bool, Axis | None]:
     """Return whether parameters are freed after forward, and over what they stay spread.
 
     None is True, but for the root. An int makes a mesh of groups of that many ranks.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardingMesh:
     """Where a call's parameters are sharded: the axes, and the mesh that their DTensors name.
 
     ``spmd`` is the full mesh of ``dp_mesh_dims``, on which parameters are DTensors already.
@@ -61,7 +61,7 @@ class Spread:
 
     def __eq__(self, other: object) -> bool:
         """Compare the process groups."""
-        if not isinstance(other, Spread):
+        if not isinstance(other, ShardingMesh):
             return False
         ours, theirs = self.axes.all, other.axes.all
         return [id(a.group) for a in ours] == [id(a.group) for a in theirs]
@@ -86,7 +86,7 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(found.type if found else "cpu", (dist.get_world_size(),))
 
 
-def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> Spread:
+def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> ShardingMesh:
     """Return the axes of a mesh: (shard), (replicate, shard), or those that ``dims`` names.
 
     **Raises** ConfigError (a ValueError) for another number of axes, or names that it lacks.
@@ -100,10 +100,10 @@ def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> Spread
             "Please init the 2D mesh for HSDP with mesh_dim_names specified: init_device_mesh(..., "
             "mesh_dim_names=('replicate', 'shard'))"
         )
-    return Spread(mesh, axes_of(mesh))
+    return ShardingMesh(mesh, axes_of(mesh))
 
 
-def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> Spread:
+def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> ShardingMesh:
     names = mesh.mesh_dim_names
     if names is None:
         raise ConfigError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
@@ -121,17 +121,17 @@ def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> Spread:
         replicas = part(dims.replicate_names)
         axis = axis_of(replicas, 0, "replicate")
         alone = replace(axis, name="shard", rank=0, size=1)
-        return Spread(replicas, Axes(replicas, alone, axis), False, mesh, dims)
+        return ShardingMesh(replicas, Axes(replicas, alone, axis), False, mesh, dims)
     shards = part(dims.shard_names)
     if not dims.replicate_names:
-        return Spread(shards, axes_of(shards), True, mesh, dims)
+        return ShardingMesh(shards, axes_of(shards), True, mesh, dims)
     both = DeviceMesh._concatenate([part(dims.replicate_names), shards])
-    return Spread(both, axes_of(both), True, mesh, dims)
+    return ShardingMesh(both, axes_of(both), True, mesh, dims)
 
 
 def chosen_placement(
-    param: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None, spread: Spread
-) -> tuple[int, Spread]:
+    param: nn.Parameter, choose: Callable[[nn.Parameter], Any] | None, spread: ShardingMesh
+) -> tuple[int, ShardingMesh]:
     """Return the dim that a parameter is cut along and where, as ``shard_placement_fn`` says.
 
     It answers None, a ``Shard``, or torch's ShardPlacementResult with a mesh of its own.
@@ -140,7 +140,7 @@ def chosen_placement(
     info = getattr(answer, "mesh_info", None)
     placement = getattr(answer, "placement", answer) if info is not None else answer
     if info is not None and info.mesh is not spread.mesh:
-        spread = Spread(info.mesh, axes_of(info.mesh))
+        spread = ShardingMesh(info.mesh, axes_of(info.mesh))
     if placement is None:
         return 0, spread
     if not isinstance(placement, Shard):
@@ -148,7 +148,7 @@ def chosen_placement(
     return placement.dim + param.ndim if placement.dim < 0 else placement.dim, spread
 
 
-def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: Spread) -> DTensorSpec:
+def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: ShardingMesh) -> DTensorSpec:
     """Return the description of the parameter once it is sharded along ``dim``.
 
     A DTensor (tensor parallelism) gets one more axis, or two, in front of its own.
@@ -174,13 +174,13 @@ def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: Spread) -> DT
     return DTensorSpec(mesh, placements, tensor_meta=own.tensor_meta)
 
 
-def _in_front(spread: Spread, placed: Placement) -> tuple[Placement, ...]:
+def _in_front(spread: ShardingMesh, placed: Placement) -> tuple[Placement, ...]:
     if not spread.shards:
         return (Replicate(),)
     return (Replicate(), placed) if spread.axes.replicate is not None else (placed,)
 
 
-def _spmd_spec(own: DTensorSpec, dim: int, spread: Spread) -> DTensorSpec:
+def _spmd_spec(own: DTensorSpec, dim: int, spread: ShardingMesh) -> DTensorSpec:
     """Replace Replicate by Shard on the data-parallel axes of the parameter's own mesh."""
     assert spread.spmd is not None and spread.dims is not None
     mesh, dims = spread.spmd, spread.dims

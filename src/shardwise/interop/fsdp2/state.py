@@ -23,7 +23,7 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.units import ParamUse
-from shardwise.trace import FullBytes
+from shardwise.trace import FullParamLedger
 from shardwise.unit.unit import Unit
 
 _LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # what TORCH_LOGS=+fsdp shows
@@ -43,7 +43,7 @@ class GroupEngine(Engine):
             bucket_bytes=0,
             reduces_in_flight=max(state.max_in_flight for state in states),
         )
-        super().__init__(config, units[0].comm, FullBytes())
+        super().__init__(config, units[0].comm, FullParamLedger())
         self.all_states = states
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
@@ -132,7 +132,7 @@ class State(ModuleState):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ledger = FullBytes()
+        self._ledger = FullParamLedger()
         self._is_ready = False
         self._modules_to_run_forward: set[nn.Module] = set()
 

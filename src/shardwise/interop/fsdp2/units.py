@@ -18,12 +18,12 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.comm.packed import Packed
 from shardwise.config import Precision
-from shardwise.interop.fsdp2.meshes import Spread, sharded_spec
+from shardwise.interop.fsdp2.meshes import ShardingMesh, sharded_spec
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
 from shardwise.stages import STAGES, UnitSettings
-from shardwise.trace import FullBytes
+from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor
@@ -54,7 +54,11 @@ class Asked:
 
 
 def make_unit(
-    modules: Sequence[nn.Module], spread: Spread, asked: Asked, frees: bool, nearby: Axis | None
+    modules: Sequence[nn.Module],
+    spread: ShardingMesh,
+    asked: Asked,
+    frees: bool,
+    nearby: Axis | None,
 ) -> Unit:
     """Make the unit of a call on one mesh, without parameters yet.
 
@@ -83,7 +87,7 @@ def make_unit(
 
 
 def take(
-    unit: Unit, spread: Spread, uses: tuple[ParamUse, ...], param: nn.Parameter, dim: int
+    unit: Unit, spread: ShardingMesh, uses: tuple[ParamUse, ...], param: nn.Parameter, dim: int
 ) -> None:
     """Shard one parameter along ``dim``: every rank keeps its chunk of its own values.
 
@@ -141,7 +145,7 @@ def _chunk(values: torch.Tensor, num_ranks: int, rank: int, dim: int) -> torch.T
 
 
 @torch.no_grad()
-def adopt(unit: Unit, asked: Asked, ledger: FullBytes) -> None:
+def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     """Take over what stands in the unit's modules, which must be sharded now.
 
     On meta there is nothing to lay out yet.

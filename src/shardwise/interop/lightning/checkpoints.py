@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_checkpoint
-from shardwise.checkpoint.single import holds_checkpoint, load, save
+from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError, ConfigError
 

@@ -26,7 +26,7 @@ from transformers.trainer import (
 )
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from shardwise.checkpoint.single import load, save
+from shardwise.checkpoint.save_load import load, save
 from shardwise.engine.api import is_sharded
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.peft import load_adapter, save_adapter

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine.hooks import register_hooks
-from shardwise.engine.nest import tensors_in
+from shardwise.engine.tree import tensors_in
 from shardwise.plan.model.tracking import Tracker
 
 

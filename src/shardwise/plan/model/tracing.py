@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.engine.nest import tensors_in
+from shardwise.engine.tree import tensors_in
 from shardwise.errors import ConfigError
 from shardwise.layout.units import UnitChoice, UnitSpec, partition_into_units
 from shardwise.plan.model.head import Head

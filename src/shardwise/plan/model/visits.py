@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwise.engine.calls import Call
 from shardwise.engine.hooks import register_hooks
-from shardwise.engine.nest import map_tensors
 from shardwise.engine.passes import Passes
+from shardwise.engine.tree import map_tensors
 from shardwise.layout.units import UnitSpec
 from shardwise.plan.model.tape import Phase, Visit, VisitKind
 

@@ -19,7 +19,7 @@ from shardwise.stages import UnitSettings
 
 
 @dataclass(frozen=True)
-class Board:
+class PlayContext:
     """What all doubles of a played step share."""
 
     meter: Meter
@@ -38,9 +38,9 @@ class UnitDouble:
     ``buffer`` whether a gradient buffer is kept for the next step ("kept", or "lent" to p.grad).
     """
 
-    def __init__(self, index: int, weight: Footprint, reads: bool, board: Board) -> None:
+    def __init__(self, index: int, weight: Footprint, reads: bool, context: PlayContext) -> None:
         self.index = index
-        self.settings = replace(board.settings, reads_in_backward=reads)
+        self.settings = replace(context.settings, reads_in_backward=reads)
         self.weight = weight
         self.full_bytes = weight.full_bytes
         self.is_trained = weight.num_trained > 0
@@ -49,7 +49,7 @@ class UnitDouble:
         self.grads = self.sums = 0
         self.has_grad = False
         self.buffer = ""
-        self._board = board
+        self._context = context
         self._state = "sharded"
         self._staging = 0
         self._pending: int | None = None
@@ -67,16 +67,16 @@ class UnitDouble:
         message = self.weight.gather
         if self.is_fresh or message is None:
             return
-        meter, issue = self._board.meter, self._board.issue
+        meter, issue = self._context.meter, self._context.issue
         before, meter.phase = meter.phase, "unshard"
         meter.add("param_full", self.weight.freed_bytes)
-        self._staging = message.staging + self._board.offloading.fetch(
+        self._staging = message.staging + self._context.offloading.fetch(
             self.weight, self.index, issue
         )
         meter.add("gather_staging", self._staging)
         meter.phase = before
-        issue.move(message.before, self._board.dtype, self.index, "unshard")
-        if self._board.candidate.num_shards > 1 and (message.num_messages or message.payload):
+        issue.move(message.before, self._context.dtype, self.index, "unshard")
+        if self._context.candidate.num_shards > 1 and (message.num_messages or message.payload):
             self._pending = issue.collective("all_gather", "shard", message, self.index, "unshard")
         self.is_fresh = True
 
@@ -88,12 +88,12 @@ class UnitDouble:
         if self._pending is not None:
             message = self.weight.gather
             assert message is not None
-            self._board.issue.wait(self._pending)
-            self._board.issue.move(message.after, self._board.dtype, self.index, "unshard")
+            self._context.issue.wait(self._pending)
+            self._context.issue.move(message.after, self._context.dtype, self.index, "unshard")
             self._pending = None
         else:
-            self._board.issue.wait_for_fetched()
-        self._board.meter.add("gather_staging", -self._staging)
+            self._context.issue.wait_for_fetched()
+        self._context.meter.add("gather_staging", -self._staging)
         self._staging = 0
         self._state = "full"
 
@@ -103,7 +103,7 @@ class UnitDouble:
             self.finish_unshard()
         if self._state == "full":
             if self.weight.freed_bytes:
-                self._board.meter.add("param_full", -self.weight.freed_bytes)
+                self._context.meter.add("param_full", -self.weight.freed_bytes)
                 self.is_fresh = False
             self._state = "sharded"
 
@@ -115,9 +115,9 @@ class UnitDouble:
 class ReductionDouble:
     """The reduction of one bucket."""
 
-    def __init__(self, units: Sequence[UnitDouble], board: Board) -> None:
+    def __init__(self, units: Sequence[UnitDouble], context: PlayContext) -> None:
         self.units = list(units)
-        self._board = board
+        self._context = context
         self._weights: list[Reduce] = []
         self._message = Message()
         self._grads = 0
@@ -131,26 +131,26 @@ class ReductionDouble:
 
     def start(self) -> None:
         """Take the gradients, allocate means and staging, send."""
-        board = self._board
-        meter, before = board.meter, board.meter.phase
+        context = self._context
+        meter, before = context.meter, context.meter.phase
         meter.phase = "reduce"
         for unit in self.units:
             self._take(unit)
         self._message = whole([w.message for w in self._weights])
         meter.add("reduce_staging", self._message.staging)
         meter.phase = before
-        board.issue.move(self._message.before, board.dtype, self._unit, "reduce")
-        self._pending = board.issue.collective(
+        context.issue.move(self._message.before, context.dtype, self._unit, "reduce")
+        self._pending = context.issue.collective(
             "reduce_scatter", "shard", self._message, self._unit, "reduce"
         )
 
     def _take(self, unit: UnitDouble) -> None:
-        weight, meter = unit.weight, self._board.meter
+        weight, meter = unit.weight, self._context.meter
         summed = bool(unit.sums)
         reduce = weight.reduce_sums if summed else weight.reduce
         assert reduce is not None
         if summed and weight.sums_apart:
-            add_micro_batch(unit, self._board)
+            add_micro_batch(unit, self._context)
         missing = reduce.grads - unit.grads - unit.sums
         if missing > 0:  # parameters without a gradient contribute zeros
             meter.add("grad_full", missing)
@@ -164,11 +164,11 @@ class ReductionDouble:
 
     def wait(self) -> None:
         """Wait, sum, free what was sent; start what comes second."""
-        board, meter = self._board, self._board.meter
+        context, meter = self._context, self._context.meter
         before, meter.phase = meter.phase, "reduce"
-        board.issue.wait(self._pending)
+        context.issue.wait(self._pending)
         meter.touch({"reduce_staging": max(w.temporary for w in self._weights)})
-        board.issue.move(self._message.after, board.dtype, self._unit, "reduce")
+        context.issue.move(self._message.after, context.dtype, self._unit, "reduce")
         meter.add("reduce_staging", -self._message.staging)
         meter.add("grad_full", -self._grads)
         for weight in self._weights:
@@ -177,51 +177,51 @@ class ReductionDouble:
             for message in weight.means:
                 self._start_gather(message)
         for unit in self.units:
-            sent = board.offloading.send_grads(unit.weight, unit.index, board.issue)
+            sent = context.offloading.send_grads(unit.weight, unit.index, context.issue)
             meter.add("grad_shards", -sent)
         meter.phase = before
 
     def _sum_over_replicas(self, message: Message) -> None:
-        board = self._board
-        board.meter.touch({"reduce_staging": message.staging})
-        board.issue.move(message.before, board.dtype, self._unit, "reduce")
-        done = board.issue.collective(
+        context = self._context
+        context.meter.touch({"reduce_staging": message.staging})
+        context.issue.move(message.before, context.dtype, self._unit, "reduce")
+        done = context.issue.collective(
             "all_reduce", "replicate", message, self._unit, "reduce", counts=2
         )
-        board.issue.wait(done)
-        board.issue.move(message.after, board.dtype, self._unit, "reduce")
+        context.issue.wait(done)
+        context.issue.move(message.after, context.dtype, self._unit, "reduce")
 
     def _start_gather(self, message: Message) -> None:
-        board = self._board
-        board.meter.add("gather_staging", message.staging)
-        board.issue.move(message.before, board.dtype, self._unit, "reduce")
+        context = self._context
+        context.meter.add("gather_staging", message.staging)
+        context.issue.move(message.before, context.dtype, self._unit, "reduce")
         self._gathers.append(
-            board.issue.collective("all_gather", "shard", message, self._unit, "reduce")
+            context.issue.collective("all_gather", "shard", message, self._unit, "reduce")
         )
         self._means.append(message)
 
     def finish(self) -> None:
         """Wait for the gathered means of stage 0."""
-        board = self._board
+        context = self._context
         for pending, message in zip(self._gathers, self._means, strict=True):
-            board.issue.wait(pending)
-            board.issue.move(message.after, board.dtype, self._unit, "reduce")
-            board.meter.add("gather_staging", -message.staging)
+            context.issue.wait(pending)
+            context.issue.move(message.after, context.dtype, self._unit, "reduce")
+            context.meter.add("gather_staging", -message.staging)
 
 
-def add_micro_batch(unit: UnitDouble, board: Board) -> None:
+def add_micro_batch(unit: UnitDouble, context: PlayContext) -> None:
     """Add a micro-batch's gradients to the window's sum, in the dtype of the sum."""
     weight = unit.weight
     if not weight.sums_apart:
         if unit.sums:  # autograd has added them
-            board.meter.add("grad_full", -unit.grads)
+            context.meter.add("grad_full", -unit.grads)
         else:
             unit.sums = unit.grads
         unit.grads = 0
         return
     held, most = weight.keep_next if unit.sums else weight.keep_first
-    board.meter.touch({"grad_full": most})
-    board.meter.add("grad_full", held)
+    context.meter.touch({"grad_full": most})
+    context.meter.add("grad_full", held)
     unit.sums += unit.grads + held
     unit.grads = 0
 
@@ -230,11 +230,11 @@ class ReductionsDouble:
     """Stands for `engine.reductions.Reductions`."""
 
     def __init__(
-        self, board: Board, bucket_bytes: int, reduces_in_flight: int, waits_at_close: bool
+        self, context: PlayContext, bucket_bytes: int, reduces_in_flight: int, waits_at_close: bool
     ) -> None:
-        self._board = board
+        self._context = context
         self._queue: ReduceQueue[UnitDouble, ReductionDouble] = ReduceQueue(
-            lambda units: ReductionDouble(units, board),
+            lambda units: ReductionDouble(units, context),
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,
@@ -250,7 +250,7 @@ class ReductionsDouble:
 
     def keep(self, unit: UnitDouble) -> None:
         """Keep a unit's gradients for the last micro-batch."""
-        add_micro_batch(unit, self._board)
+        add_micro_batch(unit, self._context)
 
     def close(self) -> None:
         """Start what is left."""
@@ -262,7 +262,7 @@ class ReductionsDouble:
         for reduction in self._queue.take():
             reduction.finish()
             for unit in reduction.units:
-                out = self._board.offloading.out_on_device(unit.weight)
+                out = self._context.offloading.out_on_device(unit.weight)
                 if not unit.weight.num_updated:  # zeros that no ``p.grad`` takes
                     added += 0 if unit.buffer else out
                     unit.buffer = unit.buffer and "kept"
@@ -271,9 +271,9 @@ class ReductionsDouble:
                     unit.buffer = ""
                     added += out
                     moved = out * 3  # reads both, writes one
-                    self._board.issue.move(moved, self._board.dtype, unit.index, "reduce")
+                    self._context.issue.move(moved, self._context.dtype, unit.index, "reduce")
                 unit.has_grad = True
-        self._board.meter.add("grad_shards", -added)
+        self._context.meter.add("grad_shards", -added)
 
     def zero_grad(self, units: Sequence[UnitDouble]) -> None:
         """Drop ``p.grad``; a buffer that the unit keeps stays."""
@@ -283,5 +283,5 @@ class ReductionsDouble:
                 if unit.buffer:
                     unit.buffer = "kept"
                 else:
-                    out = self._board.offloading.out_on_device(unit.weight)
-                    self._board.meter.add("grad_shards", -out)
+                    out = self._context.offloading.out_on_device(unit.weight)
+                    self._context.meter.add("grad_shards", -out)

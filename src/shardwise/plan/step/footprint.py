@@ -2,7 +2,7 @@
 
 Note [The largest rank]
 Everything is that of rank 0 of its axes. In both layouts rank 0 owns the most: ``rows`` cuts as
-``torch.chunk`` does and ``flat`` fills the first slots, so no rank holds more.
+``torch.chunk`` does and ``flat`` fills the first shares, so no rank holds more.
 
 Note [Parameters without a gradient]
 A trained parameter that no backward pass reaches has its place in the shards and in the buffers of
@@ -297,7 +297,7 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
             elif setting.on_cpu:
                 messages.append(scattered_message(segment, places, num_ranks, wire, group.reduce))
                 if wire != group.reduce:
-                    numel = min(segment.slot_numel, BLOCK_NUMEL)
+                    numel = min(segment.shard_numel, BLOCK_NUMEL)
                     temporary = max(temporary, numel * group.reduce)
             else:
                 messages.append(packed_message(segment, places, num_ranks, wire, group.reduce))

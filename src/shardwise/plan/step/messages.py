@@ -1,7 +1,7 @@
 """What one collective of the engine sends, stages and moves, on either transport.
 
 Note [Two transports]
-``coalesced`` (NCCL) sends padded slots in place and packs gradients that are not even.
+``coalesced`` (NCCL) sends padded shares in place and packs gradients that are not even.
 ``point_to_point`` (gloo) sends what each rank owns without padding, packs small tensors into one
 message per peer, and receives addends beside this rank's own; see `comm.point_to_point`. What this
 file says of either is what those two files allocate and count.
@@ -37,12 +37,12 @@ def gather_message(
     items: Sequence[tuple[Segment, int, bool]], num_ranks: int, on_cpu: bool
 ) -> Message:
     """Describe an all-gather of (segment, element size, in place); see Note [Two transports]."""
-    payload = sum(s.slot_numel * num_ranks * size for s, size, _ in items)
+    payload = sum(s.shard_numel * num_ranks * size for s, size, _ in items)
     if not on_cpu:
-        sent = sum(s.slot_numel * size for s, size, _ in items) * (num_ranks - 1)
+        sent = sum(s.shard_numel * size for s, size, _ in items) * (num_ranks - 1)
         return Message(payload, sent, len(items))
     owned = [(s.bounds(0)[1] * size, s, size) for s, size, _ in items]
-    small = [i for i in owned if i[1].slot_numel * i[2] <= SMALL_BYTES]
+    small = [i for i in owned if i[1].shard_numel * i[2] <= SMALL_BYTES]
     small = small if len(small) > 1 else []
     return Message(
         payload,
@@ -121,24 +121,24 @@ def packed_message(
     segment: Segment, parts: Sequence[tuple[int, int]], num_ranks: int, wire: int, reduce: int
 ) -> Message:
     """Describe what one segment adds to a coalesced reduce-scatter."""
-    full = segment.slot_numel * num_ranks
+    full = segment.shard_numel * num_ranks
     fits = len(parts) == 1 and parts[0][1] == full and wire == reduce
-    sent = segment.slot_numel * reduce * (num_ranks - 1)
+    sent = segment.shard_numel * reduce * (num_ranks - 1)
     covered = sum(n for _, n in parts)
     moved = 0 if fits else covered * (wire + reduce) + (full * reduce if covered < full else 0)
-    divided = 2 * segment.slot_numel * reduce
+    divided = 2 * segment.shard_numel * reduce
     return Message(full * reduce, sent, 1, 0 if fits else full * reduce, moved, divided)
 
 
 def replica_message(numel: int, size: int, ranks: int, on_cpu: bool) -> Message:
     """Describe `Comm.all_reduce` of one flat buffer over the replicate axis, rank 0 of it."""
-    slot = -(-numel // ranks)
+    share = -(-numel // ranks)
     if not on_cpu:
-        padded = 0 if slot * ranks == numel else slot * ranks * size
-        sent = 2 * slot * size * (ranks - 1)
-        return Message(slot * ranks * size, sent, 2, slot * size + padded, padded, padded)
-    own = min(slot, numel)
+        padded = 0 if share * ranks == numel else share * ranks * size
+        sent = 2 * share * size * (ranks - 1)
+        return Message(share * ranks * size, sent, 2, share * size + padded, padded, padded)
+    own = min(share, numel)
     peers = ranks - 1 if own * size <= SMALL_BYTES else ranks - 2
     sent = (numel - own) * size + own * size * (ranks - 1)
-    staging = slot * size + peers * own * size
+    staging = share * size + peers * own * size
     return Message(numel * size, sent, 2 * (ranks - 1), staging, 0, own * size * (ranks + 2))

@@ -19,7 +19,7 @@ from shardwise.engine.schedule import Schedule
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
-from shardwise.plan.step.doubles import Board, ReductionsDouble, UnitDouble
+from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, Setting, footprint, setting_of
 from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.ledger import Ledger, Meter, Played
@@ -85,17 +85,17 @@ class _Player:
         self._meter = Meter(self._rest())
         self._issue = Issuer()
         settings = UnitSettings(replace(setting.stage, reduce_every=self._reduce_every))
-        board = Board(
+        context = PlayContext(
             self._meter, self._issue, self._offloading, candidate, tape.compute_dtype, settings
         )
         self._units = [
-            UnitDouble(i, w, u.backward_reads_params, board)
+            UnitDouble(i, w, u.backward_reads_params, context)
             for i, (w, u) in enumerate(zip(self._weights, tape.units, strict=True))
         ]
         for unit in self._units:
             unit.buffer = "kept" if self._buffers and unit.is_trained else ""
         self._reductions = ReductionsDouble(
-            board,
+            context,
             candidate.bucket_bytes,
             candidate.reduces_in_flight,
             waits_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,

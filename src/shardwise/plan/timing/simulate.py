@@ -49,7 +49,7 @@ class CriticalOp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimeSpread:
     """How a time is spread over ranks or steps."""
 
     mean_s: float
@@ -77,7 +77,7 @@ class Simulated:
     program: Program
     scenario: Scenario
     steps_s: tuple[float, ...]
-    rank_s: Spread
+    rank_s: TimeSpread
     ranks: tuple[RankRun, ...]
     critical_path: tuple[CriticalOp, ...]
 
@@ -92,7 +92,7 @@ class Simulated:
         return 1 + max((op.micro_batch for op in self.program.ops), default=0)
 
     @property
-    def step_spread(self) -> Spread:
+    def step_spread(self) -> TimeSpread:
         """Spread of the step time over the steps."""
         return _spread(np.array(self.steps_s))
 
@@ -199,7 +199,7 @@ def _simulate_one(
         last = previous[last]
     chosen = dict.fromkeys((0, *(ranks or ())))
     runs = tuple(RankRun(program, rank, 0.0, tuple(spans)) for rank in chosen)
-    spread = Spread(step_s, step_s, step_s, step_s, step_s)
+    spread = TimeSpread(step_s, step_s, step_s, step_s, step_s)
     steps_s = (step_s,) * scenario.num_steps
     return Simulated(program, scenario, steps_s, spread, runs, tuple(path[::-1]))
 
@@ -264,9 +264,11 @@ def _noise_of(scenario: Scenario, step: int) -> Callable[[tuple[int, ...]], Floa
     return lambda shape: rng.lognormal(-(sigma**2) / 2, sigma, shape)
 
 
-def _spread(seconds: Floats) -> Spread:
+def _spread(seconds: Floats) -> TimeSpread:
     minimum, median, p95, maximum = np.quantile(seconds, (0, 0.5, 0.95, 1))
-    return Spread(float(seconds.mean()), float(minimum), float(median), float(p95), float(maximum))
+    return TimeSpread(
+        float(seconds.mean()), float(minimum), float(median), float(p95), float(maximum)
+    )
 
 
 def _contended_seconds(

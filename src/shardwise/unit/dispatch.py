@@ -31,13 +31,13 @@ from shardwise.unit.operations import (
     is_elementwise,
 )
 from shardwise.unit.replaced import running_optimizer
-from shardwise.unit.sliced import Sliced, is_replicated, locals_of
+from shardwise.unit.tensor_base import ShardTensorBase, is_replicated, locals_of
 from shardwise.unit.totals import order_of_total, reduce_all, reduce_dims, total_norm
 
 
-def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[Sliced]:
+def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:
     """Return the sharded tensors among a call's arguments, one list deep."""
-    return [value for value in _one_deep(args, kwargs) if isinstance(value, Sliced)]
+    return [value for value in _one_deep(args, kwargs) if isinstance(value, ShardTensorBase)]
 
 
 def _one_deep(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -57,7 +57,7 @@ def is_in_place(name: str) -> bool:
 
 def in_full(value: Any) -> Any:
     """Put full tensors in the place of ShardTensors: autograd's own for parameters."""
-    if isinstance(value, Sliced):
+    if isinstance(value, ShardTensorBase):
         owner = value._owner
         if owner is None:
             raise refusal("this operation", [value])
@@ -65,21 +65,21 @@ def in_full(value: Any) -> Any:
             return value.full_tensor()
         full = owner.use_full()
         return full if value.requires_grad else full.detach()  # frozen: no graph of the leaf's
-    if isinstance(value, list | tuple) and any(isinstance(v, Sliced) for v in value):
+    if isinstance(value, list | tuple) and any(isinstance(v, ShardTensorBase) for v in value):
         return [in_full(v) for v in value]
     return value
 
 
 def into_leaf(value: Any) -> Any:
     """Return what autograd knows of an input that ``backward(inputs=)`` names."""
-    if not isinstance(value, Sliced):
+    if not isinstance(value, ShardTensorBase):
         return value
     if value._owner is None or value._owner.sharded is not value:
         raise refusal("backward(inputs=[...])", [value])
     return value._owner.full
 
 
-def refusal(name: str, tensors: Sequence[Sliced]) -> ShardError:
+def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
     """Return the error of an operation that would be this rank's alone, with what to do instead."""
     owner = tensors[0]._owner
     what = (
@@ -204,7 +204,7 @@ def run_in_full(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    shards: Sequence[Sliced],
+    shards: Sequence[ShardTensorBase],
 ) -> Any:
     """Run a function on full tensors; refuse where a write would be lost.
 
@@ -265,7 +265,7 @@ def _run_local(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    shards: Sequence[Sliced],
+    shards: Sequence[ShardTensorBase],
 ) -> Any:
     """Run an elementwise function on the local tensors; wrap what is new."""
     cut = shards[0]._cut
@@ -276,13 +276,13 @@ def _run_local(
     if name in ("to", "type_as") and args[0] is not shards[0]:
         return func(*locals_of(args), **kwargs)  # a plain tensor takes the dtype of a sharded one
     writes = args[0] if is_in_place(name) else kwargs.get("out", shards[0])
-    if not isinstance(writes, Sliced):
+    if not isinstance(writes, ShardTensorBase):
         return _run_into(func, name, args, kwargs, writes, cut)
     result = func(
         *(_operand(a, cut, name) for a in args),
         **{k: _operand(v, cut, name) for k, v in kwargs.items()},
     )
-    if isinstance(args[0], Sliced) and result is args[0]._local_tensor:
+    if isinstance(args[0], ShardTensorBase) and result is args[0]._local_tensor:
         return args[0]
     if isinstance(result, torch.Tensor) and tuple(result.shape) == cut.local_shape:
         return kwargs["out"] if "out" in kwargs else shards[0].wrap(result, cut)
@@ -308,7 +308,7 @@ def _run_into(
 
 def _full(value: Any) -> Any:
     """Return the whole of a sharded tensor: for a parameter, what autograd knows."""
-    if not isinstance(value, Sliced):
+    if not isinstance(value, ShardTensorBase):
         return value
     if value._cut.is_replicated and not torch.is_grad_enabled():
         return value._local_tensor
@@ -322,11 +322,11 @@ def _plain_cpu(value: Any) -> Any:
 
 
 def _operand(value: Any, cut: Cut, name: str) -> Any:
-    if isinstance(value, Sliced) and value._cut.is_replicated and cut.is_replicated:
+    if isinstance(value, ShardTensorBase) and value._cut.is_replicated and cut.is_replicated:
         return value._local_tensor
     if cut.is_replicated and not isinstance(value, DTensor):
         return value
-    if isinstance(value, Sliced):
+    if isinstance(value, ShardTensorBase):
         if value._cut is not cut and not value._cut.matches(cut):
             raise ShardError(
                 f"{name}: ShardTensors of shapes {cut.shape} and {value._cut.shape} are not cut "
@@ -346,22 +346,22 @@ def _list_oflocals_of(value: Any, leads: Sequence[Any], name: str) -> Any:
     if not isinstance(value, list | tuple):
         return value
     if value is leads or len(value) != len(leads):
-        return [v._local_tensor if isinstance(v, Sliced) else v for v in value]
+        return [v._local_tensor if isinstance(v, ShardTensorBase) else v for v in value]
     found = []
     for item, lead in zip(value, leads, strict=True):
-        if isinstance(item, Sliced):
-            if isinstance(lead, Sliced) and item._cut is lead._cut:
+        if isinstance(item, ShardTensorBase):
+            if isinstance(lead, ShardTensorBase) and item._cut is lead._cut:
                 found.append(item._local_tensor)
                 continue
         elif isinstance(item, torch.Tensor) and item.dim() == 0:
             found.append(item)
             continue
-        if isinstance(lead, Sliced) and isinstance(item, torch.Tensor):
-            if isinstance(item, Sliced) and item._cut is lead._cut:
+        if isinstance(lead, ShardTensorBase) and isinstance(item, torch.Tensor):
+            if isinstance(item, ShardTensorBase) and item._cut is lead._cut:
                 found.append(item._local_tensor)
             else:
                 found.append(_operand(item, lead._cut, name))
-        elif isinstance(item, Sliced) and name.startswith("_fused_"):
+        elif isinstance(item, ShardTensorBase) and name.startswith("_fused_"):
             raise refusal(f"{name} into a plain tensor", [item])
         else:
             found.append(_full(item))
@@ -369,13 +369,13 @@ def _list_oflocals_of(value: Any, leads: Sequence[Any], name: str) -> Any:
 
 
 def _wrapped(result: Any, like: Any) -> Any:
-    return like.wrap(result, like._cut) if isinstance(like, Sliced) else result
+    return like.wrap(result, like._cut) if isinstance(like, ShardTensorBase) else result
 
 
 def _bump_versions(args: tuple[Any, ...]) -> None:
     """Count a fused step as a change; torch's fused kernels do not bump version counters."""
     torch.autograd.graph.increment_version(
-        [t._local_tensor for t in args[0] if isinstance(t, Sliced)]
+        [t._local_tensor for t in args[0] if isinstance(t, ShardTensorBase)]
     )
 
 
@@ -383,13 +383,13 @@ def _unscale(func: Any, args: tuple[Any, ...]) -> None:
     """Unscale gradients; an overflow that one rank sees, every rank sees (torch.amp.GradScaler)."""
     tensors, found_inf, inv_scale = args
     func([locals_of(t) for t in tensors], found_inf, inv_scale)
-    cuts = [t._cut for t in tensors if isinstance(t, Sliced)]
+    cuts = [t._cut for t in tensors if isinstance(t, ShardTensorBase)]
     axes = {id(a.group): (c.comm, a) for c in cuts for a in (*c.comm.axes.all, *c.own_axes)}
     for comm, axis in axes.values():
         found_inf.copy_(comm.max(found_inf, axis, GATHER_SITE))
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Sliced) -> Any:
+def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: ShardTensorBase) -> Any:
     if func.__name__ == "new" and like._cut.is_range and args[1:] == like._cut.flat.shape:
         return like.wrap(like._local_tensor.new(like._local_tensor.numel()), like._cut.flat)
     size = args[1] if len(args) > 1 else kwargs.get("size")

@@ -43,7 +43,7 @@ class Entrance:
             self._engine.after_forward(self._root, output)
 
 
-def register_entrances(engine: Engine, units: list[Unit]) -> list[nn.Module]:
+def register_wrappers(engine: Engine, units: list[Unit]) -> list[nn.Module]:
     """Make the engine see calls of what the root merely wraps; return these modules."""
     root = units[0]
     found = wrapped_by(root.module, {id(u.module) for u in units})

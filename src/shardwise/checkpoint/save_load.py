@@ -12,9 +12,9 @@ from torch import nn
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.assemble import assemble
-from shardwise.checkpoint.collector import collector_paused
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
+from shardwise.checkpoint.gc_pause import collector_paused
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.places import host_of

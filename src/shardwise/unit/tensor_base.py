@@ -35,7 +35,7 @@ class Owner(Protocol):
         """Freeze or thaw the full parameter along with its shard."""
 
 
-class Sliced(DTensor):
+class ShardTensorBase(DTensor):
     """The data of a `ShardTensor`; what it answers is defined there."""
 
     _local_tensor: torch.Tensor
@@ -54,14 +54,14 @@ class Sliced(DTensor):
         return made
 
 
-def is_replicated(tensors: Sequence[Sliced]) -> bool:
+def is_replicated(tensors: Sequence[ShardTensorBase]) -> bool:
     """Tell whether every rank has all of each of these tensors (stage 0)."""
     return all(t._cut.is_replicated for t in tensors)
 
 
 def locals_of(value: Any) -> Any:
     """Put this rank's elements in the place of sharded tensors, in lists too."""
-    if isinstance(value, Sliced):
+    if isinstance(value, ShardTensorBase):
         return value._local_tensor
     if isinstance(value, list | tuple):
         return type(value)(locals_of(v) for v in value)
