@@ -32,7 +32,7 @@ from shardwise.unit.operations import (
 )
 from shardwise.unit.replaced import running_optimizer
 from shardwise.unit.tensor_base import ShardTensorBase, is_replicated, locals_of
-from shardwise.unit.totals import order_of_total, reduce_all, reduce_dims, total_norm
+from shardwise.unit.totals import order_of_total, reduce_all, reduce_dims, total_norms
 
 
 def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:
@@ -174,9 +174,9 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return made
     if name == "_foreach_norm":
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
-        return [total_norm(t, order) for t in args[0]]
+        return total_norms(args[0], order)
     if name in NORMS and (order := order_of_total(args, kwargs)) is not None:
-        return total_norm(args[0], order)
+        return total_norms(args[:1], order)[0]
     if name in REDUCTIONS and len(args) == 1 and not kwargs:
         return reduce_all(func, name, shards[0])
     if name == "_amp_foreach_non_finite_check_and_unscale_":

@@ -76,6 +76,12 @@ class LazyNorm(torch.Tensor):
         lazy._partial = partial
         return lazy
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Stay lazy where nothing changes, as when ``get_total_norm`` moves every norm."""
+        if not kwargs and args == (self._partial.device,):
+            return self
+        return self.resolve().to(*args, **kwargs)
+
     def resolve(self) -> torch.Tensor:
         """Return the norms over all ranks as a plain tensor."""
         total = self._partial.clone()
@@ -118,8 +124,6 @@ class LazyNorm(torch.Tensor):
         if name in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "to" and not kwargs and args[1:] == (args[0]._partial.device,):
-            return args[0]
         if name == "stack" and len(args) == 1 and not kwargs:
             stacked = _stacked(args[0])
             if stacked is not None:
@@ -168,16 +172,16 @@ def _resolved(value: Any) -> Any:
     return value
 
 
-def local_norm(local: torch.Tensor, order: float, kind: NormKind) -> torch.Tensor:
-    """Return the lazy norm of a tensor of which ``local`` is this rank's part."""
+def check_order(order: object) -> None:
+    """Raise ShardError for the order of a norm that is not of the elements alone."""
     if not isinstance(order, int | float):
         raise ShardError(
             f"norm of order {order!r}: a sharded tensor has p-norms of its elements only; "
             "use full_tensor()"
         )
-    if local.numel() == 0:
-        start = float("inf") if order == float("-inf") else 0.0
-        partial = torch.full((), start, dtype=local.dtype, device=local.device)
-    else:
-        partial = torch.linalg.vector_norm(local, order)
-    return LazyNorm.of(partial, kind)
+
+
+def norm_of_nothing(local: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the part of a norm that a rank without elements adds, which changes nothing."""
+    start = float("inf") if order == float("-inf") else 0.0
+    return torch.full((), start, dtype=local.dtype, device=local.device)

@@ -1,12 +1,12 @@
 """Reductions of sharded tensors: each rank's part, put together over the axes they are cut over."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.unit.cut import GATHER_SITE, Cut
-from shardwise.unit.norms import NormKind, local_norm
+from shardwise.unit.norms import LazyNorm, NormKind, check_order, norm_of_nothing
 from shardwise.unit.operations import NORMS, REDUCTIONS
 from shardwise.unit.tensor_base import ShardTensorBase
 
@@ -21,14 +21,22 @@ def order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | 
     return 2.0 if order in (None, "fro") else order
 
 
-def total_norm(tensor: Any, order: float) -> torch.Tensor:
-    """Return the norm of all elements, which is completed when somebody asks for it."""
-    if not isinstance(tensor, ShardTensorBase):
-        return torch.linalg.vector_norm(tensor, order)
-    cut = tensor._cut
-    if cut.is_replicated:
-        return torch.linalg.vector_norm(tensor._local_tensor, order)
-    return local_norm(tensor._local_tensor, order, NormKind.of(order, cut))
+def total_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Return each tensor's norm of all elements, completed over ranks when somebody asks for it."""
+    check_order(order)
+    parts = [t._local_tensor if isinstance(t, ShardTensorBase) else t for t in tensors]
+    filled = [part for part in parts if part.numel()]
+    norms = iter(torch._foreach_norm(filled, order) if filled else ())
+    found: list[torch.Tensor] = []
+    kind: NormKind | None = None
+    for tensor, part in zip(tensors, parts, strict=True):
+        norm = next(norms) if part.numel() else norm_of_nothing(part, order)
+        if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
+            if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
+                kind = NormKind.of(order, cut)
+            norm = LazyNorm.of(norm, kind)
+        found.append(norm)
+    return found
 
 
 def reduce_all(func: Any, name: str, tensor: ShardTensorBase) -> torch.Tensor:
