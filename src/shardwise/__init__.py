@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
+    from shardwise.axes import Axes as Axes
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
     from shardwise.checkpoint.save_load import load as load
     from shardwise.checkpoint.save_load import save as save
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from shardwise.unit.tensor import ShardTensor as ShardTensor
 
 _HOMES = {
+    "Axes": "shardwise.axes",
     "Checkpoints": "shardwise.checkpoint.checkpoints",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",

@@ -6,6 +6,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardwise.axes import DENSE, Axes, data_of
 from shardwise.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Axes:
+class DataAxes:
     """Where state is sharded, and over what the shards are replicated (HSDP)."""
 
     mesh: DeviceMesh
@@ -50,9 +51,14 @@ class Axes:
 
 
 def resolve_axes(
-    mesh: DeviceMesh | None, shard_axis: str | None, replicate_axis: str | None, device_type: str
-) -> Axes:
+    mesh: DeviceMesh | Axes | None,
+    shard_axis: str | None,
+    replicate_axis: str | None,
+    device_type: str,
+) -> DataAxes:
     """Find the axes: a one-axis mesh shards; a two-axis mesh is (replicate, shard), or by name.
+
+    Of `Axes`, or a mesh that has their names, those that carry data parallelism are taken.
 
     **Raises** ConfigError where there is no process group, an axis name is not in the mesh, or the
     mesh has more axes than were named.
@@ -67,12 +73,17 @@ def resolve_axes(
             if name is not None:
                 raise ConfigError(f"{setting}={name!r}: name axes only together with mesh=")
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if isinstance(mesh, Axes):
+        mesh = mesh.mesh
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
-            f"mesh={mesh!r}: expected a DeviceMesh, as torch's init_device_mesh() makes it, or "
-            "None for all ranks"
+            f"mesh={mesh!r}: expected shardwise.Axes(), a DeviceMesh, as torch's "
+            "init_device_mesh() makes it, or None for all ranks"
         )
     names = tuple(mesh.mesh_dim_names or ())
+    if shard_axis is None and replicate_axis is None and names and set(names) <= set(DENSE):
+        mesh = data_of(mesh)
+        names = tuple(mesh.mesh_dim_names or ())
     for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
         if name is not None and name not in names:
             raise ConfigError(f"{setting}={name!r}: the mesh has the axes {names or '(unnamed)'}")
@@ -98,10 +109,10 @@ def resolve_axes(
     return axes_of(mesh)
 
 
-def axes_of(mesh: DeviceMesh) -> Axes:
+def axes_of(mesh: DeviceMesh) -> DataAxes:
     """Return the axes of a mesh of one or two: the last one shards, one before it replicates."""
     shard = axis_of(mesh, mesh.ndim - 1, "shard")
-    return Axes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
+    return DataAxes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
 
 
 def axis_of(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:

@@ -10,7 +10,7 @@ from shardwise.bench.stopwatch import Stopwatch
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.layout.segments import Segment
-from shardwise.mesh import Axes, resolve_axes
+from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.plan.machine.calibration import Curve
 
 _PAYLOADS = [1 << i for i in range(12, 28, 2)]  # 4 KiB to 64 MiB
@@ -51,7 +51,7 @@ class Network:
         return self._watch.seconds(lambda: start().wait(), in_step=True)
 
 
-def axes_of_groups(watch: Stopwatch, group_size: int) -> Axes:
+def axes_of_groups(watch: Stopwatch, group_size: int) -> DataAxes:
     """Cut the ranks into groups of neighbours; every rank calls it together."""
     device_type = watch.device.type
     if group_size == watch.num_ranks:

@@ -25,7 +25,7 @@ from shardwise.comm.pending import (
 from shardwise.comm.watch import WATCH
 from shardwise.device import time_of
 from shardwise.layout.segments import Segment
-from shardwise.mesh import Axes, Axis
+from shardwise.mesh import Axis, DataAxes
 from shardwise.trace import Traffic
 
 # Message tags have 31 bits: model, unit, kind (2) and piece (8).
@@ -51,7 +51,10 @@ class Comm:
     """
 
     def __init__(
-        self, axes: Axes, device: torch.device, make_control: Callable[[], Control] = SoloControl
+        self,
+        axes: DataAxes,
+        device: torch.device,
+        make_control: Callable[[], Control] = SoloControl,
     ) -> None:
         self.axes = axes
         self.device = device

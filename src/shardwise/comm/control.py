@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardwise.comm.watch import AS_A_RULE, WATCH, Meeting, name_ranks, reason_of
 from shardwise.errors import CollectiveError
-from shardwise.mesh import Axes
+from shardwise.mesh import DataAxes
 
 _TAG = 7  # of messages between two ranks; collectives have numbers of their own
 _MEETINGS = 4  # within one timeout, while a rank works
@@ -198,7 +198,7 @@ def naming(what: str) -> Iterator[None]:
         raise CollectiveError(f"{what}: {error}") from error
 
 
-def timeout_of(axes: Axes) -> timedelta:
+def timeout_of(axes: DataAxes) -> timedelta:
     """Return how long the groups of a mesh wait for a rank: the shortest, if they differ."""
     found = []
     for axis in axes.all:
@@ -208,7 +208,7 @@ def timeout_of(axes: Axes) -> timedelta:
     return min(found, default=dist.distributed_c10d.default_pg_timeout)
 
 
-def control_over(axes: Axes, ranks: Sequence[int] | None = None) -> Control:
+def control_over(axes: DataAxes, ranks: Sequence[int] | None = None) -> Control:
     """Open a group for small exchanges over a mesh; every rank of the mesh calls it together.
 
     ``ranks``: over more than the mesh, which these are.

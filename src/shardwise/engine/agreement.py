@@ -21,7 +21,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
-from shardwise.mesh import Axes
+from shardwise.mesh import DataAxes
 from shardwise.stages import Stage
 from shardwise.unit.materialize import Init
 
@@ -92,7 +92,7 @@ def start_facts(
     model: nn.Module,
     specs: Sequence[UnitSpec],
     config: ShardConfig,
-    axes: Axes,
+    axes: DataAxes,
     init: Init | None,
     adoption: Adoption,
 ) -> list[str]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, resolve_config
@@ -25,7 +26,7 @@ from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import Placements, place_params
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
-from shardwise.mesh import Axes, resolve_axes
+from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.trace import FullParamLedger, Stats
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import cut_plain_state  # noqa: F401 - registers itself with torch
@@ -41,7 +42,7 @@ def shard(
     precision: PrecisionLike = "fp32",
     layout: str = "rows",
     units: UnitChoice | Iterable[UnitChoice] | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Axes | None = None,
     shard_axis: str | None = None,
     replicate_axis: str | None = None,
     reduce_every: str | None = None,
@@ -127,7 +128,7 @@ def _run_all_layers(model: nn.Module, engine: Engine) -> None:
 def _tell_other_ranks(
     refusal: ConfigError,
     model: object,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Axes | None,
     shard_axis: str | None,
     replicate_axis: str | None,
 ) -> None:
@@ -143,13 +144,14 @@ def _tell_other_ranks(
 
 def _axes_for(
     device: torch.device | None,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Axes | None,
     shard_axis: str | None,
     replicate_axis: str | None,
-) -> Axes:
+) -> DataAxes:
     """Return the axes; without a device, those of the mesh's, else on the accelerator there is."""
     if device is None and mesh is None:
         device = torch.accelerator.current_accelerator(check_available=True)
+    mesh = mesh.mesh if isinstance(mesh, Axes) else mesh
     default = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     device_type = default if device is None else device.type
     return resolve_axes(mesh, shard_axis, replicate_axis, device_type)

@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
-from shardwise.mesh import Axes, resolve_axes
+from shardwise.mesh import DataAxes, resolve_axes
 
 Placement = DeviceMesh | Shard | tuple[DeviceMesh, Shard]
 Placements = Mapping[str, Placement] | Callable[[str, nn.Parameter], Placement | None]
 
 
 def place_params(
-    specs: Sequence[UnitSpec], placements: Placements | None, axes: Axes, layout: str
+    specs: Sequence[UnitSpec], placements: Placements | None, axes: DataAxes, layout: str
 ) -> tuple[UnitSpec, ...]:
     """Give every parameter its mesh and its dim; a unit on several meshes becomes several units.
 
@@ -42,10 +42,10 @@ def place_params(
 
 
 def _placed(
-    specs: Sequence[UnitSpec], placements: Placements, axes: Axes, layout: str
+    specs: Sequence[UnitSpec], placements: Placements, axes: DataAxes, layout: str
 ) -> tuple[UnitSpec, ...]:
     choose = _chooser(placements, [p for spec in specs for p in spec.params])
-    known: dict[DeviceMesh, Axes] = {axes.mesh: axes}
+    known: dict[DeviceMesh, DataAxes] = {axes.mesh: axes}
     found: list[UnitSpec] = []
     for spec in specs:
         by_mesh: dict[DeviceMesh, list[ParamSpec]] = {axes.mesh: []} if not spec.name else {}
@@ -104,7 +104,7 @@ def _fits(pattern: str, param: ParamSpec) -> bool:
     )
 
 
-def _asked(placement: object, param: ParamSpec, axes: Axes) -> tuple[DeviceMesh, int]:
+def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceMesh, int]:
     """Return the mesh and the dim, not negative."""
     given = placement if isinstance(placement, tuple) else (placement,)
     mesh, dim = axes.mesh, 0
@@ -129,7 +129,7 @@ def _asked(placement: object, param: ParamSpec, axes: Axes) -> tuple[DeviceMesh,
     return mesh, dim + ndim if dim < 0 else dim
 
 
-def _part_of(axes: Axes, mesh: DeviceMesh, param: ParamSpec) -> Axes:
+def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     """Return the axes of another mesh than the model's."""
     what = f"placements: '{param.name}' gets {mesh}"
     strangers = set(mesh.mesh.flatten().tolist()) - set(axes.mesh.mesh.flatten().tolist())
@@ -158,7 +158,7 @@ def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None
         )
 
 
-def _check_piece(name: str, param: DTensor, axes: Axes, of_model: Axes) -> None:
+def _check_piece(name: str, param: DTensor, axes: DataAxes, of_model: DataAxes) -> None:
     own, mesh = param._spec, axes.mesh
     what = f"model: parameter '{name}' is a DTensor {own.placements} on {own.mesh}"
     if not all(isinstance(at, Shard | Replicate) for at in own.placements):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import Axes
+from shardwise.mesh import DataAxes
 
 UnitChoice = type[nn.Module] | str | nn.Module
 
@@ -67,7 +67,7 @@ class UnitSpec:
     module: nn.Module
     params: tuple[ParamSpec, ...]
     optional: bool = False
-    axes: Axes | None = None
+    axes: DataAxes | None = None
 
 
 def partition_into_units(

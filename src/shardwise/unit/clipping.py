@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
-from shardwise.mesh import Axes
+from shardwise.mesh import DataAxes
 from shardwise.unit.norms import LazyNorm, NormKind
 from shardwise.unit.pieces import axes_of_mesh, local_of
 from shardwise.unit.plain_state import owner_of
@@ -84,5 +84,5 @@ def _kind(param: torch.Tensor, order: float, comms: dict[DeviceMesh, Comm]) -> N
     if owner is not None:
         return NormKind(order, owner.unit.comm, tuple(axes))
     if mesh not in comms:
-        comms[mesh] = Comm(Axes(mesh, axes[0], None), param.device)
+        comms[mesh] = Comm(DataAxes(mesh, axes[0], None), param.device)
     return NormKind(order, comms[mesh], tuple(axes))

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import ConfigError
-from shardwise.mesh import Axes, axes_of, axis_of
+from shardwise.mesh import DataAxes, axes_of, axis_of
 from shardwise.unit.pieces import placed_inside
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class ShardingMesh:
     """
 
     mesh: DeviceMesh
-    axes: Axes
+    axes: DataAxes
     shards: bool = True
     spmd: DeviceMesh | None = None
     dims: "DataParallelMeshDims | None" = None
@@ -121,7 +121,7 @@ def _named(mesh: DeviceMesh, dims: "DataParallelMeshDims") -> ShardingMesh:
         replicas = part(dims.replicate_names)
         axis = axis_of(replicas, 0, "replicate")
         alone = replace(axis, name="shard", rank=0, size=1)
-        return ShardingMesh(replicas, Axes(replicas, alone, axis), False, mesh, dims)
+        return ShardingMesh(replicas, DataAxes(replicas, alone, axis), False, mesh, dims)
     shards = part(dims.shard_names)
     if not dims.replicate_names:
         return ShardingMesh(shards, axes_of(shards), True, mesh, dims)

@@ -1,0 +1,205 @@
+"""The degrees of parallelism of a job, and the meshes that follow from them.
+
+Note [The algebra of axes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
+Names and algebra are torchtitan's (distributed/parallel_dims.py), so that what is written for one
+fits the other. All ranks are ``pp x dp_replicate x dp_shard x cp x tp``, the last axis being
+neighbours. Parameters are sharded over ``fsdp = dp_shard x cp``, as ranks that hold parts of a
+sequence have gradients to sum too. Experts lie on other axes of the same ranks: ``ep`` groups of
+neighbours are cut out of ``dp_shard x cp x tp``, and what is left, ``efsdp = dp_shard x cp x tp /
+ep``, shards each expert. A loss is summed over ``dp_replicate x dp_shard x cp``, the ranks that
+have different tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import ConfigError
+from shardwise.spelling import did_you_mean
+
+DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SHARDING = ("dp_shard", "cp")
+_VIEWS = (*DENSE, "fsdp", "loss", "ep", "efsdp")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How many ranks each kind of parallelism has; one of ``dp_shard`` = -1 takes those left.
+
+    ``dp_replicate`` copies of ``dp_shard`` shards (HSDP); ``cp`` parts of each sequence, ``tp`` of
+    each layer, ``pp`` of the model's depth; experts are spread over ``ep`` ranks. ``axes["tp"]`` is
+    the mesh of an axis, by these names, "fsdp", "efsdp" or "loss"; see Note [The algebra of axes].
+    `mesh` has all of them. Meshes are made when first asked for, by all ranks together.
+
+    **Raises** ConfigError that says which number to change.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    device_type: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse degrees that fit no number of ranks."""
+        for name, degree in self._degrees.items():
+            least = -1 if name == "dp_shard" else 1
+            if type(degree) is not int or degree < least or degree == 0:
+                said = "a number of ranks, or -1 for those that are left"
+                said = said if name == "dp_shard" else "a number of ranks from 1"
+                raise ConfigError(f"{name}={degree!r}: expected {said}")
+
+    @property
+    def _degrees(self) -> dict[str, int]:
+        names = (f.name for f in fields(self) if f.name != "device_type")
+        return {name: getattr(self, name) for name in names}
+
+    def over(self, num_ranks: int) -> "Axes":
+        """Return the same with ``dp_shard`` told, for so many ranks.
+
+        **Raises** ConfigError where they do not fit.
+        """
+        others = {name: degree for name, degree in self._dense.items() if name != "dp_shard"}
+        shards, left = divmod(num_ranks, prod(others.values()))
+        if self.dp_shard == -1 and not left and shards:
+            found = replace(self, dp_shard=shards)
+        elif self.dp_shard != -1 and prod(self._dense.values()) == num_ranks:
+            found = self
+        else:
+            raise ConfigError(self._misfit(num_ranks))
+        found._check_experts()
+        return found
+
+    @property
+    def _dense(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in DENSE}
+
+    def _misfit(self, num_ranks: int) -> str:
+        given = {name: degree for name, degree in self._dense.items() if degree not in (1, -1)}
+        product = prod(given.values())
+        said = " x ".join(f"{name}={degree}" for name, degree in given.items())
+        said = f"{said} = {product}" if len(given) > 1 else said
+        if self.dp_shard == -1:
+            what = f"axes: {said} does not divide {num_ranks} ranks"
+        else:
+            what = f"axes: {said or 'dp_shard=1'} is not the {num_ranks} ranks that there are"
+        for name in ("dp_shard", "dp_replicate", "tp", "cp", "pp"):
+            if name not in given and not (name == "dp_shard" and self.dp_shard == 1):
+                continue
+            others = product // given.get(name, 1)
+            if num_ranks % others == 0:
+                fitting = num_ranks // others
+                alone = self.dp_shard != -1
+                fits = str(fitting) if alone else _listed(_divisors(fitting))
+                return f"{what}: make {name} {fits}, or start {_wanted(product, alone)} ranks"
+        return f"{what}: start {_wanted(product, self.dp_shard != -1)} ranks"
+
+    def _check_experts(self) -> None:
+        region = self.dp_shard * self.cp * self.tp
+        if region % self.ep:
+            raise ConfigError(
+                f"axes: ep={self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x "
+                f"{self.cp} x {self.tp} = {region}: make ep {_listed(_divisors(region))}"
+            )
+
+    # -- meshes
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All ranks, by the axes `DENSE`; those of one rank too. **Cost** a group for each axis."""
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "axes: there is no process group. Start with torchrun and call "
+                "torch.distributed.init_process_group() first; one process is fine"
+            )
+        sizes = tuple(self.over(dist.get_world_size())._dense.values())
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = self.device_type or ("cpu" if accelerator is None else accelerator.type)
+        return init_device_mesh(device_type, sizes, mesh_dim_names=DENSE)
+
+    @cached_property
+    def _views(self) -> dict[str, DeviceMesh]:
+        return {}
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        """Return the mesh of one axis."""
+        if name not in _VIEWS:
+            near = did_you_mean(str(name), _VIEWS)
+            raise ConfigError(f"axes[{name!r}]: the axes are {', '.join(_VIEWS)}{near}")
+        if name not in self._views:
+            self._views[name] = self._view(name)
+        return self._views[name]
+
+    def _view(self, name: str) -> DeviceMesh:
+        if name in DENSE:
+            return self.mesh[name]
+        if name == "fsdp":
+            return joined(self.mesh, _SHARDING, "fsdp")
+        if name == "loss":
+            return joined(self.mesh, ("dp_replicate", *_SHARDING), "loss")
+        region = joined(self.mesh, (*_SHARDING, "tp"), "dp_shard_cp_tp")
+        self.over(self.mesh.size())._check_experts()
+        pair = region._unflatten(0, (region.size() // self.ep, self.ep), ("efsdp", "ep"))
+        self._views.update(efsdp=pair["efsdp"], ep=pair["ep"])
+        return self._views[name]
+
+    @property
+    def data(self) -> DeviceMesh:
+        """What `shard()` shards over: (fsdp), or (dp_replicate, fsdp) where there are copies."""
+        return data_of(self.mesh)
+
+    @property
+    def experts(self) -> DeviceMesh:
+        """What `shard()` shards each expert over: (efsdp), or (dp_replicate, efsdp)."""
+        if self.dp_replicate == 1:
+            return self["efsdp"]
+        return DeviceMesh._concatenate([self["dp_replicate"], self["efsdp"]])
+
+    def __str__(self) -> str:
+        """Name the degrees that are not 1."""
+        return " x ".join(f"{n}={d}" for n, d in self._degrees.items() if d != 1) or "one rank"
+
+
+def data_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the data-parallel part of a mesh whose axes have names of `DENSE`.
+
+    Copies on one rank are no axis: they would cost a collective.
+    """
+    names = mesh.mesh_dim_names or ()
+    sharding = tuple(name for name in _SHARDING if name in names)
+    copies = "dp_replicate" in names and mesh["dp_replicate"].size() > 1
+    if not sharding:
+        raise ConfigError(
+            f"mesh: the axes {names} name none to shard over; call one dp_shard (its size may be 1)"
+        )
+    shards = joined(mesh, sharding, "fsdp")
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if copies else shards
+
+
+def joined(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:
+    """Return several axes of a mesh as one, without those of one rank."""
+    longer = tuple(each for each in names if mesh[each].size() > 1)
+    if len(longer) <= 1:
+        return mesh[longer[0] if longer else names[0]]
+    return mesh[longer]._flatten(name)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+
+
+def _wanted(product: int, alone: bool) -> str:
+    return str(product) if alone else f"a multiple of {product}"

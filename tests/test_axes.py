@@ -1,0 +1,149 @@
+"""The degrees of parallelism: what fits, which ranks are on which axis, what `shard()` takes."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from ranks import run_ranks, run_sizes
+from shardwise.axes import DENSE, Axes
+from shardwise.errors import ConfigError
+
+DEGREES = st.integers(1, 6)
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(DENSE, DEGREES)), st.booleans(), st.integers(1, 64))
+def test_degrees_fit_or_the_error_names_a_number_that_makes_them_fit(
+    degrees: dict[str, int], fills: bool, num_ranks: int
+) -> None:
+    axes = Axes(**(degrees | {"dp_shard": -1} if fills else degrees))
+    try:
+        found = axes.over(num_ranks)
+    except ConfigError as error:
+        said = str(error)
+    else:
+        assert prod(getattr(found, name) for name in DENSE) == num_ranks
+        assert replace(found, dp_shard=axes.dp_shard) == axes
+        return
+    numbers = re.search(r"start (?:a multiple of )?(\d+) ranks", said)
+    assert numbers is not None, said
+    axes.over(int(numbers[1]))
+    change = re.search(r"make (\w+) ([\d, or]+)", said)
+    if change is not None:
+        for number in map(int, re.findall(r"\d+", change[2])):
+            replace(axes, **{change[1]: number}).over(num_ranks)
+    else:  # no single degree is enough
+        for name, number in product(DENSE, range(1, num_ranks + 1)):
+            if getattr(axes, name) not in (1, -1):
+                with pytest.raises(ConfigError):
+                    replace(axes, **{name: number}).over(num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_ranks", "said"),
+    [
+        ({"tp": 3}, 8, "tp=3 does not divide 8 ranks: make tp 1, 2, 4 or 8"),
+        ({"dp_shard": 4, "tp": 4}, 8, "dp_shard=4 x tp=4 = 16 is not the 8 ranks .* dp_shard 2,"),
+        ({"dp_shard": 2}, 8, "dp_shard=2 is not the 8 ranks that there are: make dp_shard 8"),
+        ({"dp_shard": 1}, 8, "make dp_shard 8, or start 1 ranks"),
+        ({"tp": 2, "ep": 3}, 8, "ep=3 does not divide dp_shard x cp x tp = 4 x 1 x 2 = 8: make ep"),
+        ({"cp": 0}, 8, "cp=0: expected a number of ranks from 1"),
+        ({"dp_shard": -2}, 8, "dp_shard=-2: expected a number of ranks, or -1"),
+        ({"tp": 2.0}, 8, "tp=2.0: expected"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(asked: Any, num_ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Axes(**asked).over(num_ranks)
+
+
+def ranks_on(axes: Axes, name: str, rank: int, num_ranks: int) -> list[int]:
+    """Say which ranks share an axis with a rank, from the algebra alone."""
+    axes = axes.over(num_ranks)
+    sizes = [getattr(axes, each) for each in DENSE]
+    names: tuple[str, ...] = DENSE
+    if name in ("ep", "efsdp"):
+        region = axes.dp_shard * axes.cp * axes.tp
+        names = ("pp", "dp_replicate", "efsdp", "ep")
+        sizes = [axes.pp, axes.dp_replicate, region // axes.ep, axes.ep]
+    along = {"fsdp": ("dp_shard", "cp"), "loss": ("dp_replicate", "dp_shard", "cp")}
+    chosen = [names.index(each) for each in along.get(name, (name,))]
+    grid = torch.arange(num_ranks).view(sizes)
+    place = (grid == rank).nonzero()[0].tolist()
+    index = tuple(slice(None) if dim in chosen else at for dim, at in enumerate(place))
+    found: list[int] = grid[index].flatten().tolist()
+    return found
+
+
+def each_view_has_the_ranks_of_the_algebra(rank: int, num_ranks: int, asked: Any) -> None:
+    axes = Axes(**asked)
+    for name in (*DENSE, "fsdp", "loss", "ep", "efsdp"):
+        mesh = axes[name]
+        assert mesh.mesh.flatten().tolist() == ranks_on(axes, name, rank, num_ranks), name
+        assert mesh.ndim == 1
+        assert axes[name] is mesh
+    wanted = ["fsdp"] if axes.dp_replicate == 1 else ["dp_replicate", "fsdp"]
+    sizes = [axes[name].size() for name in wanted]
+    assert list(axes.data.shape) == sizes
+    assert list(axes.experts.shape) == [*sizes[:-1], axes["efsdp"].size()]
+    with pytest.raises(ConfigError, match="did you mean 'tp'"):
+        axes["tpp"]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "asked"),
+    [
+        (1, {}),
+        (3, {"cp": 3, "ep": 3}),
+        (4, {"tp": 2, "ep": 2}),
+        (4, {"dp_replicate": 2, "cp": 2, "ep": 2}),
+        (4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+    ],
+)
+def test_each_axis_has_the_ranks_of_the_algebra(num_ranks: int, asked: Any) -> None:
+    run_ranks(each_view_has_the_ranks_of_the_algebra, num_ranks, asked)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def gradients(sharded: nn.Module, rank: int) -> list[torch.Tensor]:
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(rank))
+    sharded(x).square().mean().backward()
+    return [p.grad.full_tensor() for p in sharded.parameters()]  # type: ignore[union-attr]
+
+
+def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
+    copies = 2 if num_ranks == 4 else 1
+    plain = init_device_mesh(
+        "cpu", (copies, num_ranks // copies, 1), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+    )
+    by_hand = None if copies == 1 else init_device_mesh("cpu", (copies, num_ranks // copies))
+    found = [
+        shardwise.shard(model(), mesh=mesh) for mesh in (by_hand, Axes(dp_replicate=copies), plain)
+    ]
+    grads = [gradients(each, rank) for each in found]
+    sent = [shardwise.stats(each).sent_bytes for each in found]
+    assert all(s == sent[0] for s in sent)
+    for others in grads[1:]:
+        for a, b in zip(grads[0], others, strict=True):
+            assert torch.equal(a, b)
+    with pytest.raises(ConfigError, match="name none to shard over"):
+        shardwise.shard(model(), mesh=plain["tp"])
+    with pytest.raises(ConfigError, match=f"is not the {num_ranks} ranks"):
+        shardwise.shard(model(), mesh=Axes(dp_shard=5))
+
+
+def test_shard_takes_what_carries_data_parallelism() -> None:
+    run_sizes(the_same_from_axes_and_meshes, {1: (), 3: (), 4: ()})
