@@ -13,6 +13,7 @@ Reading order, which is also the import order (a file imports only from what sta
     stages, precisions        the table of stages; names of precisions
     config                    what the user asks for
     trace                     spans and ledgers
+    axes                      degrees of parallelism, and meshes that follow
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors

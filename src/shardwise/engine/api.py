@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
-from shardwise.layout.placements import Placements, place_params
+from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.trace import FullParamLedger, Stats
@@ -53,18 +53,19 @@ def shard(
     optimizer: Optimizers = None,
     offload: str | None = None,
     placements: Placements | None = None,
+    experts: str | Sequence[str] = (),
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor` then, or pass those that were built before: they
-    get these parameters, and their state is cut. ``precision`` is "fp32", "bf16", "fp16", the dtype
-    to compute in, or a `Precision`. ``units`` are module classes, class names or
-    modules, or one of them (default: found); ``mesh`` has one axis (shard) or two (replicate,
-    shard), or name them; ``placements`` is in `place_params`. A model built under
-    ``torch.device("meta")`` is materialised unit by unit by its modules' ``reset_parameters()``, or
-    by ``init(module)``. ``optional`` are modules, named as in ``units``, that some ranks may skip
-    while others run them (layerdrop, experts, a head per task); stages 0 to 2 need no such list.
+    ``model.parameters()``, which are `ShardTensor` then, or pass those that were built before,
+    whose parameters and state are cut. ``precision`` is "fp32", "bf16", "fp16", the dtype to
+    compute in, or a `Precision`. ``units`` are module classes, class names or modules, or one of
+    them (default: found); ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or
+    name them; ``placements`` is in `place_params`, ``experts`` in `with_experts`. A model built
+    under ``torch.device("meta")`` is materialised unit by unit by its modules'
+    ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named as in ``units``,
+    that some ranks may skip (layerdrop, experts, a head per task); stages 0 to 2 need no such list.
     Parameters that are DTensors keep their placements. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
@@ -79,7 +80,7 @@ def shard(
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
-        specs = place_params(specs, placements, axes, config.layout)
+        specs = place_params(specs, with_experts(placements, experts, mesh), axes, config.layout)
         adoption = Adoption(optimizer, specs)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)

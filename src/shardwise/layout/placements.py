@@ -8,12 +8,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import DataAxes, resolve_axes
 
 Placement = DeviceMesh | Shard | tuple[DeviceMesh, Shard]
 Placements = Mapping[str, Placement] | Callable[[str, nn.Parameter], Placement | None]
+
+
+def with_experts(
+    placements: Placements | None, experts: str | Sequence[str], mesh: object
+) -> Placements | None:
+    """Place what ``experts`` names on the expert mesh of `Axes`, before other placements.
+
+    Where ``ep`` is 1 an expert is a module like any other.
+    """
+    if not experts:
+        return placements
+    if not isinstance(mesh, Axes):
+        raise ConfigError(
+            f"experts={experts!r}: which ranks share an expert says mesh=shardwise.Axes(..., ep=n)"
+        )
+    if placements is not None and not isinstance(placements, Mapping):
+        raise ConfigError("experts: placements is a function; let it return axes.experts for them")
+    names = [experts] if isinstance(experts, str) else list(experts)
+    if mesh.ep == 1:
+        return placements
+    return {**dict.fromkeys(names, mesh.experts), **(placements or {})}
 
 
 def place_params(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardwise.axes import Axes
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
 from shardwise.engine.module_state import note_managed
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _KINDS = {
-    "mesh": DeviceMesh | None,
+    "mesh": DeviceMesh | Axes | None,
     "mp_policy": MixedPrecisionPolicy,
     "offload_policy": OffloadPolicy | None,
 }
@@ -71,7 +72,7 @@ def _checking(function: Any) -> Any:
 def fully_shard(
     module: Any,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Axes | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = _NO_CASTS,
@@ -92,6 +93,7 @@ def fully_shard(
     """
     _check_container(module)
     warn_if_untested("torch")
+    mesh = mesh.data if isinstance(mesh, Axes) else mesh
     spread = spread_over(mesh or default_mesh(), dp_mesh_dims)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     device = torch.device("cpu")

@@ -2,7 +2,8 @@
 
 Reading order: ``recipes`` (which stored tensors make which parameter), ``fill`` (this rank's own
 slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``prepared`` (what a
-sharded model is given so that transformers treats it as its own), ``loading``, ``trainer``.
+sharded model is given so that transformers treats it as its own), ``loading``, ``trainer``;
+``parallel`` (tensor and expert parallelism by the models' plans).
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from shardwise.versions import load_neighbour
 if TYPE_CHECKING:
     from shardwise.interop.transformers.loading import from_pretrained as from_pretrained
     from shardwise.interop.transformers.loading import load_weights as load_weights
+    from shardwise.interop.transformers.parallel import parallelize as parallelize
     from shardwise.interop.transformers.prepared import prepare as prepare
     from shardwise.interop.transformers.saving import save_pretrained as save_pretrained
     from shardwise.interop.transformers.trainer import CheckpointCallback as CheckpointCallback
@@ -24,6 +26,7 @@ _HOMES = {
     "Trainer": "shardwise.interop.transformers.trainer",
     "from_pretrained": "shardwise.interop.transformers.loading",
     "load_weights": "shardwise.interop.transformers.loading",
+    "parallelize": "shardwise.interop.transformers.parallel",
     "prepare": "shardwise.interop.transformers.prepared",
     "save_pretrained": "shardwise.interop.transformers.saving",
     "trainer_class": "shardwise.interop.transformers.trainer",

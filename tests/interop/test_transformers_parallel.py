@@ -1,0 +1,140 @@
+"""Models of transformers over tensor, expert and data parallelism, by their own plans."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="transformers is in the test extra")
+
+import transformers
+from safetensors.torch import load_file
+
+import shardwise
+from ranks import run_ranks
+from roundings import assert_rounded_alike, of_gradient
+from shardwise.errors import ConfigError
+from shardwise.interop.fsdp2 import fully_shard
+from shardwise.interop.transformers import parallelize, save_pretrained
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+WIDTH, HIDDEN, HEADS, VOCAB, LENGTH = 24, 36, 6, 48, 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "max_position_embeddings": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Two blocks of attention (projections, scores, mixtures, output) and mlp, then the head's logits;
+# norms, softmax and rotary embedding round a few more times.
+ROUNDINGS = of_gradient(
+    *(WIDTH, WIDTH // HEADS, LENGTH, WIDTH, WIDTH, HIDDEN, 40) * 2, WIDTH, VOCAB, over=LENGTH * 8
+)
+
+
+def make(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "qwen3":  # norms of heads, whose gradients each rank has for its own heads
+        config: Any = transformers.Qwen3Config(**SHAPE, head_dim=4)
+        return transformers.Qwen3ForCausalLM(config)
+    config = transformers.MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def composed(kind: str, axes: shardwise.Axes, by: str) -> Any:
+    model = parallelize(make(kind), axes)
+    if by == "shard":
+        return shardwise.shard(model, mesh=axes, experts="*.experts" if kind == "mixtral" else ())
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=axes)
+    return fully_shard(model, mesh=axes)
+
+
+def two_steps(model: Any, batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Take two steps of two micro-batches each; return the norms and the last gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+    for parts in batches:
+        optimizer.zero_grad()
+        for part in parts:
+            if len(parts) == 1:
+                model(input_ids=part, labels=part).loss.backward()
+                continue
+            with shardwise.accumulate(model, last=part is parts[-1]):
+                (model(input_ids=part, labels=part).loss / len(parts)).backward()
+        norms.append(shardwise.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+    return norms
+
+
+def trains_as_one_process_does(
+    rank: int, num_ranks: int, cells: list[tuple[str, dict[str, int], str]], folder: Path
+) -> None:
+    for number, (kind, degrees, by) in enumerate(cells):
+        axes = shardwise.Axes(**degrees)
+        model, plain = composed(kind, axes, by), make(kind)
+        if kind == "qwen3" or degrees.get("ep", 1) > 1:
+            own = [p for p in model.parameters() if len(p.placements) > axes.data.ndim]
+            assert bool(own) == (axes.tp * axes.ep > 1)
+        size, place = axes["loss"].size(), axes["loss"].get_local_rank()
+        generator = torch.Generator().manual_seed(number)
+        whole = [torch.randint(VOCAB, (2 * size, LENGTH), generator=generator) for _ in range(2)]
+        mine = [[x[2 * place : 2 * place + 1], x[2 * place + 1 : 2 * place + 2]] for x in whole]
+        ours, theirs = two_steps(model, mine), two_steps(plain, [[x] for x in whole])
+        for a, b in zip(ours, theirs, strict=True):
+            assert_rounded_alike(a, b, ROUNDINGS, f"norm, {kind} {axes} {by}")
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            what = f"{name}, {kind} {axes} {by}"
+            assert_rounded_alike(p.grad.full_tensor(), q.grad, 2 * ROUNDINGS, what)
+            assert_rounded_alike(p.full_tensor(), q, 2 * ROUNDINGS, what)
+        if by == "shard":
+            checkpoints_go_anywhere(rank, kind, model, folder / f"{num_ranks}-{number}")
+
+
+def checkpoints_go_anywhere(rank: int, kind: str, model: Any, folder: Path) -> None:
+    """One process reads what several axes have saved, and weights in transformers' own file."""
+    shardwise.save(folder / "ours", model)
+    plain = make(kind)
+    nn.init.zeros_(plain.lm_head.weight)
+    shardwise.load(folder / "ours", plain)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q), name
+    save_pretrained(model, folder / "hf")
+    if rank == 0:
+        plain.save_pretrained(folder / "plain")
+        ours = load_file(folder / "hf" / "model.safetensors")
+        theirs = load_file(folder / "plain" / "model.safetensors")
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+CELLS = {
+    1: [("qwen3", {}, "shard")],
+    3: [("qwen3", {"tp": 3}, "shard"), ("mixtral", {"ep": 3}, "shard")],
+    4: [
+        ("qwen3", {"tp": 2}, "shard"),
+        ("qwen3", {"tp": 2, "dp_replicate": 2}, "fully_shard"),
+        ("mixtral", {"ep": 2, "dp_replicate": 2}, "shard"),
+        ("mixtral", {"tp": 2, "ep": 2}, "shard"),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", CELLS)
+def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path: Path) -> None:
+    run_ranks(trains_as_one_process_does, num_ranks, CELLS[num_ranks], tmp_path)
+
+
+def test_what_has_no_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear has no plan"):
+        parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="which ranks share an expert"):
+        shardwise.layout.placements.with_experts(None, "*.experts", None)  # type: ignore[attr-defined]
