@@ -58,15 +58,15 @@ def shard(
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor` then, or pass those that were built before,
-    whose parameters and state are cut. ``precision`` is "fp32", "bf16", "fp16", the dtype to
-    compute in, or a `Precision`. ``units`` are module classes, class names or modules, or one of
-    them (default: found); ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or
-    name them; ``placements`` is in `place_params`, ``experts`` in `with_experts`. A model built
-    under ``torch.device("meta")`` is materialised unit by unit by its modules'
-    ``reset_parameters()``, or by ``init(module)``. ``optional`` are modules, named as in ``units``,
-    that some ranks may skip; stages 0 to 2 need no such list. Parameters that are DTensors keep
-    their placements. The rest is in `ShardConfig`.
+    ``model.parameters()``, which are `ShardTensor` then, or pass those built before, whose
+    parameters and state are cut. ``precision`` is "fp32", "bf16", "fp16", the dtype to compute in,
+    or a `Precision`. ``units`` are module classes, class names or modules (default: found);
+    ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or name them;
+    ``placements`` and ``experts`` are in `place_params`. A model built under
+    ``torch.device("meta")`` is materialised unit by unit by its modules' ``reset_parameters()``, or
+    by ``init(module)``. ``optional`` are modules, named as in ``units``, that some ranks may skip;
+    stages 0 to 2 need no such list. Parameters that are DTensors keep their placements. The rest is
+    in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
