@@ -65,8 +65,7 @@ def shard(
     ``placements`` and ``experts`` are in `place_params`. A model built under
     ``torch.device("meta")`` is materialised unit by unit by its modules' ``reset_parameters()``, or
     by ``init(module)``. ``optional`` are modules, named as in ``units``, that some ranks may skip;
-    stages 0 to 2 need no such list. Parameters that are DTensors keep their placements. The rest is
-    in `ShardConfig`.
+    stages 0 to 2 need no such list. DTensors keep their placements. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
