@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shardwise.engine.api import stats as stats
     from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
+    from shardwise.engine.gradients import check_gradients as check_gradients
     from shardwise.engine.replicas import check_replicas as check_replicas
     from shardwise.engine.uneven import join as join
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
@@ -58,6 +59,7 @@ _HOMES = {
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",
+    "check_gradients": "shardwise.engine.gradients",
     "check_replicas": "shardwise.engine.replicas",
     "clip_grad_norm_": "shardwise.unit.clipping",
     "describe": "shardwise.engine.describe",

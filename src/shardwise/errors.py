@@ -4,7 +4,8 @@ ShardwiseError
 ├── ConfigError            a setting is unknown, out of range, or does not fit the model or the mesh
 ├── StateError             a call came at a moment when it has no right answer
 │   ├── IllegalTransition  our own state tables were violated; a bug, please report it
-│   └── ReplicaError       copies of one tensor differ between ranks; names the tensor and the rank
+│   ├── ReplicaError       copies of one tensor differ between ranks; names the tensor and the rank
+│   └── GradientError      gradients are not those of one process; names them and the factor
 ├── ShardError             an operation that would be wrong on a slice of a tensor
 ├── CollectiveError        communication failed, as a rule because another rank died or raised
 └── CheckpointError        a checkpoint could not be written, found or read
@@ -32,6 +33,10 @@ class IllegalTransition(StateError):
 
 class ReplicaError(StateError):
     """State that several ranks hold has other bits on one of them; the same text on every rank."""
+
+
+class GradientError(StateError):
+    """A composed model has other gradients than one process with the whole batch."""
 
 
 class ShardError(ShardwiseError, RuntimeError):

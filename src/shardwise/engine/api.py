@@ -205,7 +205,7 @@ def _shown(value: object) -> str:
 def engine_of(model: nn.Module) -> Engine:
     """Return the engine of a sharded model. **Raises** ConfigError for any other."""
     check_is_module(model)
-    engine = vars(model).get(ATTRIBUTE) or _engine_of_calls(model)
+    engine = find_engine(model)
     if engine is None:
         if any(type(p.data) is DTensor for p in model.parameters()):
             raise ConfigError(
@@ -218,8 +218,13 @@ def engine_of(model: nn.Module) -> Engine:
             f"model: this {type(model).__name__} is not sharded; pass the module that was given to "
             "shardwise.shard()"
         )
-    found: Engine = engine
-    return found
+    return engine
+
+
+def find_engine(model: nn.Module) -> Engine | None:
+    """Return the engine of a model, or None where it is not one of ours."""
+    engine: Engine | None = vars(model).get(ATTRIBUTE) or _engine_of_calls(model)
+    return engine
 
 
 def engine_of_shard(model: nn.Module) -> Engine:

@@ -1,0 +1,295 @@
+"""Check that a composed model has the gradients of one process that saw the whole batch.
+
+Note [How gradients are compared]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A gradient g of the composed model is taken apart into s q + r, where q is that of one process and s
+makes r as short as possible. Rounding leaves s near 1 and r short: both within the square root of
+the dtype's eps, which is half of its digits, far above what sums in another order lose and far
+below the smallest factor that a wrong divisor makes. If r is short and s is not 1, the gradient is
+right but for its scale, and s is looked for among the degrees of parallelism, their products and
+powers of two. If r is long, terms are missing or counted twice.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import combinations
+from math import isfinite, log2, sqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.axes import Axes
+from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.engine.accumulate import accumulate
+from shardwise.engine.api import find_engine, shard
+from shardwise.errors import ConfigError, GradientError
+from shardwise.mesh import resolve_axes
+
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_MAX_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """One parameter: ``scale`` and ``rest`` are |s| and |r| / |g| of Note [How ... compared].
+
+    ``missing`` says on which side there is no gradient: "composed" or "one process".
+    """
+
+    name: str
+    scale: float = 1.0
+    rest: float = 0.0
+    missing: str | None = None
+
+    def is_right(self, tolerance: float) -> bool:
+        """Tell whether there is nothing but rounding between the two."""
+        return self.missing is None and abs(self.scale - 1) <= tolerance >= self.rest
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What was compared; ``tolerance`` is relative, ``degrees`` are those of the composition."""
+
+    checks: tuple[GradientCheck, ...]
+    tolerance: float
+    degrees: Mapping[str, int]
+
+    @property
+    def wrong(self) -> tuple[GradientCheck, ...]:
+        """The parameters whose gradients are not those of one process."""
+        return tuple(c for c in self.checks if not c.is_right(self.tolerance))
+
+    def __str__(self) -> str:
+        """Say what is wrong, alike parameters in one line, and what may be the reason."""
+        if not self.wrong:
+            most = max((max(abs(c.scale - 1), c.rest) for c in self.checks), default=0.0)
+            return (
+                f"{len(self.checks)} gradients are those of one process with the whole batch; the "
+                f"largest difference is {most:.1e} (allowed: {self.tolerance:.1e})"
+            )
+        alike: dict[tuple[str, str], list[str]] = {}
+        for check in self.wrong:
+            pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", check.name)
+            alike.setdefault((pattern, self._finding(check)), []).append(check.name)
+        lines = [
+            f"{pattern if len(names) > 1 else names[0]}"
+            f"{f' ({len(names)} parameters)' if len(names) > 1 else ''}: {finding}"
+            for (pattern, finding), names in alike.items()
+        ]
+        left = len(lines) - _MAX_SHOWN
+        lines = [*lines[:_MAX_SHOWN], *([f"and {left} more kinds"] if left > 0 else [])]
+        return "\n".join([f"{len(self.wrong)} of {len(self.checks)} gradients are wrong:", *lines])
+
+    def _finding(self, check: GradientCheck) -> str:
+        if check.missing == "composed":
+            return "there is no gradient; in one process there is"
+        if check.missing is not None:
+            return "there is a gradient; in one process there is none"
+        if not isfinite(check.rest):
+            return "the gradient has elements that are not finite"
+        if check.rest > self.tolerance:
+            return (
+                f"{check.rest:.1%} of the gradient is no multiple of the right one: a rank's "
+                "batch is left out or counted twice, or a partial gradient was not summed"
+            )
+        larger = check.scale > 1
+        factor = check.scale if larger else 1 / check.scale
+        said = f"the gradient is {factor:.4g} times too {'large' if larger else 'small'}"
+        reasons = list(self._reasons(factor, larger))
+        return f"{said}: {'; or '.join(reasons)}" if reasons else said
+
+    def _reasons(self, factor: float, larger: bool) -> Iterator[str]:
+        degrees = {name: n for name, n in self.degrees.items() if n > 1}
+        singles = [name for name, n in degrees.items() if self._is_near(factor, n)]
+        for name in singles:
+            yield f"{factor:.0f} is {name}{_HINTS.get((name, larger), '')}"
+        data = degrees.get("data-parallel ranks", 1)
+        efsdp = self.degrees.get("efsdp", 1)
+        if larger and efsdp < data and self._is_near(factor, data / efsdp):
+            yield f"divided by efsdp = {efsdp} where there are {data} data-parallel ranks"
+        if not singles:
+            for (a, m), (b, n) in combinations(degrees.items(), 2):
+                if self._is_near(factor, m * n):
+                    yield f"{factor:.0f} is {a} x {b}"
+            power = round(log2(factor))
+            if power and self._is_near(factor, 2.0**power):
+                yield f"{factor:.0f} is 2^{power}: doubled {power} times"
+
+    def _is_near(self, factor: float, number: float) -> bool:
+        return abs(factor / number - 1) <= self.tolerance
+
+
+_HINTS = {
+    ("data-parallel ranks", True): ": summed and not divided",
+    ("data-parallel ranks", False): ": divided twice",
+    ("micro-batches", True): ": the loss of each is to be divided by their number",
+    ("micro-batches", False): ": divided twice, or the last one alone was kept",
+    ("tp", True): ": each rank's gradient was whole, and they were summed",
+    ("cp", False): ": the loss is a mean over a rank's own tokens, and was divided again",
+}
+
+
+def check_gradients(
+    make_model: Callable[[], nn.Module],
+    batch: Any,
+    mesh: Axes | DeviceMesh | None = None,
+    *,
+    compose: Callable[[nn.Module], nn.Module] | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    local_batch: Callable[[Any], Any] | None = None,
+    micro_batches: int = 1,
+) -> GradientReport:
+    """Compare one pass of a composed model with one process that sees the whole batch.
+
+    Every rank calls it with the same arguments. ``compose`` makes of a plain model what is to be
+    trained (tensor parallelism, `shard`, `fully_shard`, torch's own too); the default is
+    ``shard(model, mesh=mesh)``. ``batch`` are tensors whose rows the data-parallel ranks of
+    ``mesh`` share, in a row of ``micro_batches``; ``local_batch`` takes this rank's part instead.
+    ``loss(model, batch)`` must be a mean over what it is given; the default is the output's
+    ``.loss``, or the mean square of the output. What is drawn at random (dropout) must be off. Both
+    models have the same weights, those of the composed one.
+
+    **Cost** a plain model and its gradients on every rank, and one gradient in full at a time.
+
+    **Raises** GradientError on all ranks where any gradient is wrong, with which, by how much, and
+    what the factor may be; ConfigError for batches that cannot be shared.
+    """
+    plain = make_model()
+    composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
+    _take_weights(plain, composed)
+    rank, num_ranks, degrees = _places(mesh, micro_batches)
+    mine = _rows(batch, rank, num_ranks) if local_batch is None else local_batch(batch)
+    loss = loss or _default_loss
+    engine = find_engine(composed)
+    for number in range(micro_batches):
+        last = number == micro_batches - 1
+        window = nullcontext() if engine is None else accumulate(composed, last=last)
+        with window:
+            part = _rows(mine, number, micro_batches)
+            (loss(composed, part) / micro_batches).backward()
+    loss(plain, batch).backward()
+    report = GradientReport(tuple(_compare(plain, composed)), _tolerance(composed), degrees)
+    (num_wrong,) = all_reduce_scalars([float(bool(report.wrong))])
+    if report.wrong:
+        raise GradientError(str(report))
+    if num_wrong:
+        raise GradientError("another rank has wrong gradients; its message says which")
+    return report
+
+
+def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, int, dict[str, int]]:
+    """Return this rank's place in the batch, of how many, and the degrees by name."""
+    if mesh is None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        return rank, num_ranks, {"data-parallel ranks": num_ranks, "micro-batches": micro_batches}
+    axes = resolve_axes(mesh, None, None, "")
+    copies = axes.replicate
+    rank = axes.shard.rank + (axes.shard.size * copies.rank if copies else 0)
+    if isinstance(mesh, Axes):
+        degrees = {name: mesh[name].size() for name in (*_DEGREES, *_of_experts(mesh))}
+    else:
+        names = mesh.mesh_dim_names or [f"axis {n}" for n in range(mesh.ndim)]
+        degrees = dict(zip(names, mesh.shape, strict=True))
+    degrees["data-parallel ranks"] = axes.num_ranks
+    degrees["micro-batches"] = micro_batches
+    degrees["all ranks"] = dist.get_world_size()
+    return rank, axes.num_ranks, degrees
+
+
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+def _of_experts(axes: Axes) -> Sequence[str]:
+    return ("ep", "efsdp") if axes.ep > 1 else ()
+
+
+def _rows(batch: Any, rank: int, num: int) -> Any:
+    for tensor in tree_leaves(batch):
+        if isinstance(tensor, torch.Tensor) and (not tensor.dim() or tensor.shape[0] % num):
+            raise ConfigError(
+                f"batch: a tensor of shape {tuple(tensor.shape)} has no rows that {num} ranks or "
+                "micro-batches can share evenly; choose another batch, or say local_batch="
+            )
+    return tree_map_only(torch.Tensor, lambda t: t.chunk(num)[rank], batch)
+
+
+def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, list | tuple) else model(batch)
+    found = getattr(out, "loss", None)
+    if found is None:
+        found = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
+    if not isinstance(found, torch.Tensor):
+        raise ConfigError(f"loss: {type(model).__name__} returns {type(out).__name__}; say loss=")
+    return found if found.dim() == 0 else found.square().mean()
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+@torch.no_grad()
+def _take_weights(plain: nn.Module, composed: nn.Module) -> None:
+    """Give one process the weights and buffers of the composed model; all ranks take part."""
+    device = next((p.device for p in composed.parameters()), torch.device("cpu"))
+    if any(p.is_meta for p in plain.parameters()):
+        plain.to_empty(device=device)
+    plain.to(device)
+    places = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    for name, tensor in (*composed.named_parameters(), *composed.named_buffers()):
+        value, place = _full(tensor), places.get(_plain_name(name))
+        if place is None or place.shape != value.shape:
+            found = "has no such tensor" if place is None else f"has {tuple(place.shape)}"
+            raise ConfigError(
+                f"make_model: '{name}' {tuple(value.shape)} of the composed model; the plain one "
+                f"{found}. compose= must keep names and shapes"
+            )
+        place.copy_(value)
+
+
+def _compare(plain: nn.Module, composed: nn.Module) -> Iterator[GradientCheck]:
+    theirs = dict(plain.named_parameters())
+    for wrapped, param in composed.named_parameters():
+        name = _plain_name(wrapped)
+        wanted, grad = theirs[name].grad, param.grad
+        if grad is None or wanted is None:
+            # Whether there is a gradient is alike on all ranks of a parameter.
+            if (grad is None) != (wanted is None):
+                zero = wanted is None and grad is not None and not _full(grad).count_nonzero()
+                if not zero:
+                    missing = "composed" if grad is None else "one process"
+                    yield GradientCheck(name, missing=missing)
+            continue
+        g, q = _full(grad).double().flatten(), wanted.detach().double().flatten()
+        length = q.norm()
+        if not length:
+            yield GradientCheck(name, rest=float(g.norm() > 0))
+            continue
+        scale = g.dot(q) / length.square()
+        rest = (g - scale * q).norm() / g.norm().clamp_min(torch.finfo(g.dtype).tiny)
+        yield GradientCheck(name, float(scale), float("inf") if rest.isnan() else float(rest))
+
+
+def _tolerance(composed: nn.Module) -> float:
+    """See Note [How gradients are compared]."""
+    dtypes = {p.dtype for p in composed.parameters()}
+    engine = find_engine(composed)
+    for unit in () if engine is None else engine.units:
+        dtypes |= {d for d in (unit.precision.param, unit.precision.reduce) if d is not None}
+    return sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))

@@ -1,0 +1,168 @@
+"""`check_gradients` finds gradients of a wrong scale, says why, and is content with right ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import shardwise
+from ranks import run_ranks
+from shardwise.engine.gradients import GradientCheck, GradientReport
+from shardwise.errors import ConfigError, GradientError
+from shardwise.interop.fsdp2 import fully_shard
+
+WIDTH, ROWS = 12, 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return found
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+def parallel(model: Any, axes: shardwise.Axes) -> Any:
+    for block in model.layers:
+        parallelize_module(block, axes["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def said_of(**arguments: Any) -> str:
+    with pytest.raises(GradientError) as caught:
+        shardwise.check_gradients(Net, **arguments)
+    return str(caught.value)
+
+
+def right_ones_pass(rank: int, num_ranks: int) -> None:
+    torch.manual_seed(rank)  # weights differ from call to call and rank to rank, which is no matter
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    report = shardwise.check_gradients(Net, batch)
+    assert not report.wrong
+    assert len(report.checks) == 8
+    shardwise.check_gradients(Net, (batch,), compose=lambda m: fully_shard(m))
+    shardwise.check_gradients(Net, batch, micro_batches=2)
+    shardwise.check_gradients(
+        Net, batch, compose=lambda m: shardwise.shard(m, stage=1, precision="bf16")
+    )
+    if num_ranks > 1:
+        axes = shardwise.Axes(tp=num_ranks)
+        shardwise.check_gradients(
+            Net, batch, axes, compose=lambda m: shardwise.shard(parallel(m, axes), mesh=axes)
+        )
+    with pytest.raises(ConfigError, match=r"\(1, 12\) has no rows that"):
+        shardwise.check_gradients(Net, batch[:1], micro_batches=2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_right_gradients_pass_whatever_the_composition(num_ranks: int) -> None:
+    run_ranks(right_ones_pass, num_ranks)
+
+
+def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def summed(model: nn.Module) -> nn.Module:
+        sharded: Any = shardwise.shard(model)
+        sharded.set_gradient_divide_factor(1.0)
+        return sharded
+
+    said = said_of(batch=batch, compose=summed)
+    assert said.startswith("8 of 8 gradients are wrong:"), said
+    assert "layers.*.up.weight (2 parameters): the gradient is 4 times too large: 4 is" in said
+    assert "4 is data-parallel ranks: summed and not divided" in said
+
+    axes = shardwise.Axes(tp=2)
+
+    def twice(model: Any) -> nn.Module:
+        """Give a norm between two layers whole gradients where partial ones are expected."""
+        sharded = shardwise.shard(parallel(model, axes), mesh=axes, units=Block)
+        sharded.layers[0].set_gradient_divide_factor(1.0)
+        return sharded
+
+    said = said_of(batch=batch, mesh=axes, compose=twice)
+    assert said.startswith("4 of 8"), said
+    assert "layers.0.up.bias: the gradient is 2 times too large: 2 is dp_shard; or 2 is tp" in said
+    assert "layers.1" not in said
+
+    def not_divided(model: nn.Module, rows: Tensor) -> Tensor:
+        return model(rows).square().mean() * (3 if len(rows) < ROWS else 1)
+
+    said = said_of(batch=batch, loss=not_divided, micro_batches=3)
+    assert "3 times too large: 3 is micro-batches: the loss of each is to be divided" in said
+
+    first = batch[: ROWS // num_ranks]
+    said = said_of(batch=batch, local_batch=lambda _: first)
+    assert "is no multiple of the right one: a rank's batch is left out or counted twice" in said
+
+    def frozen(model: Any) -> nn.Module:
+        model.layers[1].up.bias.requires_grad_(False)
+        return shardwise.shard(model)
+
+    said = said_of(batch=batch, compose=frozen)
+    assert said.splitlines()[1:] == [
+        "layers.1.up.bias: there is no gradient; in one process there is"
+    ]
+
+    def not_a_number(model: nn.Module, rows: Tensor) -> Tensor:
+        poison = float("nan") if len(rows) < ROWS and rank == 0 else 1.0
+        return model(rows).square().mean() * poison
+
+    assert "elements that are not finite" in said_of(batch=batch, loss=not_a_number)
+
+
+def expert_scales_are_explained(rank: int, num_ranks: int) -> None:
+    """torch's rule divides by a parameter's own mesh, though gradients of all ranks are in it."""
+    axes = shardwise.Axes(ep=2)
+    batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def by_own_mesh(model: Any) -> nn.Module:
+        sharded = shardwise.shard(model, mesh=axes, units=Block)
+        efsdp = axes["efsdp"].size()
+        sharded.layers[1].set_gradient_divide_factor(float(efsdp))
+        return sharded
+
+    said = said_of(batch=batch, mesh=axes, compose=by_own_mesh)
+    assert "layers.1.down.weight: the gradient is 2 times too large" in said
+    assert "2 is ep" in said
+    assert "divided by efsdp = 2 where there are 4 data-parallel ranks" in said
+
+
+def all_faults(rank: int, num_ranks: int) -> None:
+    wrong_ones_are_explained(rank, num_ranks)
+    expert_scales_are_explained(rank, num_ranks)
+
+
+def test_wrong_gradients_are_found_and_their_factors_explained() -> None:
+    run_ranks(all_faults, 4)
+
+
+def test_powers_products_and_plain_numbers_are_told_apart() -> None:
+    degrees = {"dp_shard": 3, "tp": 5, "micro-batches": 1}
+
+    def finding(scale: float) -> str:
+        return str(GradientReport((GradientCheck("w", scale),), 1e-3, degrees)).splitlines()[1]
+
+    assert finding(8.0) == "w: the gradient is 8 times too large: 8 is 2^3: doubled 3 times"
+    assert finding(1 / 15) == "w: the gradient is 15 times too small: 15 is dp_shard x tp"
+    assert finding(1.1) == "w: the gradient is 1.1 times too large"
+    assert "allowed: 1.0e-03" in str(GradientReport((GradientCheck("w"),), 1e-3, degrees))
