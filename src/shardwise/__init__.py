@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
     from shardwise.engine.gradients import check_gradients as check_gradients
+    from shardwise.engine.losses import mean_loss as mean_loss
     from shardwise.engine.replicas import check_replicas as check_replicas
     from shardwise.engine.uneven import join as join
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
@@ -68,6 +69,7 @@ _HOMES = {
     "gathered": "shardwise.engine.gathered",
     "join": "shardwise.engine.uneven",
     "load": "shardwise.checkpoint.save_load",
+    "mean_loss": "shardwise.engine.losses",
     "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
     "stats": "shardwise.engine.api",

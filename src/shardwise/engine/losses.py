@@ -1,0 +1,34 @@
+"""The mean over the tokens of all ranks, where ranks have different numbers of them."""
+
+import torch
+from torch import nn
+
+from shardwise.comm.pending import CollectiveId
+from shardwise.engine.api import engine_of
+
+_COUNT = CollectiveId("gather", "(tokens)", 0)
+
+
+def mean_loss(
+    model: nn.Module, total: torch.Tensor, num_tokens: int | torch.Tensor
+) -> torch.Tensor:
+    """Return a loss whose gradients are those of the mean over all ranks' tokens.
+
+    ``total`` is this rank's sum of losses over its valid tokens, and ``num_tokens`` their number,
+    which may be 0; with several micro-batches the number in all of them, and a ``total`` of each.
+    A mean of the ranks' own means weighs a token by how few its rank has, which is wrong where
+    sequences are padded, packed or cut (context parallelism). Gradients are divided by the number
+    of data-parallel ranks when they are reduced; this multiplies by it. The mean over these ranks
+    of what is returned, summed over micro-batches, is the loss to show.
+
+    **Cost** one collective of a number over each data-parallel axis; all ranks call it alike.
+    Where no rank has a token the loss is 0.
+    """
+    engine = engine_of(model)
+    comm = engine.comm
+    count = torch.as_tensor(num_tokens, dtype=torch.float64, device=comm.device).reshape(1)
+    for axis in comm.axes.all:
+        count = comm.sum_in_rank_order(count, axis, _COUNT)
+    divisor = engine.units[0].sums.divisor or comm.axes.num_ranks
+    weight = (divisor / count.clamp_min(1)).to(torch.promote_types(total.dtype, torch.float32))
+    return total * weight.squeeze()
