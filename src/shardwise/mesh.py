@@ -1,6 +1,6 @@
 """The shard axis and the replicate axis, taken from a DeviceMesh."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch.distributed as dist
@@ -23,11 +23,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class DataAxes:
-    """Where state is sharded, and over what the shards are replicated (HSDP)."""
+    """Where state is sharded, and over what the shards are replicated (HSDP).
+
+    ``stages``: the model is a stage of a pipeline over this axis; other ranks have other stages.
+    """
 
     mesh: DeviceMesh
     shard: Axis
     replicate: Axis | None
+    stages: Axis | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -81,7 +85,9 @@ def resolve_axes(
             "init_device_mesh() makes it, or None for all ranks"
         )
     names = tuple(mesh.mesh_dim_names or ())
+    stages = None
     if shard_axis is None and replicate_axis is None and names and set(names) <= set(DENSE):
+        stages = stages_of(mesh)
         mesh = data_of(mesh)
         names = tuple(mesh.mesh_dim_names or ())
     for setting, name in (("shard_axis", shard_axis), ("replicate_axis", replicate_axis)):
@@ -106,13 +112,20 @@ def resolve_axes(
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh: rank {dist.get_rank()} is not part of it")
-    return axes_of(mesh)
+    return replace(axes_of(mesh), stages=stages)
 
 
 def axes_of(mesh: DeviceMesh) -> DataAxes:
     """Return the axes of a mesh of one or two: the last one shards, one before it replicates."""
     shard = axis_of(mesh, mesh.ndim - 1, "shard")
     return DataAxes(mesh, shard, axis_of(mesh, 0, "replicate") if mesh.ndim == 2 else None)
+
+
+def stages_of(mesh: DeviceMesh) -> Axis | None:
+    """Return the axis of a mesh that carries a pipeline's stages, where there are several."""
+    if "pp" not in (mesh.mesh_dim_names or ()) or mesh["pp"].size() == 1:
+        return None
+    return axis_of(mesh["pp"], 0, "stages")
 
 
 def axis_of(mesh: DeviceMesh, mesh_dim: int, role: str) -> Axis:

@@ -244,7 +244,8 @@ class _Plan:
 def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
     """Match a checkpoint with the model, the optimizer and what else is to be restored."""
     model, optimizer = request.model, request.optimizer
-    matched = match_model(checkpoint, model, host.places, strict=request.strict, cast=request.cast)
+    how = {"strict": request.strict, "cast": request.cast}
+    matched = match_model(checkpoint, model, host.places, **how, elsewhere=host.elsewhere)
     missing = [key for key in request.extra if key not in values["extra"]]
     if missing:
         raise CheckpointError(

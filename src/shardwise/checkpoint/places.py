@@ -4,6 +4,7 @@ A plain model is whole on every rank, and nothing is sent for it: each process t
 all of it, alone or in a group, or without any.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.state import clean_name, param_names
-from shardwise.comm.control import Control, SoloControl
+from shardwise.checkpoint.state import clean_name, param_names, persistent_buffers
+from shardwise.comm.control import Control, SoloControl, exchange_any
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
@@ -75,6 +76,7 @@ class Host(Protocol):
     device: torch.device
     control: Control
     places: Sequence[Place]
+    elsewhere: frozenset[str]  # names that other stages of a pipeline have
 
     def check(self) -> None:
         """Refuse a moment at which nothing can be loaded. **Raises** StateError."""
@@ -95,9 +97,9 @@ class Host(Protocol):
 def host_of(model: nn.Module) -> Host:
     """Return the host. **Raises** ConfigError when the model is sharded by somebody else."""
     if any(isinstance(param, DTensor) for param in model.parameters()):
-        return _Sharded(engine_of(model))
+        return _Sharded(engine_of(model), model)
     try:
-        return _Sharded(engine_of(model))  # gathered, or without parameters
+        return _Sharded(engine_of(model), model)  # gathered, or without parameters
     except ConfigError:
         return _Plain(model)
 
@@ -105,7 +107,7 @@ def host_of(model: nn.Module) -> Host:
 class _Sharded:
     """A model of ``shard()``; its engine refuses to run what is half loaded."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
         engine.rest("load()")
         self.control: Control = engine.everyone
@@ -124,6 +126,16 @@ class _Sharded:
             )
             for param in self._params
         ]
+        self.elsewhere = self._names_elsewhere(model)
+
+    def _names_elsewhere(self, model: nn.Module) -> frozenset[str]:
+        """Ask the other stages of a pipeline what they have. **Cost** two exchanges."""
+        if self._engine.comm.axes.stages is None:
+            return frozenset()
+        names = [name for place in self.places for name in place.names]
+        names += [name for name, _ in persistent_buffers(model)]
+        rows = exchange_any(self.control, json.dumps(names).encode())
+        return frozenset(name for row in rows for name in json.loads(row))
 
     def check(self) -> None:
         if self._engine.suspended:
@@ -151,6 +163,8 @@ class _Sharded:
 
 class _Plain:
     """A model that is not sharded, which nobody can keep from running."""
+
+    elsewhere: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:
         self.control: Control = SoloControl()

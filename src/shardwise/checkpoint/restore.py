@@ -1,6 +1,6 @@
 """Put a checkpoint's values into a model and its optimizer: this rank's slices, read in place."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +64,24 @@ class Names:
 
 
 def match_model(
-    source: Source, model: nn.Module, places: Sequence[Place], *, strict: bool, cast: bool
+    source: Source,
+    model: nn.Module,
+    places: Sequence[Place],
+    *,
+    strict: bool,
+    cast: bool,
+    elsewhere: Collection[str] = (),
 ) -> Matched:
     """Find what goes to each parameter and buffer; nothing is changed.
+
+    ``elsewhere``: names that other ranks look for.
 
     **Raises** CheckpointError naming what is missing, unexpected, or of another shape or dtype.
     """
     names = Names(source)
     targets, found, missing = [], [], []
     lacking: list[Place] = []
-    used: set[str] = set()
+    used = set(elsewhere)
     for place in places:
         saved_names = names.find(place.names)
         if not saved_names:

@@ -208,6 +208,14 @@ def timeout_of(axes: DataAxes) -> timedelta:
     return min(found, default=dist.distributed_c10d.default_pg_timeout)
 
 
+def exchange_any(control: Control, data: bytes) -> list[bytes]:
+    """Return every rank's bytes, which may differ in length. **Cost** two exchanges."""
+    rows = control.exchange(len(data).to_bytes(8, "big"))
+    lengths = [int.from_bytes(row, "big") for row in rows]
+    padded = control.exchange(data.ljust(max(lengths), b"\0"))
+    return [row[:length] for row, length in zip(padded, lengths, strict=True)]
+
+
 def control_over(axes: DataAxes, ranks: Sequence[int] | None = None) -> Control:
     """Open a group for small exchanges over a mesh; every rank of the mesh calls it together.
 

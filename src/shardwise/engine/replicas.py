@@ -7,6 +7,7 @@ Optimizer scalars (``step``) and fresh full parameters are alike on every rank. 
 out: batch statistics may differ by rank, and are each rank's own.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.watch import name_ranks
 from shardwise.engine.agreement import find_difference
 from shardwise.engine.api import engine_of
@@ -58,30 +59,49 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     """
     engine = engine_of(model)
     engine.rest("check_replicas()")
-    for comm in engine.comms:
-        _check_over(comm, engine, optimizer)
+    found = list(_found_over(engine, optimizer))
+    if engine.everyone is not engine.comm.control:
+        rows = exchange_any(engine.everyone, "".join(found[:1]).encode())
+        found = [row.decode() for row in rows if row]  # all ranks raise, or none does
+    if found:
+        raise ReplicaError(found[0])
     if engine.everyone is not engine.comm.control:
         _check_uncut(engine, optimizer)
 
 
+def _found_over(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Yield what is wrong on each mesh; every rank of a mesh finds the same."""
+    for comm in engine.comms:
+        try:
+            _check_over(comm, engine, optimizer)
+        except ReplicaError as error:
+            yield str(error)
+
+
 def _check_uncut(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
     """Check what tensor parallelism does not cut, over the ranks with one place in the mesh."""
-    control, place = engine.everyone, engine.comm.control.rank.to_bytes(4)
+    control, stages = engine.everyone, engine.comm.axes.stages
+    place = engine.comm.control.rank.to_bytes(4) + (stages.rank if stages else 0).to_bytes(4)
     entries = list(_uncut_entries(engine, optimizer))
     rows = control.exchange(place + _digest_of(entries, True))
     groups: dict[bytes, list[int]] = {}
     for rank, row in enumerate(rows):
-        groups.setdefault(row[:4], []).append(rank)
+        groups.setdefault(row[:8], []).append(rank)
     if all(len({rows[rank] for rank in ranks}) == 1 for ranks in groups.values()):
         return
-    _check_labels(control, entries)
-    rows = control.exchange(b"".join(entry.digest for entry in entries))
+    rows = exchange_any(control, json.dumps({e.label: e.digest.hex() for e in entries}).encode())
+    said = [json.loads(row) for row in rows]
     found = []
-    for number, entry in enumerate(entries):
-        begin = number * _DIGEST_BYTES
-        digests = [row[begin : begin + _DIGEST_BYTES] for row in rows]
-        blamed = [_blame(ranks, digests) for ranks in groups.values()]
-        found += [f"{entry.label}: {blame}" for blame in blamed if blame]
+    for ranks in groups.values():
+        labels = said[ranks[0]].keys()
+        if any(said[rank].keys() != labels for rank in ranks):
+            members = [control.members[rank] for rank in ranks]
+            raise _not_alike(f"{name_ranks(members)} differ")
+        for label in labels:
+            blame = _blame(
+                control, ranks, [bytes.fromhex(digests.get(label, "")) for digests in said]
+            )
+            found += [f"{label}: {blame}"] if blame else []
     raise _corrupted(found)
 
 
@@ -163,16 +183,20 @@ def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoRetur
     """Compare tensor by tensor, and raise the same error on every rank."""
     _check_labels(control, entries)
     rows = control.exchange(b"".join(e.digest for e in entries))
-    raise _corrupted(list(_differences(rows, entries, num_shards)))
+    raise _corrupted(list(_differences(control, rows, entries, num_shards)))
 
 
 def _check_labels(control: Control, entries: list[_Entry]) -> None:
     missing = find_difference(control, [e.label for e in entries])
     if missing is not None:
-        raise ReplicaError(
-            f"check_replicas: the ranks do not hold the same tensors: {missing}. Load or create "
-            "state on all ranks, or on none"
-        )
+        raise _not_alike(missing)
+
+
+def _not_alike(how: str) -> ReplicaError:
+    return ReplicaError(
+        f"check_replicas: the ranks do not hold the same tensors: {how}. Load or create state on "
+        "all ranks, or on none"
+    )
 
 
 def _corrupted(found: list[str]) -> ReplicaError:
@@ -184,25 +208,31 @@ def _corrupted(found: list[str]) -> ReplicaError:
     )
 
 
-def _differences(rows: list[bytes], entries: list[_Entry], num_shards: int) -> Iterator[str]:
+def _differences(
+    control: Control, rows: list[bytes], entries: list[_Entry], num_shards: int
+) -> Iterator[str]:
     for number, entry in enumerate(entries):
         begin = number * _DIGEST_BYTES
         digests = [row[begin : begin + _DIGEST_BYTES] for row in rows]
         step = 1 if entry.everywhere else num_shards
         for first in range(step):
             ranks = range(first, len(rows), step)
-            blame = _blame(ranks, digests)
+            blame = _blame(control, ranks, digests)
             if blame:
                 yield f"{entry.label}: {blame}"
 
 
-def _blame(ranks: Sequence[int], digests: list[bytes]) -> str:
+def _blame(control: Control, ranks: Sequence[int], digests: list[bytes]) -> str:
     """Say which of the ranks differ from most of them; nothing where all are alike."""
+
+    def named(numbers: Sequence[int]) -> str:
+        return name_ranks([control.members[number] for number in numbers])
+
     ((common, votes), *others) = Counter(digests[r] for r in ranks).most_common()
     if not others:
         return ""
     if 2 * votes <= len(ranks):
-        return f"{name_ranks(ranks)} differ from each other, and no majority tells which is right"
+        return f"{named(ranks)} differ from each other, and no majority tells which is right"
     odd = [r for r in ranks if digests[r] != common]
     most = [r for r in ranks if digests[r] == common]
-    return f"{name_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {name_ranks(most)}"
+    return f"{named(odd)} differ{'s' if len(odd) == 1 else ''} from {named(most)}"

@@ -110,6 +110,8 @@ class Engine:
         """
         cuts = [p.cut for unit in self.units for p in unit.params if p.cut is not None]
         axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
+        if self.comm.axes.stages is not None:
+            axes[id(self.comm.axes.stages.group)] = self.comm.axes.stages
         own = self.comm.axes.mesh.mesh.flatten()
         if not axes:
             return None

@@ -29,7 +29,8 @@ def clip_grad_norm_(
     As torch's function of that name, which takes DTensors of one mesh only (pytorch#180346). Here
     parameters may lie on any meshes, and be DTensors, ShardTensors or plain tensors, which are
     taken to be alike on all ranks. Return the norm before, a plain tensor, the same on all ranks.
-    ``foreach`` is torch's, and changes nothing here.
+    ``foreach`` is torch's, and changes nothing here. Of a model on `Axes` with a pipeline it is the
+    norm over all stages; the ranks of all of them call it.
 
     **Cost** one collective of a number over each axis of each mesh that parameters are cut over.
     Every rank must pass the same parameters; one that has no gradient of a parameter adds nothing.
@@ -51,6 +52,9 @@ def clip_grad_norm_(
     kinds = [_kind(param, order, comms) for param in params]
     partials = torch.stack([norm.to(nothing.device, dtype) for norm in each])
     total = LazyNorm.of(partials, *kinds).total(order)
+    owner = next(filter(None, map(owner_of, params)), None)
+    if owner is not None and (stages := owner.unit.comm.axes.stages) is not None:
+        total = NormKind(order, owner.unit.comm, (stages,)).combine(total)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it "

@@ -93,7 +93,6 @@ def fully_shard(
     """
     _check_container(module)
     warn_if_untested("torch")
-    mesh = mesh.data if isinstance(mesh, Axes) else mesh
     spread = spread_over(mesh or default_mesh(), dp_mesh_dims)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
     device = torch.device("cpu")

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardwise.axes import Axes
 from shardwise.errors import ConfigError
-from shardwise.mesh import DataAxes, axes_of, axis_of
+from shardwise.mesh import DataAxes, axes_of, axis_of, stages_of
 from shardwise.unit.pieces import placed_inside
 
 if TYPE_CHECKING:
@@ -86,11 +87,16 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(found.type if found else "cpu", (dist.get_world_size(),))
 
 
-def spread_over(mesh: DeviceMesh, dims: "DataParallelMeshDims | None") -> ShardingMesh:
+def spread_over(mesh: DeviceMesh | Axes, dims: "DataParallelMeshDims | None") -> ShardingMesh:
     """Return the axes of a mesh: (shard), (replicate, shard), or those that ``dims`` names.
+
+    Of `Axes`, those that carry data parallelism.
 
     **Raises** ConfigError (a ValueError) for another number of axes, or names that it lacks.
     """
+    if isinstance(mesh, Axes):
+        axes = replace(axes_of(mesh.data), stages=stages_of(mesh.mesh))
+        return ShardingMesh(mesh.data, axes)
     if dims is not None:
         return _named(mesh, dims)
     if mesh.ndim not in (1, 2):

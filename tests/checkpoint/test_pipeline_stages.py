@@ -1,0 +1,145 @@
+"""The stages of a pipeline are one model: one checkpoint, one norm, one check of replicas."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from models import Block
+from ranks import run_ranks
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, ReplicaError
+from shardwise.interop.fsdp2 import fully_shard
+
+NUM_LAYERS = 4
+
+
+class Net(nn.Module):
+    """A model, or the layers of it that one stage has, under the names of the whole."""
+
+    def __init__(self, layers: range = range(NUM_LAYERS)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = {str(number): Block() for number in range(NUM_LAYERS)}
+        self.layers = nn.ModuleDict({name: blocks[name] for name in map(str, layers)})
+        self.register_buffer(f"seen_{layers[0]}", torch.full((3,), float(layers[0])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers.values():
+            x = block(x)
+        return x
+
+
+class Whole(Net):
+    """The model of one process, with the buffers of all stages."""
+
+    def __init__(self, splits: list[int]) -> None:
+        super().__init__()
+        for begin in splits[1:]:
+            self.register_buffer(f"seen_{begin}", torch.zeros(3))
+
+
+def stage_of(axes: shardwise.Axes, splits: list[int], by: str) -> Any:
+    """Return this rank's stage; ``splits`` are where stages begin."""
+    place = axes["pp"].get_local_rank()
+    model: Any = Net(range(splits[place], [*splits, NUM_LAYERS][place + 1]))
+    if by == "shard":
+        return shardwise.shard(model, mesh=axes, stage=2)
+    for block in model.layers.values():
+        fully_shard(block, mesh=axes)
+    return fully_shard(model, mesh=axes)
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """Take a step, each stage on a loss of its own: what it is does not matter here."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return this rank's parameters, moments and buffers in full."""
+    found: dict[str, Any] = dict(model.named_buffers())
+    for name, param in model.named_parameters():
+        state = optimizer.state.get(param, {})
+        for key, value in {"": param, **{k: state[k] for k in sorted(state)}}.items():
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found[f"{name}/{key}"] = full.detach().clone()
+    return found
+
+
+def stages_are_saved_as_one(rank: int, num_ranks: int, folder: Path, by: str) -> None:
+    axes = shardwise.Axes(pp=2)
+    model = stage_of(axes, [0, 2], by)
+    optimizer = trained(model)
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    mine = torch.stack([g.norm() for g in grads]).norm()
+    norms = [torch.zeros(()) for _ in range(num_ranks)]
+    torch.distributed.all_gather(norms, mine)
+    wanted = torch.stack(sorted({float(n): n for n in norms}.values())).norm()
+    found = shardwise.clip_grad_norm_(model.parameters(), 1e9)
+    torch.testing.assert_close(found, wanted)
+    shardwise.save(folder / "saved", model, optimizer, extra={"step": 3})
+    saved = whole_tensors(model, optimizer)
+
+    shown: list[dict[str, Tensor] | None] = [None] * num_ranks
+    torch.distributed.all_gather_object(shown, saved)
+    everything = {name: t for each in shown if each for name, t in each.items()}
+
+    # Stages that are split elsewhere, without a pipeline, and by the other way to shard.
+    for splits, how in (([0, 3], "shard"), ([0, 2], "fully_shard"), ([0], "shard")):
+        over = axes if len(splits) > 1 else shardwise.Axes()
+        other = stage_of(over, splits, how)
+        others = torch.optim.AdamW(other.parameters(), lr=0.1)
+        for name in [name for name, _ in other.named_buffers()]:
+            delattr(other, name)  # of these splits
+        other.register_buffer("seen_0", torch.zeros(3))
+        other.register_buffer("seen_2", torch.zeros(3))
+        shardwise.load(folder / "saved", other, others)
+        loaded = whole_tensors(other, others)
+        assert loaded.keys() <= everything.keys()
+        assert all(torch.equal(tensor, everything[name]) for name, tensor in loaded.items())
+
+    missing = stage_of(axes, [0, 3], "shard")
+    missing.register_buffer("unknown", torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"1 missing there \(unknown\)"):
+        shardwise.load(folder / "saved", missing)
+
+
+def one_process_reads(folder: Path) -> None:
+    model = Whole([0, 2])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loaded = shardwise.load(folder / "saved", model, optimizer)
+    assert not loaded.missing
+    assert not loaded.unexpected
+    assert model.seen_2.tolist() == [2.0] * 3
+    assert all(optimizer.state[p]["exp_avg"].any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
+def test_stages_make_one_checkpoint_that_any_other_model_loads(
+    num_ranks: int, by: str, tmp_path: Path
+) -> None:
+    run_ranks(stages_are_saved_as_one, num_ranks, tmp_path, by)
+    one_process_reads(tmp_path)
+
+
+def a_flipped_bit_is_named(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(pp=2, dp_replicate=2)
+    model = stage_of(axes, [0, 1], "shard")
+    optimizer = trained(model)
+    shardwise.check_replicas(model, optimizer)
+    if rank == 3:  # of the second stage
+        param = engine_of(model).units[-1].params[0]
+        param.sharded.to_local().view(-1)[0] += 1
+    with pytest.raises(ReplicaError, match=r"'layers\.\d\.[\w.]+', value: ranks 2, 3 differ"):
+        shardwise.check_replicas(model, optimizer)
+
+
+def test_replicas_of_a_stage_are_compared_with_each_other() -> None:
+    run_ranks(a_flipped_bit_is_named, 4)
