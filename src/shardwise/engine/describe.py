@@ -1,14 +1,49 @@
-"""What a sharded model looks like: its units as a tree, with bytes and padding."""
+"""What a sharded model looks like: its units as a tree, with bytes and padding; how each
+parameter is cut.
+"""
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from shardwise.engine.api import engine_of
+from shardwise.layout.boxes import Region
 from shardwise.quantities import format_bytes, format_count
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
 
 _PADDING_TO_MENTION = 0.03
+
+
+@dataclass(frozen=True)
+class ParamDescription:
+    """One parameter: what it is cut over, and where this rank's elements are.
+
+    ``cuts`` are pairs of an axis and the dim that it cuts, -1 for elements one after the other
+    (layout "flat"), outermost first. This rank has elements [``lo``, ``hi``) of the box of
+    ``piece_shape`` that begins ``at``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[str, int], ...]
+    at: tuple[int, ...]
+    piece_shape: tuple[int, ...]
+    lo: int
+    hi: int
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        cuts = ", ".join(
+            f"{'elements' if dim < 0 else f'dim {dim}'} over {axis}" for axis, dim in self.cuts
+        )
+        ends = tuple(a + n for a, n in zip(self.at, self.piece_shape, strict=True))
+        box = ", ".join(f"{a}:{b}" for a, b in zip(self.at, ends, strict=True))
+        part = "" if self.hi - self.lo == prod(self.piece_shape) else f"{self.lo} to {self.hi} of "
+        what = f"here elements {part}[{box}]" if part else f"here [{box}]"
+        return f"{self.name} {list(self.shape)}: {cuts or 'not cut'}; {what}"
 
 
 @dataclass(frozen=True)
@@ -24,6 +59,7 @@ class UnitDescription:
     padding_bytes: int
     dtype: str
     layout: str
+    params: tuple[ParamDescription, ...] = ()
 
     @property
     def padding_share(self) -> float:
@@ -84,7 +120,10 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Describe a sharded model's units; ``print`` it for a tree."""
+    """Describe a sharded model's units; ``print`` it for a tree.
+
+    ``units[i].params`` say how each parameter is cut, and which of its elements are here.
+    """
     engine = engine_of(model)
     axes = engine.comm.axes
     return Description(
@@ -118,4 +157,31 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         padding_bytes=padding,
         dtype=", ".join(sorted(names)) or "-",
         layout=unit.storages[0].layout.kind if unit.storages else "-",
+        params=tuple(_describe_param(param) for param in unit.params),
     )
+
+
+def _describe_param(param: ShardedParam) -> ParamDescription:
+    cut, axes = param.cut, param.unit.comm.axes
+    piece: Region = cut.piece
+    placed = () if cut.outer is None else zip(cut.own_axes, cut.outer.placements, strict=True)
+    cuts = [(axis.name, at.dim) for axis, at in placed if isinstance(at, Shard)]
+    lo, hi = cut.lo, cut.hi
+    if cut.layout is not None and axes.shard.size > 1:
+        is_flat = cut.layout.kind == "flat" and param.dim == 0
+        names = axes.mesh.mesh_dim_names or ("replicate", "shard")
+        cuts.append((names[-1], -1 if is_flat else param.dim))
+    if param.dim > 0:  # the box is this rank's
+        lo, hi = 0, prod(piece.shape)
+    elif piece.shape and not _is_broken(lo, hi, piece.shape):
+        row = prod(piece.shape[1:])
+        begin, end = lo // row, hi // row
+        piece = Region((piece.at[0] + begin, *piece.at[1:]), (end - begin, *piece.shape[1:]))
+        lo, hi = 0, prod(piece.shape)
+    return ParamDescription(param.name, cut.shape, tuple(cuts), piece.at, piece.shape, lo, hi)
+
+
+def _is_broken(lo: int, hi: int, shape: tuple[int, ...]) -> bool:
+    """Tell whether elements [lo, hi) of a tensor are no whole rows of it."""
+    row = prod(shape[1:])
+    return not row or bool(lo % row or hi % row)
