@@ -21,7 +21,7 @@ from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.model import ATTRIBUTE, attach_engine
-from shardwise.engine.module_state import note_managed
+from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import Placements, place_params, with_experts
@@ -29,7 +29,7 @@ from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.trace import FullParamLedger, Stats
 from shardwise.unit.materialize import Init, Materializer
-from shardwise.unit.plain_state import cut_plain_state  # noqa: F401 - registers itself with torch
+from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
@@ -216,7 +216,7 @@ def engine_of(model: nn.Module) -> Engine:
             )
         raise ConfigError(
             f"model: this {type(model).__name__} is not sharded; pass the module that was given to "
-            "shardwise.shard()"
+            "shardwise.shard(), or to shardwise.fully_shard() last"
         )
     return engine
 
@@ -227,30 +227,39 @@ def find_engine(model: nn.Module) -> Engine | None:
     return engine
 
 
-def engine_of_shard(model: nn.Module) -> Engine:
-    """Return the engine of a model of `shard`; one of `fully_shard` is a ConfigError."""
-    engine = engine_of(model)
-    if not is_sharded(model):
-        raise ConfigError(
-            f"model: this {type(model).__name__} is a model of fully_shard(); this call takes a "
-            "model that was given to shardwise.shard()"
-        )
-    return engine
-
-
 def is_sharded(model: object) -> bool:
-    """Tell whether a model was given to `shard`."""
-    return isinstance(model, nn.Module) and ATTRIBUTE in vars(model)
+    """Tell whether a model was given to `shard`, or is one that `fully_shard` has sharded.
+
+    Not so a part of one, as far as is known: the last call of `fully_shard` may be yet to come.
+    """
+    if not isinstance(model, nn.Module):
+        return False
+    state = _state_of_calls(model)
+    is_root = state is not None and (state.engine is None or _is_root(state))
+    return is_root or ATTRIBUTE in vars(model)
+
+
+def has_sharded_parts(model: nn.Module) -> bool:
+    """Tell whether parameters of a model are sharded, by `shard` or `fully_shard`."""
+    return any(owner_of(param) is not None for param in model.parameters())
+
+
+def _state_of_calls(model: nn.Module) -> ModuleState | None:
+    state = _get_module_state(model)
+    return state if isinstance(state, ModuleState) else None
+
+
+def _is_root(state: ModuleState) -> bool:
+    return state.engine.units[0] in state.units
 
 
 def _engine_of_calls(model: nn.Module) -> Engine | None:
     """Return the engine of a model of `fully_shard`, whose state makes it when it is needed."""
-    state: Any = _get_module_state(model)
-    make = getattr(state, "lazy_init", None)
-    engine = make() if make is not None else None
-    if not isinstance(engine, Engine):
+    state = _state_of_calls(model)
+    if state is None:
         return None
-    if engine.units[0] not in state.units:
+    engine = state.lazy_init()
+    if not _is_root(state):
         raise ConfigError(
             f"model: this {type(model).__name__} is a part of a model of fully_shard(); pass the "
             "whole model, which fully_shard() was called on last"

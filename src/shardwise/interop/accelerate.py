@@ -1,4 +1,4 @@
-"""accelerate's ``Accelerator`` for models that `shard` has sharded: the same class, by inheritance.
+"""accelerate's ``Accelerator`` for models of `shard` and `fully_shard`: the same class, inherited.
 
 Note [What accelerate must not do to a sharded model]
 It would wrap the model in DistributedDataParallel, gather nothing when it saves, and pickle the
@@ -21,9 +21,10 @@ from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.save_load import NOTHING, collect_on_all_ranks, load, save
 from shardwise.engine import api
 from shardwise.engine.accumulate import accumulate
-from shardwise.engine.api import engine_of_shard
+from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.clipping import clip_grad_norm_
+from shardwise.unit.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
 load_neighbour("accelerate", "shardwise.interop.accelerate")
@@ -37,8 +38,8 @@ _OWN_ENGINES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType
 class Accelerator(_Accelerator):
     """accelerate's Accelerator, which leaves sharded models sharded.
 
-    Call ``shard(model)`` first, build the optimizer, then ``prepare`` as ever. Launch with
-    torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in accelerate's config.
+    Call ``shard(model)`` or `fully_shard` first, build the optimizer, then ``prepare`` as ever.
+    Launch with torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in accelerate's config.
     """
 
     _optimizers: list[Any]
@@ -53,7 +54,7 @@ class Accelerator(_Accelerator):
         """Prepare as accelerate does; a sharded model comes back as it is.
 
         **Raises** ConfigError where accelerate was told to shard too or does not see the ranks, and
-        where no parameter of an optimizer is the models', as after a late ``shard()``.
+        where no parameter of an optimizer is the models', as where the model was sharded later.
         """
         sharded = [a for a in args if isinstance(a, nn.Module) and is_sharded(a)]
         if sharded and self.distributed_type in _OWN_ENGINES:
@@ -62,7 +63,7 @@ class Accelerator(_Accelerator):
                 "model is sharded already; take FSDP, DeepSpeed and Megatron out of its config"
             )
         for model in sharded:
-            num_ranks = engine_of_shard(_inner(model)).comm.control.num_ranks
+            num_ranks = engine_of(_inner(model)).comm.control.num_ranks
             if num_ranks != self.num_processes:
                 raise ConfigError(
                     f"Accelerator: it sees {self.num_processes} processes, and the model is "
@@ -74,7 +75,7 @@ class Accelerator(_Accelerator):
             if sharded and not known & {id(p) for p in _params_of(optimizer)}:
                 raise ConfigError(
                     f"prepare(): no parameter of the {type(optimizer).__name__} belongs to the "
-                    "models; if it was built before shard(), build it after shard(), from "
+                    "models; if it was built before the model was sharded, build it afterwards, from "
                     "model.parameters(); else prepare it in a call of its own"
                 )
         return super().prepare(*args, device_placement=device_placement)
@@ -85,22 +86,22 @@ class Accelerator(_Accelerator):
         """Prepare one model. See Note [What accelerate must not do to a sharded model].
 
         **Raises** ConfigError for a model with a sharded part, which has no accumulation window,
-        and for one of `fully_shard`.
+        and for one of torch's own ``fully_shard``.
         """
         if is_sharded(model):
             return super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        if any(isinstance(p, ShardTensor) for p in model.parameters()):
+        if api.has_sharded_parts(model):
             raise ConfigError(
-                f"prepare(): a part of this {type(model).__name__} is sharded; give shard() and "
-                "prepare() the same module"
+                f"prepare(): a part of this {type(model).__name__} is sharded; give shard(), or "
+                "fully_shard() in its last call, and prepare() the same module"
             )
         cut_elsewhere = any(isinstance(p, DTensor) for p in model.parameters())
         if cut_elsewhere and not evaluation_mode and not self._takes_dtensors():
             raise ConfigError(
                 f"prepare(): the parameters of this {type(model).__name__} are DTensors, as "
-                "fully_shard() makes them, and accelerate would wrap it in "
-                "DistributedDataParallel; use shard(model), or leave it out of prepare(): it "
-                "trains as it is, and torch.distributed.checkpoint saves it"
+                "torch's own fully_shard() makes them, and accelerate would wrap it in "
+                "DistributedDataParallel; use shardwise.fully_shard, or leave it out of prepare(): "
+                "it trains as it is, and torch.distributed.checkpoint saves it"
             )
         return super().prepare_model(model, device_placement, evaluation_mode)
 
@@ -122,6 +123,14 @@ class Accelerator(_Accelerator):
         stock = _Accelerator.trigger_sync_in_backward
         with accumulate(_inner(model), last=True) if is_sharded(model) else stock(model):
             yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip by the norm of all gradients over all ranks, whatever meshes they lie on."""
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not any(owner_of(p) is not None for p in params):
+            return super().clip_grad_norm_(params, max_norm, norm_type)
+        self.unscale_gradients()
+        return clip_grad_norm_(params, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict, on the CPU of the main process; other ranks get an empty one.
@@ -166,7 +175,7 @@ class Accelerator(_Accelerator):
         sharded = [_inner(m) for m in self._models if is_sharded(m)]
         if sharded:
             on_all_ranks(
-                engine_of_shard(sharded[0]).comm.control, lambda: self._check_folder(input_dir)
+                engine_of(sharded[0]).comm.control, lambda: self._check_folder(input_dir)
             )
         with self._optimizers_apart():
             super().load_state(input_dir, *args, **kwargs)
@@ -189,7 +198,7 @@ class Accelerator(_Accelerator):
     def _optimizers_apart(self) -> Iterator[None]:
         """Hide the optimizers of sharded models from accelerate, which would pickle them."""
         every = self._optimizers
-        self._apart = [o for o in every if any(isinstance(p, ShardTensor) for p in _params_of(o))]
+        self._apart = [o for o in every if any(owner_of(p) is not None for p in _params_of(o))]
         self._optimizers = [o for o in every if o not in self._apart]
         try:
             yield
@@ -224,7 +233,7 @@ class Accelerator(_Accelerator):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether the module, compiled or not, was given to ``shard()``."""
+    """Tell whether the module, compiled or not, was given to ``shard()`` or `fully_shard`."""
     return api.is_sharded(_inner(model))
 
 
@@ -238,6 +247,6 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _full(value: Any) -> Any:
-    if isinstance(value, ShardTensor):
+    if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,7 @@
 """PEFT's adapters on a sharded model: written and read in PEFT's own files.
 
 Training needs nothing from here: ``shard(get_peft_model(model, config))`` finds the units inside
-PEFT's wrapping, keeps the frozen base in its own dtype, and gives gradients and optimizer state to
+PEFT's wrapping (`fully_shard` is called on them by hand, and last on the PEFT model), keeps the frozen base in its own dtype, and gives gradients and optimizer state to
 the adapters alone.
 """
 
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.engine.api import engine_of_shard
+from shardwise.engine.api import engine_of
 from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
-from shardwise.unit.tensor import ShardTensor
+from shardwise.unit.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
 
@@ -32,7 +33,7 @@ def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | N
     CheckpointError on all ranks where the first cannot write.
     """
     peft = load_neighbour("peft", "save_adapter()")
-    control = engine_of_shard(model).comm.control
+    control = engine_of(model).comm.control
     names = list(adapters) if adapters is not None else list(_configs_of(model))
     wanted = {name: p for adapter in names for name, p in _params_of(peft, model, adapter).items()}
 
@@ -48,7 +49,7 @@ def save_adapter(model: nn.Module, path: str | Path, adapters: Sequence[str] | N
 def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -> None:
     """Read an adapter's values into one that the sharded PEFT model has; every rank calls it.
 
-    The model had an adapter of that shape before ``shard()``: by ``get_peft_model``,
+    The model had an adapter of that shape before it was sharded: by ``get_peft_model``,
     ``add_adapter`` or ``PeftModel.from_pretrained``. Values are cast to its dtype.
 
     **Cost** the adapter's file read on every rank, and the adapter gathered once.
@@ -58,13 +59,13 @@ def load_adapter(model: nn.Module, path: str | Path, adapter: str = "default") -
     them; CheckpointError on all ranks where one cannot read. Nothing is changed then.
     """
     peft = load_neighbour("peft", "load_adapter()")
-    control = engine_of_shard(model).comm.control
+    control = engine_of(model).comm.control
     wanted = _params_of(peft, model, adapter)
     if _is_prompt(model, adapter) and len(wanted) > 1:
         raise ConfigError(
             f"load_adapter: adapter '{adapter}' computes its prompt by layers, and the file has "
             "their result alone; shardwise.load() restores the layers, to train on; "
-            "PeftModel.from_pretrained(base, path) before shard() takes the file, to generate"
+            "PeftModel.from_pretrained(base, path) before sharding takes the file, to generate"
         )
     values: dict[str, Any] = {}
     on_all_ranks(control, lambda: values.update(_read(peft, path)))
@@ -87,7 +88,7 @@ def _read(peft: Any, path: str | Path) -> dict[str, Any]:
 def _fill(
     peft: Any,
     model: nn.Module,
-    wanted: dict[str, ShardTensor],
+    wanted: dict[str, DTensor],
     values: dict[str, Any],
     path: str | Path,
     adapter: str,
@@ -127,7 +128,7 @@ def _configs_of(model: nn.Module) -> dict[str, Any]:
     return configs
 
 
-def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, ShardTensor]:
+def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, DTensor]:
     """Return what PEFT saves of an adapter: the sharded parameters by their names."""
     configs = _configs_of(model)
     if adapter not in configs:
@@ -141,7 +142,7 @@ def _params_of(peft: Any, model: nn.Module, adapter: str) -> dict[str, ShardTens
         return {n: p for n, p in state.items() if n.startswith(encoder)}
     saved = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
     ids = {id(value) for value in saved.values()}
-    return {n: p for n, p in state.items() if id(p) in ids and isinstance(p, ShardTensor)}
+    return {n: p for n, p in state.items() if id(p) in ids and owner_of(p) is not None}
 
 
 def _is_prompt(model: nn.Module, adapter: str) -> bool:
@@ -150,9 +151,9 @@ def _is_prompt(model: nn.Module, adapter: str) -> bool:
 
 
 @contextmanager
-def _in_full(model: nn.Module, wanted: dict[str, ShardTensor], writeback: bool) -> Iterator[None]:
+def _in_full(model: nn.Module, wanted: dict[str, DTensor], writeback: bool) -> Iterator[None]:
     """Put full, ordinary parameters in the place of the wanted ones, for a while."""
-    engine = engine_of_shard(model)
+    engine = engine_of(model)
     params = list({id(p): p for p in wanted.values()}.values())
     with gathered(*params, writeback=writeback) as fulls:
         by_id = {id(p): full for p, full in zip(params, fulls, strict=True)}

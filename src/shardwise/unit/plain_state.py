@@ -49,7 +49,7 @@ def owner_of(param: Any) -> Any:
     """Return what owns a parameter of `shard` or `fully_shard`; None for others."""
     if isinstance(param, ShardTensor):
         return param._owner
-    return getattr(vars(param).get(FULLY_SHARD), "param", None)
+    return getattr(getattr(param, FULLY_SHARD, None), "param", None)
 
 
 def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:

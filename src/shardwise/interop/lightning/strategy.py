@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, ShardConfig, resolve_config
 from shardwise.engine.accumulate import accumulate
-from shardwise.engine.api import engine_of_shard, is_sharded, shard
+from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.errors import ConfigError
 from shardwise.interop.lightning.checkpoints import (
     check_hyper_parameters,
@@ -147,7 +147,7 @@ class ShardwiseStrategy(_DDPStrategy):
 
     def _check_settings(self, module: nn.Module) -> None:
         """Refuse a module that was sharded before with other settings than are asked for now."""
-        engine, options = engine_of_shard(module), self._options
+        engine, options = engine_of(module), self._options
         asked, has = self._asked_config(), engine.config
         pairs = {n: (getattr(asked, n), getattr(has, n)) for n in _DEFAULTS if n in options}
         if isinstance(self._mesh, DeviceMesh):  # made of a tuple, if it was one, by now

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.source import Source, TensorInfo
-from shardwise.engine.api import engine_of_shard
+from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.interop.transformers.recipes import Part, Recipe, convert
 
@@ -43,7 +43,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
         if not isinstance(tensor, torch.nn.Parameter):
             shape = tuple(tensor.shape)
             places[name] = Place(tensor.detach().view(-1), 0, tensor.numel(), shape)
-    for param in (param for unit in engine_of_shard(model).units for param in unit.params):
+    for param in (param for unit in engine_of(model).units for param in unit.params):
         data = param.sharded.to_local().view(-1)
         if param.cut.piece.shape != param.cut.shape:
             raise ConfigError(

@@ -26,8 +26,9 @@ from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.source import Source
 from shardwise.config import PrecisionLike
 from shardwise.convert.huggingface import open_huggingface, open_weight_files
-from shardwise.engine.api import engine_of_shard, shard
+from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.model import sharded_class
+from shardwise.engine.module_state import noted_state
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.transformers.fill import fill
@@ -107,12 +108,19 @@ def load_weights(model: Any, path: str | Path) -> None:
 
     Every rank calls it. ``path`` is a folder, a file or an index. What is missing there stays as it
     is, with transformers' report of it in the log. A model of another class reads its own names.
+    One that `fully_shard` has sharded on the meta device gets its memory here; what is missing is
+    then drawn by the model's own rule, as by `from_pretrained`.
 
     **Cost** as of `from_pretrained`.
 
-    **Raises** CheckpointError when there are no such weights, or one has another shape.
+    **Raises** CheckpointError when there are no such weights, or one has another shape; ConfigError
+    where a module on the meta device has a buffer that no file holds and no rule fills.
     """
-    engine = engine_of_shard(model)
+    had_memory = not any(param.is_meta for param in model.parameters())
+    if not had_memory:
+        _give_memory(model)
+    engine = engine_of(model)
+    engine.rest("load_weights()")
     source = open_huggingface(Path(path))
     report = _new_report(model)
     is_theirs = isinstance(model, transformers.PreTrainedModel)
@@ -124,13 +132,42 @@ def load_weights(model: Any, path: str | Path) -> None:
             f"{source.where}: '{name}' has shape {tuple(there)} there and {tuple(here)} here; load "
             "weights of this model, or build the model from their config"
         )
-    _read(engine, model, source, recipes, _dtypes_of(model), report)
+    dtypes = _dtypes_of(model)
+    _read(engine, model, source, recipes, dtypes, report)
+    if not had_memory and is_theirs:
+        initialise_missing(model, recipes.keys(), dtypes)
     if not is_theirs:
         _check_names(model, source, report)
         return
     for name in model.all_tied_weights_keys:
         report.missing_keys.discard(name)
     _finish_report(engine, model, str(path), report)
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Give a model of `fully_shard` that is on the meta device its slices, not yet filled.
+
+    The rules of transformers by which it is then filled pass over what they have seen on meta.
+    """
+    state = noted_state(model)
+    if state is None or not is_sharded(model):
+        return  # which is told in a moment
+    if not isinstance(model, transformers.PreTrainedModel):
+        _check_buffers(model)
+    model.to_empty(device=state.device)
+    for module in model.modules():
+        vars(module).pop("_is_hf_initialized", None)
+
+
+def _check_buffers(model: nn.Module) -> None:
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in saved:
+            raise ConfigError(
+                f"load_weights: buffer '{name}' is on the meta device, no file holds it, and a "
+                f"{type(model).__name__} has no rule of transformers that fills it; call "
+                "model.to_empty(device=...) first and fill it"
+            )
 
 
 class _Loader:
@@ -165,14 +202,14 @@ class _Loader:
         _tie(model, source, recipes, report)
         dtypes = _dtypes_of(model)
         shard(model, init=_leave, **self._settings)
-        engine = engine_of_shard(model)
+        engine = engine_of(model)
         _read(engine, model, source, recipes, dtypes, report)
         initialise_missing(model, recipes.keys(), dtypes)
         return report, None
 
     def finalize(self, model: Any, load_config: Any, report: Any) -> Any:
         """Report what was missing, unexpected or of another shape, as transformers does."""
-        where, engine = str(load_config.pretrained_model_name_or_path), engine_of_shard(model)
+        where, engine = str(load_config.pretrained_model_name_or_path), engine_of(model)
         _finish_report(engine, model, where, report, load_config.ignore_mismatched_sizes)
         return report
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from shardwise.comm.control import Control
-from shardwise.engine.api import engine_of_shard
-from shardwise.unit.tensor import ShardTensor
+from shardwise.engine.api import engine_of
+from shardwise.unit.plain_state import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -41,7 +41,7 @@ def initialise_missing(
     for name in loaded:
         setattr(state[name], _DONE, True)
     drawn = {id(state[name]): dtypes[name] for name in state if name not in loaded}
-    control = engine_of_shard(model).comm.control
+    control = engine_of(model).comm.control
     with torch.no_grad(), _generator_of_rank_0(control), guard_torch_init_functions():
         _visit(model, model, drawn)
 
@@ -59,7 +59,7 @@ def _standing_in_full(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> It
     """Put whole parameters in the place of the module's own missing ones; keep this rank's part."""
     fulls: dict[str, tuple[Any, nn.Parameter]] = {}
     for name, param in module._parameters.items():
-        if isinstance(param, ShardTensor) and id(param) in drawn and not hasattr(param, _DONE):
+        if owner_of(param) is not None and id(param) in drawn and not hasattr(param, _DONE):
             memory = torch.empty(param.shape, dtype=drawn[id(param)], device="cpu")
             fulls[name] = param, nn.Parameter(memory, requires_grad=param.requires_grad)
     for name, (_, full) in fulls.items():
@@ -70,7 +70,8 @@ def _standing_in_full(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> It
         for name, (param, _) in fulls.items():
             module._parameters[name] = param
     for param, full in fulls.values():
-        param.copy_(full.to(param.device))
+        owner = owner_of(param)
+        param.to_local().copy_(owner.cut.slice_of(full))
         setattr(param, _DONE, True)
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardwise.engine.accumulate import accumulate
-from shardwise.engine.api import engine_of_shard
+from shardwise.engine.api import engine_of
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.peft import save_adapter
@@ -38,7 +38,7 @@ def prepare(model: Any) -> Any:
 
     **State** attributes of this one model; no class of transformers changes.
     """
-    engine_of_shard(model)
+    engine_of(model)
     for module in model.modules():
         if callable(getattr(module, "generate", None)):
             # transformers' own flag for "its forward needs all ranks": generate() looks at it.
@@ -89,7 +89,7 @@ class _GradientSync:
 
 def _save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
     """Answer ``save_pretrained`` of a PEFT model; every rank calls it, rank 0 writes."""
-    if engine_of_shard(model).suspended:  # gathered, as by save_adapter() itself
+    if engine_of(model).suspended:  # gathered, as by save_adapter() itself
         type(model).save_pretrained(model, save_directory, **options)
         return
     adapters = options.pop("selected_adapters", None)
@@ -113,7 +113,7 @@ def _to(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Move nowhere if the model is there already; else refuse as sharded parameters do."""
     asked: Any = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = asked[:2]
-    here = engine_of_shard(model).comm.device
+    here = engine_of(model).comm.device
     indices = (None, here.index, 0) if here.type == "cpu" else (None, here.index)
     is_here = device is None or (device.type == here.type and device.index in indices)
     if dtype is None and is_here:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -34,10 +35,9 @@ from shardwise.checkpoint.container import (
     place,
 )
 from shardwise.convert.export import split_into_shards
-from shardwise.engine.api import engine_of_shard
+from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.quantities import parse_size
-from shardwise.unit.tensor import ShardTensor
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -68,13 +68,14 @@ def save_pretrained(
     **Raises** ConfigError for what cannot be done; on all ranks when a write fails on one.
     """
     stock = type(model).save_pretrained
-    engine = engine_of_shard(model)
+    engine = engine_of(model)
     options = {k: v for k, v in options.items() if v is not None}
     if state_dict is not None or engine.suspended:
         options |= {} if is_main_process is None else {"is_main_process": is_main_process}
         stock(model, save_directory, state_dict=state_dict, **options)
         return
     _check(model, options)
+    engine.rest("save_pretrained()")
     writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
     with _no_progress_bar():  # of the weights, of which there are none
@@ -90,6 +91,7 @@ def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
     **Cost** and **Raises** as of `save_pretrained`.
     """
     _check(model, {})
+    engine_of(model).rest("save_weights()")
     if writes:
         Path(folder).mkdir(parents=True, exist_ok=True)
     _write(_Plan(model, None, save_original_format=False), folder, writes)
@@ -128,12 +130,12 @@ def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
             if writer is not None:
                 writer.finish(plan.model)
 
-        on_all_ranks(engine_of_shard(plan.model).comm.control, finish)
+        on_all_ranks(engine_of(plan.model).comm.control, finish)
 
 
 def _check(model: Any, options: Mapping[str, Any]) -> None:
     """Refuse what would be wrong, before anything is written."""
-    broken = engine_of_shard(model).conditions.unusable
+    broken = engine_of(model).conditions.unusable
     if broken is not None:
         raise StateError(f"save_pretrained: the parameters are not to be used: {broken}")
     for name in ("push_to_hub", "variant", "distributed_checkpoint"):
@@ -170,7 +172,7 @@ def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> N
 @torch.no_grad()
 def _in_full(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
     """Return a whole tensor in host memory; every rank takes part, the others throw it away."""
-    full = tensor.full_tensor() if isinstance(tensor, ShardTensor) else tensor.detach()
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     return full.cpu().contiguous() if keep else torch.empty(0)
 
 

@@ -27,13 +27,12 @@ from transformers.trainer import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shardwise.checkpoint.save_load import load, save
-from shardwise.engine.api import is_sharded
+from shardwise.engine.api import has_sharded_parts, is_sharded
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
 from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.saving import save_weights
-from shardwise.unit.tensor import ShardTensor
 from shardwise.versions import load_neighbour
 
 FOLDER = "shardwise"  # in each checkpoint: the slices of master weights and optimizer state
@@ -59,12 +58,12 @@ class _Sharded:
                 if getattr(settings, name, None):
                     raise ConfigError(
                         f"TrainingArguments.{name}={getattr(settings, name)!r}: the model is "
-                        "sharded already, by shard(); leave this argument out"
+                        "sharded already; leave this argument out"
                     )
-        elif model is not None and any(isinstance(p, ShardTensor) for p in model.parameters()):
+        elif model is not None and has_sharded_parts(model):
             raise ConfigError(
-                f"model: a part of this {type(model).__name__} is sharded; give shard() the whole "
-                "model, wrappers and adapters included"
+                f"model: a part of this {type(model).__name__} is sharded; give shard(), or "
+                "fully_shard() in its last call, the whole model, wrappers and adapters included"
             )
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
@@ -93,7 +92,7 @@ class _Sharded:
             if not any(id(p) in own for group in groups for p in group["params"]):
                 raise ConfigError(
                     "optimizers=: the optimizer has no parameter of the sharded model, so it "
-                    "would train nothing; build the optimizer after shard()"
+                    "would train nothing; build the optimizer after the model is sharded"
                 )
         return optimizer
 
