@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,6 +27,7 @@ accelerate = pytest.importorskip("accelerate", reason="accelerate is in the test
 # Importing accelerate pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
+BY_CALLS: dict[str, Any] = {"by": "fully_shard"}  # instead of shard()'s options
 # Stages 2 and 3 sum over ranks first where micro-batches are many; DDP sums over micro-batches.
 SETTINGS = [{"stage": stage, "reduce_every": "step"} for stage in range(4)]
 
@@ -35,6 +37,15 @@ class Dropping(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(x, 0.25, self.training))
+
+
+def sharded(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """Shard by ``shard(**options)``, or by calls of fully_shard on units and model."""
+    if options != BY_CALLS:
+        return shard(model, **options)
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block)
+    return fully_shard(model)
 
 
 @contextmanager
@@ -64,7 +75,7 @@ class Run:
         torch.manual_seed(0)
         plain = Dropping()
         if options is not None:
-            shard(plain, **options)
+            sharded(plain, options)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
         random = torch.Generator().manual_seed(1)
@@ -120,6 +131,14 @@ def compare_with_ddp(rank: int, world_size: int, mixed_precision: str) -> None:
             assert_same_bits(run.parameters(), truth.parameters())
             assert torch.equal(run.evaluate(), errors)
             assert run.schedule.get_last_lr() == truth.schedule.get_last_lr()
+        accelerator = ours.Accelerator(mixed_precision=mixed_precision, **options)
+        third = Run(accelerator, {"stage": 3})
+        losses = list(third.steps())
+        by_calls = Run(accelerator, BY_CALLS)
+        assert accelerator.unwrap_model(by_calls.model) is by_calls.model is by_calls.plain
+        assert list(by_calls.steps()) == losses
+        assert_same_bits(by_calls.parameters(), third.parameters())
+        assert torch.equal(by_calls.evaluate(), third.evaluate())
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
@@ -133,6 +152,11 @@ def compare_compiled(rank: int, world_size: int, folder: str) -> None:
     options = {"cpu": True, "gradient_accumulation_steps": 2}
     with launched(rank, world_size) as ours:
         losses = list(Run(ours.Accelerator(**options), {"stage": 1}).steps())
+        by_calls = list(Run(ours.Accelerator(**options), BY_CALLS).steps())
+    with launched(rank, world_size) as ours:
+        run = Run(ours.Accelerator(dynamo_backend="eager", **options), BY_CALLS)
+        assert isinstance(run.model, torch._dynamo.OptimizedModule)
+        assert list(run.steps()) == by_calls
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(dynamo_backend="eager", **options)
         run = Run(accelerator, {"stage": 1})
@@ -171,13 +195,18 @@ def compare_clipped(rank: int, world_size: int) -> None:
                 assert loss.item() == losses[number]
             assert all(clipped)
             assert_same_bits(run.parameters(), same.parameters())
+        other = Run(ours.Accelerator(cpu=True), BY_CALLS, clip=0.1)
+        assert list(other.steps()) == losses
+        assert_same_bits(other.parameters(), run.parameters())
 
 
 def test_clipping_by_accelerate_is_clipping_by_torch() -> None:
     run_ranks(compare_clipped, 2)
 
 
-def resume(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
+def resume(
+    rank: int, world_size: int, folder: str, first: dict[str, Any]
+) -> list[dict[str, Tensor]]:
     """Go on from a state of step 3 of another run, with the steps of one that never stopped."""
     with launched(rank, world_size) as ours:
         project = accelerate.utils.ProjectConfiguration(
@@ -186,7 +215,7 @@ def resume(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
         options = {"cpu": True, "project_config": project}
         saved = []
         accelerator = ours.Accelerator(**options)
-        run, beside = Run(accelerator, {"stage": 3}), Run(accelerator, None)
+        run, beside = Run(accelerator, first), Run(accelerator, None)
         steps, others = run.steps(), beside.steps()
         for _ in range(3):
             next(steps), next(others)
@@ -195,7 +224,7 @@ def resume(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
         saved += [run.parameters(), beside.parameters()]
         losses = list(run.steps())
         accelerate.state.GradientState._reset_state()
-        for options_of_run in ({"stage": 3}, {"stage": 1, "layout": "flat"}):
+        for options_of_run in ({"stage": 3}, {"stage": 1, "layout": "flat"}, BY_CALLS):
             accelerator = ours.Accelerator(**options)
             again, beside_again = Run(accelerator, options_of_run), Run(accelerator, None)
             next(again.steps())  # so that there is state of an optimizer to be replaced
@@ -208,18 +237,23 @@ def resume(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
         return saved
 
 
-def load_on_one_rank(rank: int, world_size: int, folder: str, saved: Any) -> None:
+def load_on_other_ranks(rank: int, world_size: int, folder: str, saved: Any, how: Any) -> None:
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
-        run, beside = Run(accelerator, {"stage": 3}), Run(accelerator, None)
+        run, beside = Run(accelerator, how), Run(accelerator, None)
         accelerator.load_state(str(Path(folder, "checkpoints", "checkpoint_0")))
         assert_same_bits(run.parameters(), saved[0])
         assert_same_bits(beside.parameters(), saved[1])
 
 
-def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(tmp_path: Path) -> None:
-    saved = run_ranks(resume, 2, str(tmp_path))[0]
-    run_ranks(load_on_one_rank, 1, str(tmp_path), saved)
+@pytest.mark.parametrize("first", [{"stage": 3}, BY_CALLS])
+def test_a_saved_state_is_resumed_to_the_bit_and_loads_on_other_ranks(
+    tmp_path: Path, first: dict[str, Any]
+) -> None:
+    saved = run_ranks(resume, 2, str(tmp_path), first)[0]
+    run_ranks(load_on_other_ranks, 1, str(tmp_path), saved, BY_CALLS)
+    if first == BY_CALLS:
+        run_ranks(load_on_other_ranks, 3, str(tmp_path), saved, {"stage": 3})
 
 
 class Tied(nn.Module):
@@ -237,12 +271,11 @@ class Tied(nn.Module):
         return self.second(self.first(x)) * self.scale[0]
 
 
-def save_whole_model(rank: int, world_size: int, folder: str) -> None:
+def save_whole_model(rank: int, world_size: int, folder: str, how: dict[str, Any]) -> None:
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         torch.manual_seed(0)
-        plain = Tied()
-        model = accelerator.prepare(shard(plain, stage=3))
+        model = accelerator.prepare(sharded(Tied(), how))
         with gathered(model):
             expected = {k: v.clone() for k, v in model.state_dict().items()}
         state = accelerator.get_state_dict(model)
@@ -259,17 +292,20 @@ def save_whole_model(rank: int, world_size: int, folder: str) -> None:
         assert_same_bits(other.state_dict(), expected)
 
 
-def test_save_model_writes_the_whole_model_in_accelerates_files(tmp_path: Path) -> None:
-    run_ranks(save_whole_model, 2, str(tmp_path))
+@pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
+def test_save_model_writes_the_whole_model_in_accelerates_files(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    run_ranks(save_whole_model, 2, str(tmp_path), how)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
-def meet_refusals(rank: int, world_size: int, folder: str) -> None:
+def meet_refusals(rank: int, world_size: int, folder: str, how: dict[str, Any]) -> None:
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = Stack()
         early = torch.optim.SGD(model.parameters(), lr=0.1)
-        shard(model, stage=3)
+        sharded(model, how)
         beside = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
         for optimizer in (early, beside):
             with pytest.raises(ConfigError, match=r"no parameter of the SGD .* a call of its own"):
@@ -286,7 +322,8 @@ def meet_refusals(rank: int, world_size: int, folder: str) -> None:
         with pytest.raises(CheckpointError, match="shardwise"):
             ours.Accelerator.load_state(one_model(ours), folder)
 
-        run = Run(ours.Accelerator(cpu=True, gradient_accumulation_steps=2), {"stage": 1})
+        way = {"stage": 1} if how != BY_CALLS else how
+        run = Run(ours.Accelerator(cpu=True, gradient_accumulation_steps=2), way)
         next(run.steps())
         with pytest.raises(StateError, match="window"):
             run.accelerator.save_state(folder)
@@ -339,19 +376,19 @@ def test_a_folder_that_one_rank_does_not_have_is_refused_on_all_ranks(tmp_path: 
     run_ranks(load_from_nowhere, 2, str(tmp_path))
 
 
-def prepare_fully_sharded(rank: int, world_size: int) -> None:
+def prepare_torchs_own(rank: int, world_size: int) -> None:
     with launched(rank, world_size) as ours:
         accelerator = ours.Accelerator(cpu=True)
         model = Stack()
-        fully_shard(model)
-        with pytest.raises(ConfigError, match=r"Stack are DTensors, as fully_shard\(\) makes"):
+        torchs_fully_shard(model)
+        with pytest.raises(ConfigError, match=r"Stack are DTensors, as torch's own fully_shard"):
             accelerator.prepare(model)
         assert accelerator._models == []
         assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
-def test_a_model_of_fully_shard_is_refused_for_training() -> None:
-    run_ranks(prepare_fully_sharded, 2)
+def test_a_model_of_torchs_fully_shard_is_refused_for_training() -> None:
+    run_ranks(prepare_torchs_own, 2)
 
 
 def one_model(ours: Any) -> Any:
@@ -360,8 +397,11 @@ def one_model(ours: Any) -> Any:
     return accelerator
 
 
-def test_what_cannot_be_right_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    run_ranks(meet_refusals, 2, str(tmp_path))
+@pytest.mark.parametrize("how", [{"stage": 3}, BY_CALLS])
+def test_what_cannot_be_right_is_refused_with_the_remedy(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    run_ranks(meet_refusals, 2, str(tmp_path), how)
 
 
 def refuse_other_launches(rank: int, world_size: int) -> None:

@@ -305,7 +305,7 @@ class Engine:
         """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
         is_last = self.conditions.is_last_micro_batch
         keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
-        self.window_open = not self.is_last_micro_batch or keeps
+        self.window_open = is_last is False or keeps
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)

@@ -68,8 +68,12 @@ class GroupEngine(Engine):
 
     @property
     def is_in_window(self) -> bool:
-        """Tell whether gradients wait for their sum over replicas; units tell of others."""
-        return any(unit.unreduced is not None for unit in self.units)
+        """Tell whether a window is open, or gradients wait for their sum over replicas."""
+        params = [param for unit in self.units for param in unit.params]
+        if self.window_open and any(param.grad is not None for param in params):
+            return True
+        is_inside = self.conditions.is_last_micro_batch is False
+        return is_inside or any(unit.unreduced is not None for unit in self.units)
 
     def rest(self, what: str) -> None:
         """Let the shards alone stand in the modules, and take over what has replaced them.
