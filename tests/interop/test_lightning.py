@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
@@ -22,7 +24,7 @@ from models import Block
 from oracle import assert_same_bits
 from programs import ROOT, run_program
 from ranks import run_ranks
-from shardwise import Precision, gathered, save, shard
+from shardwise import Precision, fully_shard, gathered, save, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError
 from shardwise.interop.lightning import ShardwiseStrategy
@@ -107,6 +109,37 @@ class TwoNetworks(L.LightningModule):
             torch.optim.AdamW(self.generator.parameters(), lr=1e-2),
             torch.optim.SGD(self.critic.parameters(), lr=1e-2, momentum=0.9),
         ]
+
+
+class ByCalls(Regression):
+    """Shards itself by fully_shard in configure_model, units first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))  # fully_shard takes no scalars
+
+    def configure_model(self) -> None:
+        if not isinstance(self.blocks[0], FSDPModule):
+            for block in self.blocks:
+                fully_shard(block)
+            fully_shard(self)
+
+
+class VectorScale(Regression):
+    """ByCalls before it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+
+class InsideByCalls(TwoNetworks):
+    """Gives the networks that it has to fully_shard, and not itself."""
+
+    def configure_model(self) -> None:
+        for network in (self.generator, self.critic):
+            if not isinstance(network, FSDPModule):
+                fully_shard(network)
 
 
 class Late(Regression):
@@ -205,6 +238,48 @@ def fit_like_ddp(rank: int, world_size: int) -> None:
             assert_same_fit(sharded, windows)
         manual = fit("ddp_find_unused_parameters_true", rank, world_size, TwoNetworks)
         assert_same_fit(fit("shardwise", rank, world_size, TwoNetworks), manual)
+
+
+def fit_by_calls(rank: int, world_size: int, folder: Path) -> None:
+    """Calls of fully_shard in configure_model, on the module or on its networks alone."""
+    with launched(rank, world_size):
+        for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
+            options: dict[str, Any] = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
+            plain = fit("shardwise", rank, world_size, plain_one, max_epochs=3, **options)
+            whole = fit("shardwise", rank, world_size, make, max_epochs=3, **options)
+            assert whole[0].seen == plain[0].seen
+            assert_same_bits(parameters_of(whole[0]), parameters_of(plain[0]))
+            assert all(isinstance(p, DTensor) for p in whole[0].state_dict().values())
+            both = ((make, plain_one), (plain_one, make)) if make is ByCalls else ((make, make),)
+            for first, second in both:
+                half, ended = fit("shardwise", rank, world_size, first, max_epochs=1, **options)
+                path = folder / f"{first.__name__}.ckpt"
+                ended.save_checkpoint(path)
+                options |= {"max_epochs": 3}
+                rest, _ = fit("shardwise", rank, world_size, second, ckpt_path=path, **options)
+                assert half.seen + rest.seen == plain[0].seen
+                assert_same_bits(parameters_of(rest), parameters_of(plain[0]))
+                options.pop("max_epochs")
+        _, ended = fit("ddp", rank, world_size, VectorScale, max_epochs=1)
+        ended.save_checkpoint(folder / "ddp.ckpt")
+        path = folder / "ddp.ckpt"
+        plain = fit("shardwise", rank, world_size, VectorScale, ckpt_path=path)
+        again = fit("shardwise", rank, world_size, ByCalls, ckpt_path=path)
+        assert again[0].seen == plain[0].seen
+        for wanted, strategy, options in (
+            (r"stage=1\): .* before with 3,", "shardwise_stage_1", {}),
+            ("layout='flat'", ShardwiseStrategy(layout="flat"), {}),
+            ("precision='bf16-mixed'", "shardwise", {"precision": "bf16-mixed"}),
+            ("'64-true'.*torch.float32", "shardwise", {"precision": "64-true"}),
+        ):
+            with pytest.raises(ConfigError, match=wanted):
+                trainer(strategy, world_size, **options).fit(again[0], loader())
+
+
+def test_what_configure_model_gave_to_fully_shard_takes_the_same_steps_and_checkpoints(
+    tmp_path: Path,
+) -> None:
+    run_ranks(fit_by_calls, 2, tmp_path)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

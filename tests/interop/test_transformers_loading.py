@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ranks import RankError, run_ranks
-from shardwise import describe, gathered, shard
+from shardwise import describe, fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
@@ -27,9 +27,11 @@ from shardwise.interop.transformers import (  # noqa: E402
     save_pretrained,
 )
 from transformers_models import (  # noqa: E402
+    MODELS,
     assert_same_model,
     assert_same_tensors,
     assert_same_values,
+    by_calls,
     bytes_read,
     make_llama,
     minilm,
@@ -70,6 +72,70 @@ def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one
     names = ("gpt2", "vit", "bert", "mixtral") if world_size == 2 else ("llama", "mixtral", "t5")
     paths = {name: save_plain(name, tmp_path) for name in names}
     run_ranks(compare_loaded, world_size, paths)
+
+
+def compare_by_calls(rank: int, world_size: int, paths: dict[str, Path]) -> None:
+    """Models of fully_shard on the meta device get their values; their files are shard()'s."""
+    for name, path in paths.items():
+        plain = MODELS[name]().from_pretrained(path)
+        with torch.device("meta"):
+            model: Any = by_calls(MODELS[name]())
+        load_weights(model, path)
+        with gathered(model):
+            assert_same_tensors(model.state_dict(), plain.state_dict())
+        assert_same_tensors(dict(model.named_buffers()), dict(plain.named_buffers()))
+        folder = path.parent / f"{name} on {world_size}"
+        of_shard = shard(MODELS[name]())
+        load_weights(of_shard, path)
+        prepare(of_shard).save_pretrained(folder / "shard", max_shard_size="10KB")
+        prepare(model)(**inputs_of(name))  # the root's parameters stand in full now
+        model.save_pretrained(folder / "calls", max_shard_size="10KB")
+        torch.distributed.barrier()
+        files = {file.name: file.read_bytes() for file in (folder / "shard").iterdir()}
+        assert files == {file.name: file.read_bytes() for file in (folder / "calls").iterdir()}
+        if name == "llama":
+            ids, options = torch.tensor([[1, 2, 3 + rank]]), {"do_sample": False}
+            tokens = model.generate(ids, max_new_tokens=4 + rank, **options)
+            assert torch.equal(tokens, plain.generate(ids, max_new_tokens=4 + rank, **options))
+
+
+def inputs_of(name: str) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[1, 2, 3]])
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if name == "t5" else {})
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_weights_are_read_into_models_of_fully_shard_on_meta_and_saved_as_of_shard(
+    tmp_path: Path, world_size: int
+) -> None:
+    paths = {name: save_plain(name, tmp_path) for name in ("llama", "mixtral", "t5")}
+    run_ranks(compare_by_calls, world_size, paths)
+
+
+def load_partly_by_calls(rank: int, world_size: int, path: Path) -> None:
+    """What the files lack is drawn by the model's rule; other classes say what no file holds."""
+    torch.manual_seed(7)
+    with torch.device("meta"):
+        model = by_calls(transformers.LlamaForSequenceClassification(make_llama().config))
+    torch.manual_seed(5 + rank)
+    load_weights(model, path)
+    torch.manual_seed(5)
+    plain = transformers.LlamaForSequenceClassification.from_pretrained(path)
+    with gathered(model):
+        assert_same_tensors(model.state_dict(), plain.state_dict())
+    with torch.device("meta"):
+        other = torch.nn.Linear(2, 2)
+        other.register_buffer("scale", torch.ones(2), persistent=False)
+    fully_shard(other)
+    with pytest.raises(ConfigError, match="buffer 'scale' is on the meta device, no file holds"):
+        load_weights(other, path)
+    load_weights(model, path)  # once more, into memory that it has
+    with pytest.raises(ConfigError, match="is not sharded"):
+        load_weights(make_llama(), path)
+
+
+def test_what_files_lack_is_drawn_alike_in_models_of_fully_shard(tmp_path: Path) -> None:
+    run_ranks(load_partly_by_calls, 2, save_plain("llama", tmp_path))
 
 
 def count_bytes(rank: int, world_size: int, path: Path) -> list[int]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from ranks import run_ranks
-from shardwise import shard
+from shardwise import fully_shard, shard
 from shardwise.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
@@ -31,6 +31,7 @@ from transformers_models import (  # noqa: E402
     as_launched,
     assert_same_tensors,
     assert_same_values,
+    by_calls,
     make_llama,
     make_t5,
     minilm,
@@ -159,6 +160,48 @@ def use_stock_checkpoints(rank: int, folder: Path) -> None:
         resume(CheckpointCallback(resume=middle))
 
 
+def train_by_calls(rank: int, folder: Path) -> None:
+    """Models of fully_shard: the losses of shard(), files and checkpoints that both load."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    data = model_and_data()[1]
+    often: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    whole = train(folder / "run", sharded(), data, **often)
+    calls = train(folder / "calls", by_calls(model_and_data()[0]), data, **often)
+    assert losses(calls) == losses(whole)
+    assert_same_tensors(full(calls.model), full(whole.model))
+    assert calls.evaluate()["eval_loss"] == whole.evaluate()["eval_loss"]
+    for first, second in (("run", by_calls(model_and_data()[0])), ("calls", sharded())):
+        again = train(folder / "x", second, data, resume=folder / first / "checkpoint-2", **often)
+        assert losses(again) == losses(whole)
+        assert_same_tensors(full(again.model), full(whole.model))
+    calls.save_model(str(folder / "model"))
+    saved = transformers.LlamaForCausalLM.from_pretrained(folder / "model")
+    assert_same_tensors(full(calls.model), saved.state_dict())
+    with as_on_gpus():
+        model = prepare(by_calls(model_and_data()[0]))
+        stock = train(folder / "stock", model, data, Stock, **BEST, bf16=True)
+    best = sharded()
+    train(folder / "best", best, data, **BEST, bf16=True)
+    assert_same_tensors(full(stock.model), full(best))
+
+    def adapted() -> nn.Module:
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return get_peft_model(model_and_data()[0], lora)
+
+    ours = train(folder / "lora", shard(adapted()), data, **often)
+    model = adapted()
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    theirs = train(folder / "lora calls", fully_shard(model), data, **often)
+    assert losses(theirs) == losses(ours)
+    path = folder / "lora calls" / "checkpoint-4"
+    loaded = PeftModel.from_pretrained(model_and_data()[0], path)
+    assert_same_tensors(full(theirs.model), loaded.state_dict())
+    with pytest.raises(ConfigError, match=r"a part of this Holder is sharded.*its last call"):
+        train(folder / "x", Holder(by_calls(model_and_data()[0])), data)
+
+
 def train_plain_modules(rank: int, folder: Path) -> None:
     """A module of any class is saved, taken as the best, and goes on."""
     data = model_and_data()[1]
@@ -180,12 +223,12 @@ def train_plain_modules(rank: int, folder: Path) -> None:
 def refuse(rank: int, folder: Path) -> None:
     """What would train nothing, or shard twice, or half."""
     model, data = model_and_data()
-    with pytest.raises(ConfigError, match=r"fsdp=.*: the model is sharded already, by shard"):
+    with pytest.raises(ConfigError, match=r"fsdp=.*: the model is sharded already; leave"):
         train(folder, sharded(), data, fsdp=True)
     with pytest.raises(ConfigError, match="a part of this Holder is sharded"):
         train(folder, Holder(sharded()), data)
     early = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match="build the optimizer after shard"):
+    with pytest.raises(ConfigError, match="build the optimizer after the model is sharded"):
         train(folder, shard(model), data, optimizers=(early, None))
     model, _ = model_and_data()
 
@@ -281,6 +324,7 @@ TOPICS: tuple[Callable[[int, Path], Any], ...] = (
     go_on,
     keep_best,
     use_stock_checkpoints,
+    train_by_calls,
     train_plain_modules,
     refuse,
     finetune_real,
@@ -349,6 +393,11 @@ def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs: 
     runs.of(use_stock_checkpoints)
     written = runs.folder / "use_stock_checkpoints" / "model" / "config.json"
     assert "distributed_config" not in json.loads(written.read_text())
+
+
+def test_models_of_fully_shard_are_trained_saved_and_resumed_as_those_of_shard(runs: Runs) -> None:
+    pytest.importorskip("peft", reason="peft is in the test extra")
+    runs.of(train_by_calls)
 
 
 def test_a_module_of_any_class_is_saved_and_goes_on(runs: Runs) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardwise import gathered
+from shardwise import fully_shard, gathered
 from shardwise.engine.model import ShardedModel
 
 WIDTHS = {
@@ -73,6 +73,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit": make_vit,
     "bert": make_bert,
 }
+
+
+def by_calls(model: nn.Module) -> nn.Module:
+    """Shard a model by fully_shard: its layers, and last itself."""
+    for module in model.modules():
+        if type(module).__name__ in (getattr(model, "_no_split_modules", None) or ()):
+            fully_shard(module)
+    return fully_shard(model)
 
 
 def save_plain(name: str, folder: Path, **options: Any) -> Path:

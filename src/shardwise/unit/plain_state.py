@@ -77,6 +77,15 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     vars(optimizer)[_SEEN] = optimizer.state
 
 
+def cut_like(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, cut like a parameter, as that parameter's kind.
+
+    It is the whole again for a parameter that is not sharded by us.
+    """
+    how = _how_to_cut(param)
+    return whole if how is None else how(whole)
+
+
 def _how_to_cut(param: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return what makes a slice of a whole tensor; None for parameters that are not ours."""
     if isinstance(param, ShardTensor):

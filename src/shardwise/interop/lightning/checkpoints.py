@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_checkpoint
 from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.unit.plain_state import cut_like
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -170,7 +172,7 @@ def _load_file(
     checkpoint: dict[str, Any] = torch.load(
         path, map_location="cpu", weights_only=weights_only, mmap=True
     )
-    module.load_state_dict(checkpoint.pop("state_dict"), strict=strict)
+    _load_full_values(module, checkpoint.pop("state_dict"), strict)
     states = checkpoint.pop("optimizer_states", [])
     if optimizers and len(states) != len(optimizers):
         raise CheckpointError(
@@ -181,6 +183,16 @@ def _load_file(
     for optimizer, state in zip(optimizers, states, strict=False):
         _load_full_state(optimizer, state)
     return checkpoint
+
+
+def _load_full_values(module: nn.Module, values: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict of full tensors; torch's DTensors, as of fully_shard, take but their own."""
+    held = module.state_dict(keep_vars=True)
+    cut = {
+        name: _cut_like(held[name], value) if isinstance(held.get(name), DTensor) else value
+        for name, value in values.items()
+    }
+    module.load_state_dict(cut, strict=strict)
 
 
 def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -201,4 +213,4 @@ def _cut_like(param: torch.Tensor, value: Any) -> Any:
     """Return this rank's slice of a full tensor of the parameter's shape; others as they are."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
         return value
-    return torch.empty_like(param, dtype=value.dtype).copy_(value)
+    return cut_like(param, value)

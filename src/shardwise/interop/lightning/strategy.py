@@ -10,6 +10,7 @@ submodules that are called there are units or gathered as they are used.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, ShardConfig, resolve_config
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
+from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
+from shardwise.interop.fsdp2.api import fully_shard
+from shardwise.interop.fsdp2.state import state_of
 from shardwise.interop.lightning.checkpoints import (
     check_hyper_parameters,
     load_lightning,
@@ -110,6 +114,7 @@ class ShardwiseStrategy(_DDPStrategy):
         fitting = trainer.state.fn == _FITTING
         if fitting and trainer.checkpoint_callbacks:
             check_hyper_parameters(self.lightning_module, trainer.datamodule)
+        _close_calls(self.lightning_module)
         if is_sharded(self.lightning_module):
             self._check_settings(self.lightning_module)
         else:
@@ -150,19 +155,22 @@ class ShardwiseStrategy(_DDPStrategy):
         engine, options = engine_of(module), self._options
         asked, has = self._asked_config(), engine.config
         pairs = {n: (getattr(asked, n), getattr(has, n)) for n in _DEFAULTS if n in options}
+        if "stage" in options:
+            pairs["stage"] = asked.stage.number, has.stage.number
+        if "precision" in options:
+            pairs["precision"] = asked.precision, _precision_of(engine, asked.precision)
         if isinstance(self._mesh, DeviceMesh):  # made of a tuple, if it was one, by now
             pairs["mesh"] = tuple(self._mesh.shape), tuple(engine.comm.axes.mesh.shape)
         if options.get("units") is not None:
             specs = partition_into_units(module, options["units"])
             pairs["units"] = [s.name for s in specs], [u.name for u in engine.units]
-        for name, (wanted, there) in pairs.items():
-            if wanted != there:
-                wanted = options.get(name, wanted)  # a stage's number, a precision's name
-                raise _stays(
-                    f"ShardwiseStrategy({name}={wanted!r})", getattr(there, "number", there)
-                )
-        if "precision" not in options:
-            self._check_precision(module, has.precision)
+        for name, (ours, there) in pairs.items():
+            if ours != there:
+                said = options.get(name, ours)  # a precision's name
+                raise _stays(f"ShardwiseStrategy({name}={said!r})", there)
+        wanted = self._precision()
+        if isinstance(wanted, Precision) and "precision" not in options:
+            self._check_precision(module, _precision_of(engine, wanted))
         if self._layer_sync and any(
             isinstance(m, _BatchNorm) and not isinstance(m, nn.SyncBatchNorm)
             for m in module.modules()
@@ -281,6 +289,36 @@ class ShardwiseStrategy(_DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _close_calls(module: nn.Module) -> None:
+    """Let the module be the root of what its configure_model gave to `fully_shard`, if it is not.
+
+    Parameters of its own beside that are sharded too, and keep their dtype.
+    """
+    if is_sharded(module):
+        return
+    states = [state for m in module.modules() if (state := state_of(m)) is not None]
+    if states:
+        fully_shard(module, mesh=states[0].units[0].comm.axes.mesh)
+
+
+def _precision_of(engine: Engine, wanted: Precision) -> Precision:
+    """Return the precision that a model has; of units that differ, one that is not ``wanted``.
+
+    A policy of `fully_shard` names no master, which is the parameter as it came, and says for
+    itself what is cast.
+    """
+    if not engine.each_unit_alone:
+        return engine.config.precision
+    found = []
+    for unit in engine.units:
+        dtypes = {p.sharded.dtype for p in unit.params if p.sharded.is_floating_point()}
+        fits = dtypes == {wanted.master}
+        master = wanted.master if fits else unit.precision.master
+        if unit.params:
+            found.append(replace(unit.precision, master=master, cast_inputs=wanted.cast_inputs))
+    return next((each for each in found if each != wanted), wanted)
 
 
 def _stays(asked: str, there: object) -> ConfigError:
