@@ -21,6 +21,8 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from shardwise.layout.boxes import Region, full_region
+from shardwise.unit.cut import Cut
+from shardwise.unit.inner import has_own_gather, inner_of, plain_parts
 from shardwise.unit.param import ShardedParam
 
 
@@ -29,6 +31,8 @@ class Place:
     """One parameter: all its names, and the memory of its elements [lo, hi); a plain one has all.
 
     ``held`` is what the optimizer knows it by, ``param`` what the engine does, if it is sharded.
+    A parameter that is made of several plain tensors has a place for each; the optimizer's state is
+    under the names of the ``first``, with ``suffixes`` behind those of its tensors.
     """
 
     names: tuple[str, ...]
@@ -38,21 +42,39 @@ class Place:
     hi: int
     data: torch.Tensor
     param: ShardedParam | None
+    cut: Cut | None
+    is_first: bool = True
+    suffixes: tuple[str, ...] = ("",)
 
     @property
     def piece(self) -> Region:
         """The box of the parameter whose flattened elements [lo, hi) are."""
-        if self.param is None:
-            return full_region(self.shape)
-        piece: Region = self.param.cut.piece
-        return piece
+        return full_region(self.shape) if self.cut is None else self.cut.piece
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The elements [lo, hi) that each rank of the shard axis works on."""
-        if self.param is None or self.param.cut.layout is None or self.param.dim > 0:
+        if self.param is None or self.cut is None or self.cut.layout is None or self.param.dim > 0:
             return ((0, self.piece.numel),)
-        return self.param.cut.ranges
+        return self.cut.ranges
+
+    @property
+    def of_own_class(self) -> torch.Tensor | None:
+        """This rank's part of the parameter, where it is of a class that defines its own gather."""
+        local: torch.Tensor = self.held if self.param is None else self.param.sharded._local_tensor
+        return local if has_own_gather(local) else None
+
+    def state_of_class(self, before: Any) -> torch.Tensor:
+        """Return what an optimizer makes of a parameter of its own class: ``before``, if it fits."""
+        local = self.of_own_class
+        assert local is not None
+        if isinstance(before, torch.Tensor) and before.shape == self.held.shape:
+            inside = before._local_tensor if isinstance(before, DTensor) else before
+            is_alike = self.param is None or self.param.form.is_alike(before)
+            if is_alike and tuple(plain_parts(inside)) == self.suffixes:
+                return before
+        made = torch.zeros_like(local)
+        return made if self.param is None else self.param.form.like(made)
 
     def state_like(self, dtype: torch.dtype, before: Any) -> torch.Tensor:
         """Return memory for state that is cut as the parameter is: ``before``, if it fits."""
@@ -105,7 +127,7 @@ def host_of(model: nn.Module) -> Host:
 
 
 class _Sharded:
-    """A model of ``shard()``; its engine refuses to run what is half loaded."""
+    """A sharded model; its engine refuses to run what is half loaded."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
@@ -113,19 +135,8 @@ class _Sharded:
         self.control: Control = engine.everyone
         self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
         self.device = engine.comm.device
-        self._params = [param for unit in engine.units for param in unit.params]
-        self.places: Sequence[Place] = [
-            Place(
-                param_names(param),
-                param.sharded,
-                param.cut.shape,
-                param.cut.lo,
-                param.cut.hi,
-                param.sharded.to_local(),
-                param,
-            )
-            for param in self._params
-        ]
+        params = [param for unit in engine.units for param in unit.params]
+        self.places: Sequence[Place] = [place for param in params for place in _places_of(param)]
         self.elsewhere = self._names_elsewhere(model)
 
     def _names_elsewhere(self, model: nn.Module) -> frozenset[str]:
@@ -161,6 +172,27 @@ class _Sharded:
         self._engine.conditions.refuse(why)
 
 
+def _places_of(param: ShardedParam) -> list[Place]:
+    names, held = param_names(param), param.sharded
+    parts = inner_of(held._local_tensor, param.cut, names[0])
+    suffixes = tuple(part.suffix for part in parts)
+    return [
+        Place(
+            tuple(name + part.suffix for name in names),
+            held,
+            part.cut.shape,
+            part.cut.lo,
+            part.cut.hi,
+            part.local.detach(),
+            param,
+            part.cut,
+            part is parts[0],
+            suffixes,
+        )
+        for part in parts
+    ]
+
+
 class _Plain:
     """A model that is not sharded, which nobody can keep from running."""
 
@@ -182,9 +214,20 @@ class _Plain:
         self.device = next((param.device for param in names), torch.device("cpu"))
         self.places: Sequence[Place] = [
             Place(
-                tuple(of_param), param, tuple(param.shape), 0, param.numel(), param.detach(), None
+                tuple(name + suffix for name in of_param),
+                param,
+                tuple(part.shape),
+                0,
+                part.numel(),
+                part.detach(),
+                None,
+                None,
+                number == 0,
+                tuple(parts),
             )
             for param, of_param in names.items()
+            for parts in (plain_parts(param),)
+            for number, (suffix, part) in enumerate(parts.items())
         ]
 
     def check(self) -> None:

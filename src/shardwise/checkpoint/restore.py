@@ -15,6 +15,7 @@ from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import local_piece, names_of_params, persistent_buffers
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Region
+from shardwise.unit.inner import cut_by_rows, plain_parts
 from shardwise.unit.plain_state import PLAIN_SCALARS
 
 _SHOWN = 5
@@ -183,7 +184,7 @@ def match_optimizer(
     places = [*(place for place, _ in matched.places), *matched.missing]
     here = [
         {saved_names[id(place)] for place in group if id(place) in saved_names}
-        for group in names_of_params([(p.held, p) for p in places], optimizer)
+        for group in names_of_params([(p.held, p) for p in places if p.is_first], optimizer)
     ]
     # What is tied here has one name, what this model has not (without strict) has none.
     known = {n: saved for place, saved in matched.places for n in (*place.names, saved)}
@@ -231,10 +232,16 @@ def optimizer_targets(
     states: dict[Place, dict[str, Any]] = {}
     targets = []
     for place, name in matched.places:
-        if id(place.held) not in in_optimizer:
+        if id(place.held) not in in_optimizer or not place.is_first:
             continue
         state = dict(info.state.get(name, {}))
         before = optimizer.state.get(place.held, {})
+        if place.of_own_class is not None:
+            of_class, rest = _states_of_class(source, by_name.get(name, ()), place, before)
+            by_name[name] = rest
+            for key, (value, into) in of_class.items():
+                state[key] = value
+                targets += into
         for tensor in by_name.get(name, ()):
             is_cut = _is_cut(source, tensor, place)
             dtype = torch_dtype(tensor.dtype)
@@ -250,6 +257,32 @@ def optimizer_targets(
             targets.append(_state_target(tensor, place, value))
         states[place] = state
     return states, targets
+
+
+def _states_of_class(
+    source: Checkpoint, found: Sequence[TensorInfo], place: Place, before: Mapping[str, Any]
+) -> tuple[dict[str, tuple[torch.Tensor, list[Target]]], list[TensorInfo]]:
+    """Return the state of a parameter of its own class, by key, with what is read; and the rest."""
+    by_state = {tensor.state: tensor for tensor in found}
+    made: dict[str, tuple[torch.Tensor, list[Target]]] = {}
+    last = place.suffixes[-1]
+    assert place.of_own_class is not None
+    rest = [part.shape[1:] for part in plain_parts(place.of_own_class).values()]
+    shapes = [(place.shape[0], *each) for each in rest]
+    for key in [state.removesuffix(last) for state in by_state if state.endswith(last)]:
+        infos = [by_state[key + s] for s in place.suffixes if key + s in by_state]
+        if [info.shape for info in infos] != shapes:
+            continue
+        value = place.state_of_class(before.get(key))
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        into = []
+        for tensor, part in zip(infos, plain_parts(local).values(), strict=True):
+            cut = None if place.param is None else cut_by_rows(tensor.shape, place.param.cut)
+            begin, end = (0, tensor.numel) if cut is None else (cut.lo, cut.hi)
+            into.append(Target(tensor, begin, end, part.detach()))
+            del by_state[tensor.state]
+        made[key] = value, into
+    return made, list(by_state.values())
 
 
 def _check_blocks(source: Checkpoint, info: TensorInfo, place: Place) -> None:

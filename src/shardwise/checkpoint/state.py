@@ -34,6 +34,8 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region
+from shardwise.unit.cut import Cut
+from shardwise.unit.inner import cut_by_rows, inner_of, plain_parts
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
@@ -124,12 +126,16 @@ def collect(
     engine.rest("save()")
     params = [param for unit in engine.units for param in unit.params]
     layouts = _Layouts(engine)
-    cuts = {id(param): layouts.cut_of(param) for param in params}
-    sharded = [_sliced(cuts[id(param)], "", param.sharded) for param in params]
+    cuts: dict[int, _Cut] = {}
+    sharded: list[Item] = []
+    for param in params:
+        of_param = layouts.items_of(param, param_names(param)[0], "", param.sharded._local_tensor)
+        cuts[id(param)] = of_param[0][0]  # by whose name the optimizer's state goes
+        sharded += [item for _, item in of_param]
     uncut: list[Item] = []
     row = None
     if optimizer is not None:
-        row = _collect_optimizer(optimizer, params, cuts, sharded, uncut)
+        row = _collect_optimizer(optimizer, params, cuts, layouts, sharded, uncut)
     for name, buffer in persistent_buffers(model):
         uncut.append(_uncut(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
     values, own = _own_values(model, extra, generators)
@@ -140,7 +146,7 @@ def collect(
         layouts=tuple(layouts.rows),
         sharded=tuple(sharded),
         uncut=tuple(uncut),
-        tied={name: param_names(s)[0] for s in params for name in param_names(s)[1:]},
+        tied=dict(pair for param in params for pair in _tied_names(param)),
         optimizer=row,
         own=own,
         values=values,
@@ -151,6 +157,13 @@ def collect(
         ),
         is_alike=not has_pieces and are_all(engine.everyone, layouts.meshes),
     )
+
+
+def _tied_names(param: ShardedParam) -> Iterator[tuple[str, str]]:
+    """Yield the further names of a parameter, or of what it is made of, with the first."""
+    first, *others = param_names(param)
+    for suffix in plain_parts(param.sharded._local_tensor):
+        yield from ((name + suffix, first + suffix) for name in others)
 
 
 def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
@@ -238,9 +251,33 @@ class _Layouts:
         self.rows.append(LayoutRow(kind=kind, shapes=shapes, mesh=self.meshes.index(mesh)))
         return len(self.rows) - 1
 
-    def cut_of(self, param: ShardedParam) -> _Cut:
+    def items_of(
+        self, param: ShardedParam, name: str, state: str, local: torch.Tensor
+    ) -> list[tuple[_Cut, Item]]:
+        """List a parameter, or a state of it of which ``local`` is this rank's part.
+
+        Several items for a tensor that is made of several: Note [What is stored of a tensor
+        subclass].
+        """
+        found = []
+        for part in inner_of(local, param.cut, name):
+            if param.storage is not None:
+                cut = self._cut_of(param, name)
+            else:
+                of = part.cut if part.cut is not param.cut else cut_by_rows(param.shape, param.cut)
+                cut = self._cut_apart(of, name if state else name + part.suffix)
+            found.append((cut, _sliced(cut, state + part.suffix if state else "", part.local)))
+        return found
+
+    def _cut_apart(self, cut: Cut, name: str) -> _Cut:
+        """Say what this rank has of a tensor that lies in no storage."""
+        assert cut.layout is not None
+        number = self._add("rows", (cut.shape,), self._ranks_of(cut.comm))
+        return _Cut(name, cut.shape, number, 0, cut.lo, slice(None), None)
+
+    def _cut_of(self, param: ShardedParam, name: str) -> _Cut:
         """Say what this rank has of a parameter, and in which layout that is."""
-        storage, cut, name = param.storage, param.cut, param_names(param)[0]
+        storage, cut = param.storage, param.cut
         box: Region = cut.piece
         piece = box if box.shape != cut.shape else None
         if param.dim == 0:
@@ -262,8 +299,8 @@ class _Layouts:
         return self._ranks[id(comm)]
 
 
-def _sliced(cut: _Cut, state: str, tensor: Any) -> Item:
-    data = tensor.to_local().reshape(-1)[cut.inside]
+def _sliced(cut: _Cut, state: str, local: torch.Tensor) -> Item:
+    data = local.detach().reshape(-1)[cut.inside]
     kind: Kind = "optimizer" if state else "param"
     info = TensorInfo(kind, cut.name, dtype_name(data.dtype, cut.name), cut.shape, state)
     return Item(info, data, cut.layout, cut.index, cut.lo, cut.piece)
@@ -297,6 +334,7 @@ def _collect_optimizer(
     optimizer: torch.optim.Optimizer,
     params: list[ShardedParam],
     cuts: Mapping[int, _Cut],
+    layouts: _Layouts,
     sharded: list[Item],
     uncut: list[Item],
 ) -> OptimizerRow:
@@ -310,7 +348,9 @@ def _collect_optimizer(
             if isinstance(value, DTensor):
                 if not param.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)
-                sharded.append(_sliced(cut, key, value))
+                local = value._local_tensor
+                of_state = layouts.items_of(param, cut.name, key, local)
+                sharded += [item for _, item in of_state]
             elif isinstance(value, torch.Tensor):
                 uncut.append(
                     _uncut(TensorInfo("optimizer", cut.name, "", tuple(value.shape), key), value)

@@ -123,17 +123,6 @@ class OwnGather:
         self._sizes: list[torch.Size] = []
         self._inner: list[torch.Tensor] = []
 
-    @staticmethod
-    def is_of(local: torch.Tensor) -> bool:
-        """Tell whether a local tensor has the two methods."""
-        has = [hasattr(local, f"fsdp_{when}_all_gather") for when in ("pre", "post")]
-        if has[0] != has[1]:
-            raise AssertionError(
-                "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
-                f"all-gather extensions: {local}"
-            )
-        return has[0]
-
     def attach(self, view: torch.Tensor, local_shape: tuple[int, ...]) -> torch.Tensor:
         """Refuse: nothing of it lies in a storage."""
         raise AssertionError("a tensor with a gather of its own lies in no storage")

@@ -9,10 +9,11 @@ a dict that was not seen before is looked through once. What has its parameter's
 is right for every optimizer whose state is elementwise; counts and other values stay.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -75,6 +76,20 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for param, state in found:
         optimizer.state[param] = state
     vars(optimizer)[_SEEN] = optimizer.state
+
+
+def cut_state_dict(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of whole tensors, each cut like the sharded tensor of its name."""
+    held = model.state_dict(keep_vars=True)
+
+    def cut(name: str, value: Any) -> Any:
+        ours = held.get(name)
+        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        fits = is_whole and isinstance(ours, DTensor) and value.shape == ours.shape
+        return cut_like(ours, value) if fits else value  # torch names what does not fit
+
+    with torch.no_grad():
+        return {name: cut(name, value) for name, value in values.items()}
 
 
 def cut_like(param: Any, whole: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ class GroupEngine(Engine):
 
 def _kind_of(param: Any) -> str:
     if not param.encoding.in_storage:
-        return "a tensor of a class that defines its own gather"
+        return "a tensor of a class that defines its own gather, and not cut along dim 0 alone"
     return "on the meta device still"
 
 

@@ -26,8 +26,10 @@ from shardwise.stages import STAGES, UnitSettings
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
+from shardwise.unit.cut import make_cut
 from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
+from shardwise.unit.inner import has_own_gather
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.pieces import as_dtensor, cut_along, cut_piece
@@ -156,16 +158,19 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
     if unit.nearby is not None:
         unit.nearby.forget()
     storages: list[Storage] = []
+    axis = unit.comm.axes.shard
     groups: dict[Any, list[ShardedParam]] = {}
     for param in unit.params:
         local, param.cut = param.sharded._local_tensor, None
-        if OwnGather.is_of(local):
+        if has_own_gather(local):
             param.lie_apart(OwnGather(asked.mp))
+            if not (param.dim or param.form.outer or local.is_meta):
+                layout = build_layout("rows", [param.shape], axis.size)
+                param.cut = make_cut(param.shape, layout, 0, unit.comm)
             continue
         param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else AS_IT_LIES)
         if not local.is_meta:
             groups.setdefault((*_dtypes(unit, local), param.dim > 0), []).append(param)
-    axis = unit.comm.axes.shard
     for (master, compute, _), params in groups.items():
         shapes = [_shape_in_memory(param, axis.size) for param in params]
         layout = build_layout("rows", shapes, axis.size)
@@ -189,7 +194,7 @@ def _reread(param: ShardedParam) -> bool:
     param.sharded = found
     vars(found)[FULLY_SHARD] = OfFullyShard(param)
     local = found._local_tensor
-    return local is not param.local or OwnGather.is_of(local) == param.encoding.in_storage
+    return local is not param.local or has_own_gather(local) == param.encoding.in_storage
 
 
 def _shape_in_memory(param: ShardedParam, num_ranks: int) -> tuple[int, ...]:

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_checkpoint
 from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.unit.plain_state import cut_like
+from shardwise.unit.plain_state import cut_like, cut_state_dict
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -172,7 +171,7 @@ def _load_file(
     checkpoint: dict[str, Any] = torch.load(
         path, map_location="cpu", weights_only=weights_only, mmap=True
     )
-    _load_full_values(module, checkpoint.pop("state_dict"), strict)
+    module.load_state_dict(cut_state_dict(module, checkpoint.pop("state_dict")), strict=strict)
     states = checkpoint.pop("optimizer_states", [])
     if optimizers and len(states) != len(optimizers):
         raise CheckpointError(
@@ -183,16 +182,6 @@ def _load_file(
     for optimizer, state in zip(optimizers, states, strict=False):
         _load_full_state(optimizer, state)
     return checkpoint
-
-
-def _load_full_values(module: nn.Module, values: Mapping[str, Any], strict: bool) -> None:
-    """Load a state dict of full tensors; torch's DTensors, as of fully_shard, take but their own."""
-    held = module.state_dict(keep_vars=True)
-    cut = {
-        name: _cut_like(held[name], value) if isinstance(held.get(name), DTensor) else value
-        for name, value in values.items()
-    }
-    module.load_state_dict(cut, strict=strict)
 
 
 def _load_full_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.peft import save_adapter
 from shardwise.interop.transformers.saving import save_pretrained
+from shardwise.unit.plain_state import cut_state_dict
 
 
 def prepare(model: Any) -> Any:
@@ -49,6 +50,7 @@ def prepare(model: Any) -> Any:
     elif hasattr(model, "peft_config"):
         vars(model)["save_pretrained"] = partial(_save_adapters, model)
     model.to = partial(_to, model)
+    model.load_state_dict = partial(_load_state_dict, model)
     _mark_for_trainer(model)
     return model
 
@@ -107,6 +109,11 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
         "resize_token_embeddings: the model is sharded, and its shards keep their shapes. Resize "
         "the plain model before shard(); after from_pretrained(), resize a plain copy and save it"
     )
+
+
+def _load_state_dict(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load values that are whole too, each rank its part of them: torch's DTensors take no whole."""
+    return type(model).load_state_dict(model, cut_state_dict(model, state_dict), *args, **kwargs)
 
 
 def _to(model: Any, *args: Any, **kwargs: Any) -> Any:

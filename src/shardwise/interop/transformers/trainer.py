@@ -33,6 +33,7 @@ from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
 from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.saving import save_weights
+from shardwise.unit.clipping import clip_grad_norm_
 from shardwise.versions import load_neighbour
 
 FOLDER = "shardwise"  # in each checkpoint: the slices of master weights and optimizer state
@@ -95,6 +96,17 @@ class _Sharded:
                     "would train nothing; build the optimizer after the model is sharded"
                 )
         return optimizer
+
+    def _has_mixed_mesh_grads(self: Any, model: Any) -> bool:
+        """Let the norm of gradients on any meshes be ours."""
+        return is_sharded(self.model) or super()._has_mixed_mesh_grads(model)  # type: ignore[misc]
+
+    def _mixed_mesh_grad_norm(self: Any, model: Any, max_norm: float) -> Any:
+        """Clip by the norm of all gradients over all ranks."""
+        if not is_sharded(self.model):
+            return super()._mixed_mesh_grad_norm(model, max_norm)  # type: ignore[misc]
+        self.accelerator.unscale_gradients()
+        return clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model as a folder of Hugging Face; every rank takes part."""

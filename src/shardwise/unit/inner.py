@@ -1,0 +1,127 @@
+"""Tensors of classes that define their own gather, as the plain tensors that they are made of.
+
+Note [What is stored of a tensor subclass]
+Float8 and quantized weights are tensors of a class with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather`. What such a tensor holds, and an optimizer updates, are the plain tensors
+inside it: those that `__tensor_flatten__` names, or else its attributes. Each is cut by rows as the
+tensor is, so that any number of ranks can read what any other wrote. The only one, of the tensor's
+own shape, goes under the tensor's name; several go under that with the attribute behind. One that
+has no row for each row of the tensor tells nobody how it would be cut, and is refused.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.errors import ConfigError
+from shardwise.layout.segments import build_layout
+from shardwise.unit.cut import Cut, make_cut
+
+
+@dataclass(frozen=True, eq=False)
+class Inner:
+    """One plain tensor of a parameter: ``suffix`` of its name, this rank's part, and its cut."""
+
+    suffix: str
+    local: torch.Tensor
+    cut: Cut
+
+
+def has_own_gather(local: torch.Tensor) -> bool:
+    """Tell whether a tensor is of a class that defines its own gather, both methods of it."""
+    has = [hasattr(local, f"fsdp_{when}_all_gather") for when in ("pre", "post")]
+    if has[0] != has[1]:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions: {local}"
+        )
+    return has[0]
+
+
+def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the plain tensors that a tensor is made of, by suffix; "" is the only one, alike.
+
+    See Note [What is stored of a tensor subclass].
+    """
+    if not has_own_gather(tensor):
+        return {"": tensor}
+    parts = dict(_walk(tensor.detach()))
+    if len(parts) == 1:
+        (only,) = parts.values()
+        return {"": only} if only.shape == tensor.shape else parts
+    return parts
+
+
+def _walk(tensor: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if type(tensor) is torch.Tensor:
+        yield path, tensor
+        return
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names = flatten()[0]
+    else:
+        names = [name for name, value in vars(tensor).items() if isinstance(value, torch.Tensor)]
+    if not names:  # a class that adds methods to a tensor with memory of its own
+        yield path, tensor.as_subclass(torch.Tensor)
+    for name in names:
+        yield from _walk(getattr(tensor, name), f"{path}.{name}")
+
+
+def cut_by_rows(shape: tuple[int, ...], cut: Cut) -> Cut:
+    """Describe a tensor that is cut by rows over the ranks over which another one is."""
+    if cut.layout is None:
+        return make_cut(shape, None, 0, cut.comm)
+    return make_cut(shape, build_layout("rows", [shape], cut.layout.num_ranks), 0, cut.comm)
+
+
+def inner_of(local: torch.Tensor, cut: Cut, name: str) -> list[Inner]:
+    """Return what a sharded tensor is made of: itself, or the plain tensors inside it.
+
+    **Raises** ConfigError, naming it, for one that is not cut by rows with the tensor.
+    """
+    if not has_own_gather(local):
+        return [Inner("", local, cut)]
+    found = []
+    for suffix, part in plain_parts(local).items():
+        if not part.dim() or part.shape[0] != local.shape[0]:
+            raise ConfigError(
+                f"parameter '{name}' is a {type(local).__name__}, whose '{suffix[1:]}' has shape "
+                f"{tuple(part.shape)}: not a row for each of the parameter's, so nobody can tell "
+                "how it is cut; use torch.distributed.checkpoint for such a model"
+            )
+        found.append(Inner(suffix, part, cut_by_rows((cut.shape[0], *part.shape[1:]), cut)))
+    return found
+
+
+@torch.no_grad()
+def gather_whole(local: torch.Tensor, cut: Cut, name: str = "(tensor)") -> torch.Tensor:
+    """Return the whole tensor, of the class of this rank's part.
+
+    **Cost** one all-gather for each plain tensor that it is made of.
+    """
+    if not has_own_gather(local):
+        return cut.gather(local)
+    full = local.new_zeros(cut.shape)
+    for mine, into in zip(inner_of(local, cut, name), plain_parts(full).values(), strict=True):
+        into.copy_(mine.cut.gather(mine.local))
+    return full
+
+
+@torch.no_grad()
+def write_whole(local: torch.Tensor, cut: Cut, full: torch.Tensor, name: str) -> None:
+    """Let this rank's part have the values of a whole tensor, of the same class or plain."""
+    if not has_own_gather(local):
+        local.copy_(cut.slice_of(full))
+        return
+    fulls = plain_parts(full).values()
+    for mine, values in zip(inner_of(local, cut, name), fulls, strict=True):
+        mine.local.copy_(mine.cut.slice_of(values))
+        torch.autograd.graph.increment_version(local)
+
+
+def version_of(local: torch.Tensor) -> int:
+    """Return a number that changes whenever a tensor, or one that it is made of, is modified."""
+    parts = [part for part in plain_parts(local).values() if part is not local]
+    return local._version + sum(part._version for part in parts)

@@ -1,0 +1,151 @@
+"""Tensors of classes that define their own gather, as float8 and quantized weights do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter
+from torch.utils import _pytree as pytree
+
+
+class HalfSent(Tensor):
+    """Values in fp32 that are gathered in bf16; it has no ``__tensor_flatten__``."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "HalfSent":
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HalfSent({self._values})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t._values, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, cls, out)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        rows = -(-outer_size[0] // mesh.size())
+        padded = torch.zeros((rows, *outer_size[1:]), dtype=torch.bfloat16)
+        padded[: self.shape[0]].copy_(self._values)
+        return (padded,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        (gathered,) = outputs
+        if out is not None:
+            with _unsafe_preserve_version_counter(out):
+                out.copy_(gathered[: out.shape[0]])
+            return None
+        upcast = gathered.to(param_dtype)
+        return upcast, (upcast,)
+
+
+class Sum(Tensor):
+    """The sum of two tensors of different widths: ``wide`` and, per row, ``shift``."""
+
+    @staticmethod
+    def __new__(cls, wide: Tensor, shift: Tensor) -> "Sum":
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            wide.shape,
+            strides=wide.stride(),
+            storage_offset=wide.storage_offset(),
+            dtype=wide.dtype,
+            device=wide.device,
+        )
+
+    def __init__(self, wide: Tensor, shift: Tensor) -> None:
+        self.wide, self.shift = wide, shift
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Sum({self.wide}, {self.shift})"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["wide", "shift"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, metadata: Any, size: Any, stride: Any) -> "Sum":
+        return Sum(inner["wide"], inner["shift"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        """Run on both: a plain gradient beside it has a column of sums for the shift."""
+        kwargs = kwargs or {}
+
+        def narrow(value: Any) -> Any:
+            if isinstance(value, cls):
+                return value.shift
+            return value.sum(1, keepdim=True) if value.dim() == 2 else value
+
+        if func in (torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default):
+            own, size, *others = args
+            parts = [
+                func(own.wide, size, *others, **kwargs),
+                func(own.shift, [size[0], 1], *others, **kwargs),
+            ]
+            return cls(*parts)
+        wides = pytree.tree_map_only(cls, lambda t: t.wide, (args, kwargs))
+        shifts = pytree.tree_map_only(Tensor, narrow, (args, kwargs))
+        out, other = func(*wides[0], **wides[1]), func(*shifts[0], **shifts[1])
+        if func.overloadpacket.__name__.endswith("_"):
+            return args[0]
+        flat, spec = pytree.tree_flatten(out)
+        pairs = zip(flat, pytree.tree_leaves(other), strict=True)
+        return pytree.tree_unflatten(
+            [cls(a, b) if isinstance(a, Tensor) else a for a, b in pairs], spec
+        )
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.wide, self.shift), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        wide, shift = outputs
+        if out is not None:
+            with _unsafe_preserve_version_counter(out):
+                torch.add(wide, shift, out=out)
+            return None
+        made = wide + shift
+        return made, (made,)
+
+
+KINDS: dict[str, Any] = {
+    "half": HalfSent,
+    "sum": lambda values: Sum(values, values.new_full((values.shape[0], 1), 0.5)),
+}
+
+
+class OwnNet(nn.Module):
+    """Linear maps whose weights define their own gather, beside plain biases and a plain head."""
+
+    def __init__(self, kind: str, rows: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(nn.Linear(rows, rows) for _ in range(2))
+        self.head = nn.Linear(rows, 3)
+        for block in self.blocks:
+            block.weight = nn.Parameter(KINDS[kind](block.weight.detach().clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
