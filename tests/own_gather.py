@@ -95,7 +95,8 @@ class Sum(Tensor):
                 return value.shift
             return value.sum(1, keepdim=True) if value.dim() == 2 else value
 
-        if func in (torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default):
+        aten = torch.ops.aten
+        if func in (aten.new_zeros.default, aten.new_empty.default, aten.view.default):
             own, size, *others = args
             parts = [
                 func(own.wide, size, *others, **kwargs),

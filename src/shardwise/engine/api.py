@@ -28,6 +28,7 @@ from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.trace import FullParamLedger, Stats
+from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
 from shardwise.unit.tensor import ShardTensor
@@ -282,8 +283,10 @@ def stats(model: nn.Module) -> Stats:
     for traffic in traffics.values():
         sent_bytes.update(traffic.sent_bytes)
         num_collectives.update(traffic.num_collectives)
+    apart = [p.sharded._local_tensor for p in params if not p.encoding.in_storage]
+    apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
     return Stats(
-        param_shard_bytes=sum(s.shard_bytes for s in storages),
+        param_shard_bytes=sum(s.shard_bytes for s in storages) + apart_bytes,
         param_full_bytes=kept,
         param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,

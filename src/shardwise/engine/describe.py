@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 from shardwise.engine.api import engine_of
 from shardwise.layout.boxes import Region
 from shardwise.quantities import format_bytes, format_count
+from shardwise.unit.inner import inner_of
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
 
@@ -147,6 +148,13 @@ def _describe_unit(unit: Unit) -> UnitDescription:
             str(d).removeprefix("torch.") for d in (storage.master.dtype, storage.full.dtype)
         )
         names.add(master if master == compute else f"{master} (computes in {compute})")
+    for param in (param for param in unit.params if not param.encoding.in_storage):
+        numel += prod(param.shape)
+        local = param.sharded._local_tensor
+        for part in inner_of(local, param.cut, param.name):
+            full += prod(part.cut.shape) * part.local.element_size()
+            rank_bytes += part.local.nbytes
+        names.add(type(local).__name__)
     return UnitDescription(
         name=unit.name,
         class_name=type(unit.module).__name__,

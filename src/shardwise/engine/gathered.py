@@ -20,7 +20,7 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
-from shardwise.unit.cut import Cut
+from shardwise.unit.inner import gather_whole, has_own_gather, inner_of, plain_parts
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.pieces import local_of
 from shardwise.unit.plain_state import owner_of
@@ -45,7 +45,8 @@ def gathered(
     gradient penalties (``create_graph=True``) may be computed inside: what a backward pass leaves
     in them is reduced and added to the shards' ``p.grad`` when the context ends, and by a backward
     pass after it at once; then, at stage 3, all ranks must have used the same units. With
-    ``writeback``, and for named parameters, they require none.
+    ``writeback``, and for named parameters, they require none, nor do those of a class that defines
+    its own gather, which stand in the model as this class.
 
     **Cost** one all-gather per parameter; the full parameters in memory until the end, or until a
     graph recorded inside is dropped.
@@ -64,7 +65,8 @@ def gathered(
     versions = [full._version for full in fulls]
     ways: list[_Way] = []
     if in_model and not writeback:
-        ways = [_Way(param, full) for param, full in zip(params, fulls, strict=True)]
+        pairs = zip(params, fulls, strict=True)
+        ways = [_Way(param, full) for param, full in pairs if not has_own_gather(full)]
     if in_model:
         _put(params, fulls)
     try:
@@ -133,20 +135,28 @@ def _reduce(
 
 def _differs(param: ShardedParam, full: nn.Parameter) -> bool:
     """Tell whether this rank's elements differ: what ``.data`` writes has no version."""
-    here = param.sharded.to_local()
-    if full.shape != param.cut.shape or full.dtype != here.dtype:
+    if full.shape != param.cut.shape or full.dtype != param.sharded.dtype:
         return True
-    bits = [
-        t.contiguous().view(-1).view(torch.uint8)
-        for t in (_slice_of(param, full.data).to(here.device), here)
-    ]
-    return not torch.equal(*bits)
+    return not all(
+        torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (here, value)))
+        for here, value in _compared(param, full)
+    )
 
 
-def _slice_of(param: ShardedParam, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a parameter, full or as it stood in the model."""
-    cut: Cut = param.cut
-    return cut.slice_of_piece(local_of(full)) if isinstance(full, DTensor) else cut.slice_of(full)
+def _compared(
+    param: ShardedParam, full: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this rank's elements of a parameter, with those of it full or as it stood in the model.
+
+    Several pairs for one that is made of several tensors.
+    """
+    local, cut = param.sharded._local_tensor.detach(), param.cut
+    if isinstance(full, DTensor):
+        yield local, cut.slice_of_piece(local_of(full)).to(local.device)
+        return
+    fulls = plain_parts(full.data).values()
+    for part, value in zip(inner_of(local, cut, param.name), fulls, strict=True):
+        yield part.local.detach(), part.cut.slice_of(value).to(local.device)
 
 
 def _params_of(targets: tuple[nn.Module | torch.Tensor, ...]) -> tuple[Engine, list[ShardedParam]]:
@@ -186,6 +196,8 @@ def _standing(param: ShardedParam, in_model: bool, device: torch.device) -> nn.P
     In the model it is what it was before it was sharded, with tensor parallelism a DTensor.
     """
     local = param.sharded._local_tensor
+    if has_own_gather(local):
+        return nn.Parameter(gather_whole(local, param.cut, param.name).to(device), False)
     full: torch.Tensor = (param.cut.gather_piece if in_model else param.cut.gather)(local)
     full = (full.clone() if full.data_ptr() == local.data_ptr() else full).to(device)
     return nn.Parameter(param.form.full(full) if in_model else full, requires_grad=False)
@@ -217,8 +229,11 @@ def _write_back(
 ) -> None:
     for param, full in zip(params, fulls, strict=True):
         if source is not None:
-            param.unit.comm.broadcast(local_of(full.data), _SITE, source)
-        param.sharded.to_local().copy_(_slice_of(param, full))
+            for part in plain_parts(local_of(full.data)).values():
+                param.unit.comm.broadcast(part, _SITE, source)
+        for here, value in _compared(param, full):
+            here.copy_(value)
+        torch.autograd.graph.increment_version(param.sharded._local_tensor)
 
 
 def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:

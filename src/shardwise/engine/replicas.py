@@ -25,6 +25,7 @@ from shardwise.engine.agreement import find_difference
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ReplicaError
+from shardwise.unit.inner import plain_parts
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
@@ -158,11 +159,13 @@ def _entries(
                         yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
 
 
-def _has_fresh_copy(unit: Unit, storage: Storage) -> bool:
+def _has_fresh_copy(unit: Unit, storage: Storage | None) -> bool:
     """Tell whether the full copy stays, is whole, and is other memory than this rank's slices.
 
     One that comes and goes must not be lent to numpy: its storage could not be freed any more.
     """
+    if storage is None:  # of a class that defines its own gather
+        return False
     is_value = storage.aliased and not storage.needs_gather
     is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
     return is_complete and not is_value and not storage.frees
@@ -175,8 +178,11 @@ def _full_of(param: ShardedParam) -> torch.Tensor:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    flat = local.contiguous().cpu().reshape(-1)
-    return xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy().data)
+    digest = xxhash.xxh3_128()
+    for part in plain_parts(local).values():
+        flat = part.contiguous().cpu().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoReturn:

@@ -8,9 +8,11 @@ import inspect
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import _unsafe_preserve_version_counter
 
 from shardwise.comm.pending import GatherItem
 from shardwise.layout.segments import Segment
+from shardwise.unit.inner import version_of
 
 
 class Encoding(Protocol):
@@ -116,8 +118,10 @@ class OwnGather:
     in_storage = False
     puts_together = True
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Any, frees: bool = True) -> None:
+        self.frees = frees  # when the unit gives its full parameters up
         self._policy = policy
+        self._version: int | None = None  # of what was gathered last, while its memory stays
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._sizes: list[torch.Size] = []
@@ -128,12 +132,17 @@ class OwnGather:
         raise AssertionError("a tensor with a gather of its own lies in no storage")
 
     def spread(self, full: torch.Tensor) -> torch.Tensor:
-        """Refuse: nothing of it lies in a storage."""
-        raise AssertionError("a tensor with a gather of its own lies in no storage")
+        """Return a full gradient as it is: every rank's rows lie one after the other."""
+        return full
+
+    def is_fresh(self, param: Any) -> bool:
+        """Tell whether what was gathered last is there, and not older than the sharded one."""
+        return self._version == version_of(param.sharded._local_tensor)
 
     @torch.no_grad()
     def start(self, param: Any) -> list[GatherItem]:
         """Ask the local tensor what to gather, and list it."""
+        self._version = version_of(param.sharded._local_tensor)
         local = param.sharded._local_tensor.to(param.unit.comm.device)
         self._local = local
         prepare = local.fsdp_pre_all_gather
@@ -185,11 +194,13 @@ class OwnGather:
         else:
             for tensor in self._inner:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
-            self._local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.full)
+            with _unsafe_preserve_version_counter(param.full):  # what a graph has saved is whole
+                self._local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.full)
         del self._local
         return made
 
     def free(self) -> None:
         """Give back the memory of what was gathered and of what was made of it."""
+        self._version = None
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)

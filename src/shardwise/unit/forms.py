@@ -61,6 +61,11 @@ class AsShardTensor:
             ShardTensor.wrap(local, self.cut, param), requires_grad=param.requires_grad
         )
 
+    def place_apart(self, param: Any, local: torch.Tensor) -> None:
+        """Make the parameter of elements that lie in no storage."""
+        made = ShardTensor.wrap(local, self.cut, param)
+        param.sharded = nn.Parameter(made, requires_grad=param.requires_grad)
+
     def like(self, local: torch.Tensor) -> DTensor:
         """Return a ShardTensor that no unit owns."""
         return ShardTensor.wrap(local, self.cut)
@@ -89,7 +94,8 @@ class AsShardTensor:
         if param.mean is None:
             param.mean = ShardTensor.wrap(mean, self.cut)
         else:
-            param.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+            if param.storage is not None:
+                param.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
             grad = param.mean
             (grad._local_tensor if isinstance(grad, ShardTensor) else grad).add_(mean)
 

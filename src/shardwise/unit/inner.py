@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.packed import waited_for
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import build_layout
 from shardwise.unit.cut import Cut, make_cut
@@ -55,6 +56,7 @@ def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _walk(tensor: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    tensor = waited_for(tensor)  # what DTensor has gathered
     if type(tensor) is torch.Tensor:
         yield path, tensor
         return
@@ -67,6 +69,26 @@ def _walk(tensor: torch.Tensor, path: str = "") -> Iterator[tuple[str, torch.Ten
         yield path, tensor.as_subclass(torch.Tensor)
     for name in names:
         yield from _walk(getattr(tensor, name), f"{path}.{name}")
+
+
+def chunk_of(values: torch.Tensor, num_ranks: int, rank: int, dim: int = 0) -> torch.Tensor:
+    """Return a rank's chunk, as ``torch.chunk`` cuts, in memory of its own.
+
+    The memory of a tensor subclass is that of the largest rank's, as its own gather may want it.
+    """
+    size = values.shape[dim]
+    rows = -(-size // num_ranks)
+    begin = min(rank * rows, size)
+    length = min(rows, size - begin)
+    chunk = values.narrow(dim, begin, length)
+    if type(values) is torch.Tensor:
+        return chunk.clone()  # a DTensor made of a view can be neither pickled nor copied
+    padded = list(values.shape)
+    padded[dim] = rows
+    made = values.new_zeros(padded)
+    if length:
+        made.narrow(dim, 0, length).copy_(chunk)
+    return made.narrow(dim, 0, length)
 
 
 def cut_by_rows(shape: tuple[int, ...], cut: Cut) -> Cut:
@@ -109,19 +131,6 @@ def gather_whole(local: torch.Tensor, cut: Cut, name: str = "(tensor)") -> torch
     return full
 
 
-@torch.no_grad()
-def write_whole(local: torch.Tensor, cut: Cut, full: torch.Tensor, name: str) -> None:
-    """Let this rank's part have the values of a whole tensor, of the same class or plain."""
-    if not has_own_gather(local):
-        local.copy_(cut.slice_of(full))
-        return
-    fulls = plain_parts(full).values()
-    for mine, values in zip(inner_of(local, cut, name), fulls, strict=True):
-        mine.local.copy_(mine.cut.slice_of(values))
-        torch.autograd.graph.increment_version(local)
-
-
 def version_of(local: torch.Tensor) -> int:
     """Return a number that changes whenever a tensor, or one that it is made of, is modified."""
-    parts = [part for part in plain_parts(local).values() if part is not local]
-    return local._version + sum(part._version for part in parts)
+    return local._version + sum(part._version for _, part in _walk(local))

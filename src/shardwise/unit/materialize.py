@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
@@ -29,11 +30,15 @@ from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
 from shardwise.stages import UnitSettings
 from shardwise.trace import FullParamLedger
+from shardwise.unit.cut import make_cut
+from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home
+from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, local_of, own_axes_of
 from shardwise.unit.rank_order import RankOrderSum
+from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -73,9 +78,27 @@ class Materializer:
         """Refuse what cannot be built, before anything is changed."""
         for spec in specs:
             for param in spec.params:
+                if has_own_gather(local_of(param.param)):
+                    self._check_own_gather(param)
                 if param.param.is_meta:
                     use = param.uses[0]
                     self._reset_of(use.module, use.name.rpartition(".")[0])
+
+    def _check_own_gather(self, spec: ParamSpec) -> None:
+        config, kind = self._config, type(local_of(spec.param)).__name__
+        reason = None
+        if not config.stage.shards_state:
+            reason = f"nothing is gathered at stage {config.stage.number}; use stage 1, 2 or 3"
+        elif config.offload is not None:
+            reason = "offload= takes plain parameters alone; leave it out"
+        elif spec.dim or isinstance(spec.param, DTensor):
+            reason = "it can be cut along dim 0 alone, by data parallelism alone"
+        elif spec.param.is_meta or not spec.param.shape:
+            reason = "it needs values, and a dim to be cut along"
+        if reason is not None:
+            raise ConfigError(
+                f"parameter '{spec.name}' is a {kind}, which defines its own gather: {reason}"
+            )
 
     @torch.no_grad()
     def build(self, spec: UnitSpec, index: int) -> Unit:
@@ -105,13 +128,47 @@ class Materializer:
             home=home,
         )
         groups: dict[tuple[Dtypes, bool, bool], list[ParamSpec]] = {}
+        own = [param for param in spec.params if has_own_gather(param.param)]
         for param in spec.params:  # frozen ones apart: they need no gradients, and never go stale
+            if any(param is each for each in own):
+                continue
             is_along_dim = param.dim > 0 and config.stage.shards_state
             key = self._dtypes(param.param), param.param.requires_grad, is_along_dim
             groups.setdefault(key, []).append(param)
         values = self._initialised(spec)
-        unit.lay_out([self._build_storage(unit, g[0], p, values) for g, p in groups.items()])
+        storages = [self._build_storage(unit, g[0], p, values) for g, p in groups.items()]
+        by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
+        for param in own:
+            by_dtype.setdefault(param.param.dtype, []).append(param)
+        unit.summed_apart = [self._build_apart(unit, params) for params in by_dtype.values()]
+        unit.lay_out(storages)
         return unit
+
+    def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> RowsApart:
+        """Add parameters of one dtype that define their own gather to a unit, cut by rows."""
+        axis, device, precision = unit.comm.axes.shard, self._device, unit.precision
+        shapes = [tuple(spec.param.shape) for spec in params]
+        layout = build_layout("rows", shapes, axis.size)
+        policy = MixedPrecisionPolicy(
+            precision.param, precision.reduce, cast_forward_inputs=precision.cast_inputs
+        )
+        made = []
+        for number, (spec, shape) in enumerate(zip(params, shapes, strict=True)):
+            value = spec.param.detach()
+            collective = CollectiveId("broadcast", spec.name, unit.index)
+            also = self._copied_over(spec.param, unit.comm)
+            for part in plain_parts(value).values():
+                unit.comm.broadcast(part, collective, also=also)
+            cut = make_cut(shape, layout, number, unit.comm)
+            form, is_trained = AsShardTensor(cut), spec.param.requires_grad
+            param = ShardedParam(unit, spec.uses, form, shape, is_trained, cut=cut)
+            form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
+            param.lie_apart(OwnGather(policy, frees=self._config.stage.frees_after_backward))
+            param.index = number
+            unit.add(param)
+            made.append(param)
+        dtype = params[0].param.dtype
+        return RowsApart(layout, axis.rank, tuple(made), dtype, precision.param or dtype, device)
 
     def _build_storage(
         self, unit: Unit, dtypes: Dtypes, params: list[ParamSpec], values: dict[str, torch.Tensor]

@@ -188,12 +188,13 @@ class ShardedParam:
 
     def set_requires_grad(self, requires_grad: bool) -> None:
         """Freeze or thaw the full parameter along with its shard."""
-        self.full.requires_grad_(requires_grad)
-        self.watch()
+        if self.full is not None:
+            self.full.requires_grad_(requires_grad)
+            self.watch()
 
     def add_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
         """Call ``hook`` with the parameter after a pass that gave it a reduced gradient."""
-        return self.grad_hooks.add(hook, self.full)
+        return self.grad_hooks.add(hook, self.sharded if self.full is None else self.full)
 
     # -- what checkpoints and contexts ask
     @property
@@ -204,7 +205,7 @@ class ShardedParam:
     @property
     def is_trained(self) -> bool:
         """Tell whether the parameter gets gradients."""
-        of = self.full if self.form.asks_unit else self.sharded
+        of = self.full if self.form.asks_unit and self.full is not None else self.sharded
         return bool(of.requires_grad)
 
     @property

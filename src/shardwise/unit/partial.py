@@ -12,7 +12,7 @@ class Holder(Protocol):
     """What holds the unreduced gradient: a parameter of a unit."""
 
     name: str
-    storage: Any
+    sharded: Any
     cut: Any
 
     def drop_partial(self) -> None:
@@ -38,9 +38,9 @@ class PartialGrad(torch.Tensor):
     @classmethod
     def of(cls, param: Holder) -> "PartialGrad":
         """Stand in for the unreduced gradient of ``param``."""
-        made: PartialGrad = (
-            param.storage.master.new_empty(()).expand(param.cut.shape).as_subclass(cls)
-        )
+        held = param.sharded
+        empty = torch.empty((), dtype=held.dtype, device=held.device)
+        made: PartialGrad = empty.expand(param.cut.shape).as_subclass(cls)
         made._param = param
         return made
 

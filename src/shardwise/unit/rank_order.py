@@ -13,6 +13,7 @@ import torch
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.layout.segments import Segment
 from shardwise.unit.param import ShardedParam
+from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import counted_anywhere
 
@@ -43,7 +44,7 @@ class _Part:
     """
 
     unit: Any
-    storage: Storage
+    storage: Storage | RowsApart
     params: list[ShardedParam]
     out: torch.Tensor
     counts: torch.Tensor
@@ -74,19 +75,24 @@ class _Running:
         items: list[ReduceItem] = []
         for unit in units:
             for storage in unit.storages:
-                items += self._start_storage(unit, storage)
+                params = [s for s in unit.params if s.storage is storage and s.full.requires_grad]
+                items += self._start_storage(unit, storage, params)
+            for rows in unit.summed_apart:
+                params = [param for param in rows.params if param.is_trained]
+                items += self._start_storage(unit, rows, params)
         collective = self._comm.collective_id("reduce_scatter", units[0].name, units[0].index)
         axes = self._comm.axes
         self._pending: Pending | None = self._comm.start_reduce_scatter(
             items, axes.shard, collective, 1 if axes.replicate else self._divisor
         )
 
-    def _start_storage(self, unit: Any, storage: Storage) -> list[ReduceItem]:
-        params = [s for s in unit.params if s.storage is storage and s.full.requires_grad]
+    def _start_storage(
+        self, unit: Any, storage: Storage | RowsApart, params: list[ShardedParam]
+    ) -> list[ReduceItem]:
         if not params:
             return []
         dtype = params[0].sum_dtype
-        wire_dtype = dtype if unit.has_local_sum else storage.full.dtype
+        wire_dtype = dtype if unit.has_local_sum else storage.compute_dtype
         grads = [self._take(param, wire_dtype) for param in params]
         replicated = not storage.shards_state
         layout = storage.layout
@@ -119,7 +125,7 @@ class _Running:
     def _take(self, param: ShardedParam, dtype: torch.dtype) -> torch.Tensor:
         grad = param.take_partial()
         if grad is None:
-            return torch.zeros(prod(param.shape), dtype=dtype, device=param.full.device)
+            return torch.zeros(prod(param.shape), dtype=dtype, device=self._comm.device)
         self._used_here.add(param)
         if grad.dtype != dtype:
             grad = grad.to(dtype)
@@ -202,7 +208,7 @@ class _Running:
 
     def _means(self, part: _Part) -> dict[ShardedParam, torch.Tensor]:
         means = {}
-        dtype = part.storage.master.dtype
+        dtype = part.storage.master_dtype
         out = part.evicted()
         counts = part.counts if part.counts.numel() else None
         used = counted_anywhere(part.params, self._used_here, counts)

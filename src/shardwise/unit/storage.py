@@ -96,6 +96,16 @@ class Storage:
         return self._allocated and self._gathered_version == self.master._version
 
     @property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the slices, and of their gradients."""
+        return self.master.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the full copy, and so of full gradients."""
+        return self.full.dtype
+
+    @property
     def version(self) -> int:
         """Return a number that changes whenever a slice is modified."""
         return self.master._version

@@ -26,6 +26,7 @@ from shardwise.errors import StateError
 from shardwise.stages import UnitSettings
 from shardwise.trace import span
 from shardwise.unit.home import Home
+from shardwise.unit.inner import version_of
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.states import (
@@ -35,6 +36,7 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
+from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Sum
 
@@ -86,7 +88,9 @@ class Unit:
         self._pending: Pending | None = None
         self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
-        self._gathered_apart: list[ShardedParam] = []
+        self._gathered_apart: list[Any] = []
+        self._arriving: list[ShardedParam] = []  # of these, in the gather under way
+        self.summed_apart: list[RowsApart] = []  # where the gradients of these are summed
         self._put_together: list[ShardedParam] = []  # of what the storages gather
 
     @property
@@ -144,7 +148,12 @@ class Unit:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
                         items += storage.prepare_gather()
-            for param in self._gathered_apart:
+            self._arriving = [
+                param
+                for param in self._gathered_apart
+                if self.settings.stands_while_full or not param.encoding.is_fresh(param)
+            ]
+            for param in self._arriving:
                 items += param.encoding.start(param)
             if not items:
                 return
@@ -184,6 +193,8 @@ class Unit:
         else:
             for param in self._put_together:
                 param.encoding.finish(param)
+            for param in self._arriving:
+                param.complete()
 
     def _complete(self) -> None:
         with torch._C._DisableFuncTorch():
@@ -213,6 +224,9 @@ class Unit:
         for param in self._put_together:
             if param.storage.frees:
                 param.encoding.free()
+        for param in self._gathered_apart:
+            if param.encoding.frees:
+                param.encoding.free()
         if self.settings.stands_while_full:
             for param in self.params:
                 param.put(param.sharded)
@@ -223,7 +237,8 @@ class Unit:
         """Tell whether nothing would have to be gathered."""
         if self.settings.stands_while_full:
             return self.param_state is ParamState.FULL
-        return all(s.is_fresh for s in self.storages)
+        apart = all(param.encoding.is_fresh(param) for param in self._gathered_apart)
+        return apart and all(s.is_fresh for s in self.storages)
 
     @property
     def is_resident(self) -> bool:
@@ -243,7 +258,8 @@ class Unit:
         """
         if self.settings.stands_while_full:
             return ()
-        return tuple(s.version for s in self.storages)
+        apart = (version_of(param.sharded._local_tensor) for param in self._gathered_apart)
+        return (*(s.version for s in self.storages), *apart)
 
     def bind(self) -> None:
         """Put the full parameters into the modules, for one call."""

@@ -29,7 +29,7 @@ from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.cut import make_cut
 from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
-from shardwise.unit.inner import has_own_gather
+from shardwise.unit.inner import chunk_of, has_own_gather
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.pieces import as_dtensor, cut_along, cut_piece
@@ -108,7 +108,7 @@ def take(
         spread.reduced_dims,
     )
     made = ShardedParam(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
-    chunk = _chunk(values, shard.size, shard.rank, dim)
+    chunk = chunk_of(values, shard.size, shard.rank, dim)
     made.sharded = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
     vars(made.sharded)[FULLY_SHARD] = OfFullyShard(made)
     unit.add(made)
@@ -127,23 +127,6 @@ def _check(name: str, param: nn.Parameter, values: torch.Tensor, dim: int, num_r
             f"FSDP does not support uneven sharding on dim {dim}: '{name}' has "
             f"{values.shape} (world size: {num_ranks})"
         )
-
-
-def _chunk(values: torch.Tensor, num_ranks: int, rank: int, dim: int) -> torch.Tensor:
-    """Return this rank's chunk, as ``torch.chunk`` cuts; a copy for a tensor subclass."""
-    size = values.shape[dim]
-    rows = -(-size // num_ranks)
-    begin = min(rank * rows, size)
-    length = min(rows, size - begin)
-    chunk = values.narrow(dim, begin, length)
-    if type(values) is torch.Tensor:
-        return chunk.clone()  # a DTensor made of a view can be neither pickled nor copied
-    padded = list(values.shape)
-    padded[dim] = rows
-    made = values.new_zeros(padded)
-    if length:
-        made.narrow(dim, 0, length).copy_(chunk)
-    return made.narrow(dim, 0, length)
 
 
 @torch.no_grad()
