@@ -65,7 +65,7 @@ class Place:
         return local if has_own_gather(local) else None
 
     def state_of_class(self, before: Any) -> torch.Tensor:
-        """Return what an optimizer makes of a parameter of its own class: ``before``, if it fits."""
+        """Return what an optimizer makes of a tensor of its own class; ``before``, if it fits."""
         local = self.of_own_class
         assert local is not None
         if isinstance(before, torch.Tensor) and before.shape == self.held.shape:

@@ -160,7 +160,6 @@ def collect(
 
 
 def _tied_names(param: ShardedParam) -> Iterator[tuple[str, str]]:
-    """Yield the further names of a parameter, or of what it is made of, with the first."""
     first, *others = param_names(param)
     for suffix in plain_parts(param.sharded._local_tensor):
         yield from ((name + suffix, first + suffix) for name in others)
@@ -254,11 +253,7 @@ class _Layouts:
     def items_of(
         self, param: ShardedParam, name: str, state: str, local: torch.Tensor
     ) -> list[tuple[_Cut, Item]]:
-        """List a parameter, or a state of it of which ``local`` is this rank's part.
-
-        Several items for a tensor that is made of several: Note [What is stored of a tensor
-        subclass].
-        """
+        """List a parameter, or state of it: several items where it is made of several tensors."""
         found = []
         for part in inner_of(local, param.cut, name):
             if param.storage is not None:
@@ -348,8 +343,7 @@ def _collect_optimizer(
             if isinstance(value, DTensor):
                 if not param.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)
-                local = value._local_tensor
-                of_state = layouts.items_of(param, cut.name, key, local)
+                of_state = layouts.items_of(param, cut.name, key, value._local_tensor)
                 sharded += [item for _, item in of_state]
             elif isinstance(value, torch.Tensor):
                 uncut.append(

@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import nn

@@ -19,6 +19,7 @@ from shardwise.engine.hooks import forget_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import StateError
 from shardwise.trace import FullParamLedger
+from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.storage import Storage
@@ -73,14 +74,31 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         trains = param.sharded.requires_grad
         form, dim = AsShardTensor(cut), param.dim
         copied = ShardedParam(made, param.uses, form, param.shape, trains, cut=cut, dim=dim)
-        copied.lie_in(storages[id(param.storage)], param.index)
+        if isinstance(param.encoding, OwnGather):
+            form.place_apart(copied, _copy_chunk(param))
+            copied.lie_apart(param.encoding.again())
+            copied.index = param.index
+        else:
+            copied.lie_in(storages[id(param.storage)], param.index)
         copied.keep_notes({k: v for k, v in vars(param.sharded).items() if not k.startswith("_")})
         made.params.append(copied)
         memo[id(param.sharded)] = copied.sharded
+    known = {id(param): copied for param, copied in zip(unit.params, made.params, strict=True)}
+    for rows in unit.summed_apart:
+        of_copies = tuple(known[id(param)] for param in rows.params)
+        made.summed_apart.append(replace(rows, params=of_copies))
     made.lay_out(list(storages.values()))
     for storage in made.storages:  # only now: the full parameters are views
         storage.free()
     return made
+
+
+@torch.no_grad()
+def _copy_chunk(param: ShardedParam) -> torch.Tensor:
+    """Copy this rank's part of a parameter that lies in no storage, with its padding."""
+    local = param.sharded._local_tensor
+    copied: torch.Tensor = local.new_zeros(param.padded_size).narrow(0, 0, local.shape[0])
+    return copied.copy_(local)
 
 
 @torch.no_grad()

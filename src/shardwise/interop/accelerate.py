@@ -24,6 +24,7 @@ from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.unit.clipping import clip_grad_norm_
+from shardwise.unit.inner import gather_whole
 from shardwise.unit.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
@@ -39,7 +40,8 @@ class Accelerator(_Accelerator):
     """accelerate's Accelerator, which leaves sharded models sharded.
 
     Call ``shard(model)`` or `fully_shard` first, build the optimizer, then ``prepare`` as ever.
-    Launch with torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in accelerate's config.
+    Launch with torchrun or ``accelerate launch``, without FSDP, DeepSpeed or Megatron in
+    accelerate's config.
     """
 
     _optimizers: list[Any]
@@ -75,8 +77,8 @@ class Accelerator(_Accelerator):
             if sharded and not known & {id(p) for p in _params_of(optimizer)}:
                 raise ConfigError(
                     f"prepare(): no parameter of the {type(optimizer).__name__} belongs to the "
-                    "models; if it was built before the model was sharded, build it afterwards, from "
-                    "model.parameters(); else prepare it in a call of its own"
+                    "models; if it was built before the model was sharded, build it afterwards, "
+                    "from model.parameters(); else prepare it in a call of its own"
                 )
         return super().prepare(*args, device_placement=device_placement)
 
@@ -174,9 +176,7 @@ class Accelerator(_Accelerator):
         """
         sharded = [_inner(m) for m in self._models if is_sharded(m)]
         if sharded:
-            on_all_ranks(
-                engine_of(sharded[0]).comm.control, lambda: self._check_folder(input_dir)
-            )
+            on_all_ranks(engine_of(sharded[0]).comm.control, lambda: self._check_folder(input_dir))
         with self._optimizers_apart():
             super().load_state(input_dir, *args, **kwargs)
 
@@ -247,6 +247,8 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 
 
 def _full(value: Any) -> Any:
+    if (owner := owner_of(value)) is not None:
+        return gather_whole(value._local_tensor, owner.cut, owner.name).cpu()
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,8 +1,8 @@
 """PEFT's adapters on a sharded model: written and read in PEFT's own files.
 
 Training needs nothing from here: ``shard(get_peft_model(model, config))`` finds the units inside
-PEFT's wrapping (`fully_shard` is called on them by hand, and last on the PEFT model), keeps the frozen base in its own dtype, and gives gradients and optimizer state to
-the adapters alone.
+PEFT's wrapping, keeps the frozen base in its own dtype, and gives gradients and optimizer state to
+the adapters alone. So does `fully_shard`, called on blocks, and last on what PEFT returns.
 """
 
 from collections.abc import Iterator, Sequence

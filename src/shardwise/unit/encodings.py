@@ -135,6 +135,10 @@ class OwnGather:
         """Return a full gradient as it is: every rank's rows lie one after the other."""
         return full
 
+    def again(self) -> "OwnGather":
+        """Return one for a copy of the parameter."""
+        return OwnGather(self._policy, self.frees)
+
     def is_fresh(self, param: Any) -> bool:
         """Tell whether what was gathered last is there, and not older than the sharded one."""
         return self._version == version_of(param.sharded._local_tensor)

@@ -95,6 +95,8 @@ class Materializer:
             reason = "it can be cut along dim 0 alone, by data parallelism alone"
         elif spec.param.is_meta or not spec.param.shape:
             reason = "it needs values, and a dim to be cut along"
+        elif not all(part.is_contiguous() for part in plain_parts(spec.param).values()):
+            reason = "what it is made of is not contiguous; call .contiguous() on it first"
         if reason is not None:
             raise ConfigError(
                 f"parameter '{spec.name}' is a {kind}, which defines its own gather: {reason}"

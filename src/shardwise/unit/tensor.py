@@ -35,6 +35,7 @@ from shardwise.unit.dispatch import (
     shards_in,
 )
 from shardwise.unit.draws import same_draws
+from shardwise.unit.inner import gather_whole
 from shardwise.unit.operations import (
     DRAWS,
     FULL_PROPERTIES,
@@ -63,7 +64,7 @@ class ShardTensor(ShardTensorBase):
 
         **Cost** one all-gather of this tensor, and its full size in memory.
         """
-        return self._cut.gather(self._local_tensor)
+        return gather_whole(self._local_tensor, self._cut)
 
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, **kwargs: Any

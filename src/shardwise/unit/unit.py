@@ -29,6 +29,7 @@ from shardwise.unit.home import Home
 from shardwise.unit.inner import version_of
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import Scheduler, ShardedParam
+from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.states import (
     GRAD_TRANSITIONS,
     PARAM_TRANSITIONS,
@@ -36,7 +37,6 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
-from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Sum
 

@@ -25,8 +25,8 @@ from shardwise.mesh import Axis
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
-from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.cut import make_cut
+from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
 from shardwise.unit.inner import chunk_of, has_own_gather

@@ -14,6 +14,7 @@ from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.interop.transformers.recipes import Part, Recipe, convert
+from shardwise.unit.inner import inner_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,14 +45,21 @@ def places_of(model: nn.Module) -> dict[str, Place]:
             shape = tuple(tensor.shape)
             places[name] = Place(tensor.detach().view(-1), 0, tensor.numel(), shape)
     for param in (param for unit in engine_of(model).units for param in unit.params):
-        data = param.sharded.to_local().view(-1)
         if param.cut.piece.shape != param.cut.shape:
             raise ConfigError(
                 f"parameter '{param.name}' is {param.sharded.placements}: weights are read into "
                 "parameters that are cut along dim 0 alone; load them, and shard the model then"
             )
+        local = param.sharded.to_local()
+        parts = inner_of(local, param.cut, param.name)
+        if len(parts) > 1:
+            raise ConfigError(
+                f"parameter '{param.name}' is a {type(local).__name__}, which is made of several "
+                "tensors; load the plain weights, and make tensors of this class of them then"
+            )
+        cut, data = parts[0].cut, parts[0].local.view(-1)
         for use in param.uses:
-            places[use.name] = Place(data, param.cut.lo, param.cut.hi, param.cut.shape)
+            places[use.name] = Place(data, cut.lo, cut.hi, cut.shape)
     return places
 
 

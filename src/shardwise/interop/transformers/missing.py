@@ -59,7 +59,9 @@ def _standing_in_full(module: nn.Module, drawn: Mapping[int, torch.dtype]) -> It
     """Put whole parameters in the place of the module's own missing ones; keep this rank's part."""
     fulls: dict[str, tuple[Any, nn.Parameter]] = {}
     for name, param in module._parameters.items():
-        if owner_of(param) is not None and id(param) in drawn and not hasattr(param, _DONE):
+        if param is None or owner_of(param) is None:
+            continue
+        if id(param) in drawn and not hasattr(param, _DONE):
             memory = torch.empty(param.shape, dtype=drawn[id(param)], device="cpu")
             fulls[name] = param, nn.Parameter(memory, requires_grad=param.requires_grad)
     for name, (_, full) in fulls.items():

@@ -112,7 +112,7 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _load_state_dict(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load values that are whole too, each rank its part of them: torch's DTensors take no whole."""
+    """Load whole values too, of which each rank takes its part: torch's DTensors take no whole."""
     return type(model).load_state_dict(model, cut_state_dict(model, state_dict), *args, **kwargs)
 
 

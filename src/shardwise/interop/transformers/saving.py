@@ -38,6 +38,8 @@ from shardwise.convert.export import split_into_shards
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 from shardwise.quantities import parse_size
+from shardwise.unit.inner import gather_whole, plain_parts
+from shardwise.unit.plain_state import owner_of
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -172,7 +174,19 @@ def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> N
 @torch.no_grad()
 def _in_full(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
     """Return a whole tensor in host memory; every rank takes part, the others throw it away."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    owner = owner_of(tensor)
+    if owner is not None and not owner.encoding.in_storage:
+        full = gather_whole(tensor._local_tensor, owner.cut, owner.name)  # type: ignore[attr-defined]
+        parts = plain_parts(full)
+        if list(parts) != [""]:
+            raise ConfigError(
+                f"save_pretrained: parameter '{owner.name}' is made of several tensors "
+                f"({', '.join(parts)}), and the format has one for each name; shardwise.save() "
+                "saves such a model"
+            )
+        full = parts[""]
+    else:
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
     return full.cpu().contiguous() if keep else torch.empty(0)
 
 

@@ -1,0 +1,250 @@
+"""Tensors of classes that define their own gather: trained, saved and copied on both surfaces."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from own_gather import KINDS, OwnNet
+from ranks import run_ranks, run_sizes
+from shardwise.errors import ConfigError, ReplicaError, StateError
+from shardwise.unit.inner import gather_whole, plain_parts
+from shardwise.unit.plain_state import owner_of
+
+STAGES: tuple[Any, ...] = (1, 2, 3)
+ROWS = {"half": 7, "sum": 6}  # a tensor of several is cut evenly, by FSDP2's contract
+
+
+def make(kind: str) -> OwnNet:
+    return OwnNet(kind, ROWS[kind])
+
+
+def sharded(kind: str, how: Any, **options: Any) -> Any:
+    model = make(kind)
+    if how != "calls":
+        return shardwise.shard(model, stage=how, units=[nn.Linear], **options)
+    for block in model.blocks:
+        shardwise.fully_shard(block, **options)
+    return shardwise.fully_shard(model, **options)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def step_losses(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.arange(2.0 * model.head.in_features).view(2, -1).add(step) / 7
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values_of(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return copies of plain tensors, those that others are made of with the attribute's name."""
+    return {
+        name + suffix: part.detach().clone()
+        for name, tensor in tensors
+        for suffix, part in plain_parts(tensor).items()
+    }
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    with shardwise.gathered(model):
+        return values_of(iter(model.state_dict().items()))
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return all state of an optimizer, whole."""
+    found = []
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            owner = owner_of(param)
+            if owner is not None and key != "step":
+                value = gather_whole(value._local_tensor, owner.cut)
+            found.append((f"{name}, {key}", value))
+    return values_of(iter(found))
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
+
+
+class Rounded(torch.autograd.Function):
+    """A weight as bf16 has it; its gradient as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Whole(nn.Linear):
+    """What a weight of its own class means, with plain parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = Rounded.apply(self.weight) if self.shift is None else self.weight + self.shift
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def train_plainly(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in one process, with plain parameters; return losses and values by our names."""
+    model = make(kind)
+    for block in model.blocks:
+        parts = plain_parts(block.weight)
+        block.__class__ = Whole
+        block.weight = nn.Parameter(next(iter(parts.values())).clone())
+        block.shift = nn.Parameter(parts[".shift"].clone()) if kind == "sum" else None
+    losses = step_losses(model, adam(model), range(3))
+    names = {"weight": "weight.wide", "shift": "weight.shift"} if kind == "sum" else {}
+    found = {}
+    for name, value in model.state_dict().items():
+        path, _, attribute = name.rpartition(".")
+        in_block = path.startswith("blocks")
+        found[f"{path}.{names.get(attribute, attribute) if in_block else attribute}"] = value
+    return losses, found
+
+
+def train_alike(rank: int, world_size: int, folder: Path) -> None:
+    """Both surfaces and every stage; each saves, and goes on from what another has saved."""
+    ends: dict[str, list[float]] = {}
+    for kind in KINDS:
+        losses, values = train_plainly(kind)
+        states = {}
+        ways = ("calls", 1, 3)
+        for how in ways:
+            model = sharded(kind, how, **({"layout": "flat"} if how == 3 else {}))
+            local = model.blocks[0].weight._local_tensor
+            assert type(local) is type(make(kind).blocks[0].weight)
+            optimizer = adam(model)
+            assert step_losses(model, optimizer, range(3)) == losses or world_size == 3
+            states[how] = full(model), moments(model, optimizer)
+            assert_same(states[how][0], states["calls"][0])
+            assert_same(states[how][1], states["calls"][1])
+            if world_size < 3:  # a mean of three has a rounding
+                assert_same(states[how][0], values)
+            shardwise.save(folder / f"{kind} {how} on {world_size}", model, optimizer)
+        for how, saved in zip((*ways, 2), (3, "calls", 1, 1), strict=True):
+            model = sharded(kind, how)
+            optimizer = adam(model)
+            if how != 2:  # into state that is there already
+                step_losses(model, optimizer, range(5))
+            shardwise.load(folder / f"{kind} {saved} on {world_size}", model, optimizer)
+            assert_same(full(model), states["calls"][0])
+            assert_same(moments(model, optimizer), states["calls"][1])
+            rest = step_losses(model, optimizer, range(3, 5))
+            assert rest == ends.setdefault(kind, rest)
+
+
+def load_elsewhere(rank: int, world_size: int, folder: Path, saved_on: int) -> None:
+    """From any number of ranks to any other, and to a process that has the model whole."""
+    for kind in KINDS:
+        for saved in ("calls", 3):
+            path = folder / f"{kind} {saved} on {saved_on}"
+            plain = make(kind)
+            optimizer = adam(plain)
+            shardwise.load(path, plain, optimizer)
+            values = values_of(iter(plain.state_dict().items()))
+            states = moments(plain, optimizer)
+            assert any(name.endswith("exp_avg.shift") for name in states) == (kind == "sum")
+            for how in ("calls", 2):
+                model = sharded(kind, how)
+                ours = adam(model)
+                shardwise.load(path, model, ours)
+                assert_same(full(model), values)
+                assert_same(moments(model, ours), states)
+            if kind == "half":  # one tensor, under the name of the parameter itself
+                other = nn.Module()
+                other.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+                other.head = nn.Linear(7, 3)
+                shardwise.load(path, other)
+                assert_same(dict(other.state_dict()), values)
+
+
+def test_tensors_with_a_gather_of_their_own_train_as_in_one_process_and_load_anywhere(
+    tmp_path: Path,
+) -> None:
+    run_sizes(train_alike, {1: (tmp_path,), 2: (tmp_path,), 3: (tmp_path,)})
+    run_sizes(load_elsewhere, {1: (tmp_path, 3), 3: (tmp_path, 2)})
+
+
+def more(rank: int, world_size: int) -> None:
+    """Windows, contexts, copies, replicas, frozen ones, and what is told."""
+    for kind in KINDS:
+        totals = []
+        for how in ("calls", *STAGES):
+            model = sharded(kind, how)
+            for last in (False, True):
+                with shardwise.accumulate(model, last=last):
+                    model(torch.ones(2, ROWS[kind]) + last).square().mean().backward()
+                    if how == 1 and not last:
+                        with pytest.raises(StateError, match="not reduced yet"):
+                            model.blocks[0].weight.grad.full_tensor()
+            totals.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+            assert_same(totals[-1], totals[0])
+        for how in ("calls", 3):
+            model, before = sharded(kind, how), values_of(iter(make(kind).state_dict().items()))
+            assert_same(full(model), before)
+            with shardwise.gathered(model, writeback=True), torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2)
+            assert_same(full(model), {name: value * 2 for name, value in before.items()})
+            weight = model.blocks[0].weight
+            with shardwise.gathered(weight) as (whole,):
+                assert type(whole) is type(weight._local_tensor)
+            inside = pytest.raises(StateError, match="changed inside the context")
+            with inside, shardwise.gathered(model), torch.no_grad():
+                model.blocks[1].weight.add_(rank == 0)
+            weight.requires_grad_(False)
+            step_losses(model, adam(model), range(1))
+            name = next(n for n in before if n.startswith("blocks.0.weight"))
+            assert torch.equal(full(model)[name], before[name] * 2)
+            numel = sum(param.numel() for param in model.parameters())
+            assert sum(unit.numel for unit in shardwise.describe(model).units) == numel
+        copied, before = copy.deepcopy(model), full(model)
+        losses = step_losses(model, adam(model), range(1, 3))
+        assert_same(full(copied), before)
+        assert step_losses(copied, adam(copied), range(1, 3)) == losses
+        assert_same(full(copied), full(model))
+
+
+def replicas(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    for kind in KINDS:
+        for how in ("calls", 2):
+            model = sharded(kind, how, mesh=mesh)
+            optimizer = adam(model)
+            step_losses(model, optimizer, range(1))
+            shardwise.check_replicas(model, optimizer)
+            *_, last = plain_parts(model.blocks[1].weight._local_tensor).values()
+            last[0, 0] += rank
+            with pytest.raises(ReplicaError, match=r"'blocks\.1\.weight', value"):
+                shardwise.check_replicas(model, optimizer)
+
+
+def refuse(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match=r"blocks\.0\.weight' is a HalfSent.*use stage 1, 2 or 3"):
+        sharded("half", 0)
+    with pytest.raises(ConfigError, match="offload= takes plain parameters"):
+        sharded("half", 3, offload="cpu")
+
+
+def test_windows_contexts_copies_and_replicas_know_tensors_with_a_gather_of_their_own() -> None:
+    run_ranks(more, 2)
+    run_ranks(replicas, 2)
+    run_ranks(refuse, 2)
