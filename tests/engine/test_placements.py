@@ -222,7 +222,6 @@ def refuses(mesh: DeviceMesh) -> None:
         ({1: Shard(1)}, {}, "1 is no name of a parameter"),
         ({"head.weight": (Shard(1), Shard(0))}, {}, "name one of each kind"),
         (lambda name: None, {}, "the function raised TypeError for 'layers.0"),
-        ({"layers.1.gate": mesh["ep"]}, {"optional": [Experts]}, "several meshes"),
         ({"head.bias": mesh["ep"]}, {"spread": mesh["efsdp"]}, "would be left out"),
     ]
     for placements, options, said in cases:

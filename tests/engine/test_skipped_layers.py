@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, shard
+from shardwise.engine.api import engine_of
 from trainer import LAYOUTS, adamw, compare, events_of, full_grads, sgd
 
 
@@ -181,6 +183,93 @@ def skip_nested(rank, world_size):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_what_is_inside_a_skipped_layer_is_skipped_with_it(num_ranks):
     run_ranks(skip_nested, num_ranks)
+
+
+class TwoScales(Inner):
+    """A block with parameters of its own on two meshes, around units on two meshes each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x):
+        return self.bias + super().forward(x)
+
+
+class OnMeshes(Nested):
+    """Nested, with blocks that end in a unit of theirs, whose output is theirs."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__(checkpoints)
+        self.layers = nn.ModuleList(
+            TwoScales() if number % 2 else nn.Sequential(nn.GELU(), nn.Linear(8, 8))
+            for number in range(self.num_layers)
+        )
+
+
+ON_MESHES = [nn.Sequential, Inner, nn.Linear]
+
+
+def on_meshes(world_size):
+    """Put all biases on a mesh of their own: of the same ranks, with groups of its own."""
+    other = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    return lambda name, _: other if name.endswith("bias") else None
+
+
+def events_on_meshes(rank, world_size, checkpoints):
+    """Train with modules of several meshes that ranks skip; return what was sent, in order."""
+    random = torch.Generator().manual_seed(rank)
+    torch.manual_seed(0)
+    options = {"placements": on_meshes(world_size), "units": ON_MESHES, "optional": ON_MESHES}
+    model = shard(OnMeshes(checkpoints), stage=3, bucket_bytes=0, **options)
+    events = []
+    for number, comm in enumerate(engine_of(model).comms):
+        comm.traffic.events = _Numbered(events, number)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        for last in (False, True):
+            with accumulate(model, last=last):
+                loss_of(model, draw_batch(random)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, draw_batch(random))
+        if step == 1:
+            x, _, task, targets = draw_batch(random)
+            loss_of(model, (x, [False] * Dropped.num_layers, task, targets)).backward()
+    return events
+
+
+class _Numbered(list):
+    """Hands events on with the number of their mesh."""
+
+    def __init__(self, events, number) -> None:
+        super().__init__()
+        self._events, self._number = events, number
+
+    def append(self, event) -> None:
+        self._events.append((self._number, *event[:2]))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_units_of_one_module_on_several_meshes_are_skipped_in_one_order(checkpoints):
+    first, *others = run_ranks(events_on_meshes, 3, checkpoints, timeout_s=120)
+    assert len(first) > 100 and {number for number, *_ in first} == {0, 1}
+    for other in others:
+        assert other == first
+
+
+def skip_on_meshes(rank, world_size):
+    options = {"placements": on_meshes(world_size), "units": ON_MESHES}
+    settings = [{"stage": 3, "optional": ON_MESHES, **options}, {"stage": 1, **options}]
+    for checkpoints in (False, True):
+        made = partial(OnMeshes, checkpoints)
+        compare(rank, world_size, made, settings, loss_of, adamw, draw_batch, num_steps=4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_skipped_modules_of_several_meshes_take_the_steps_of_one_process(num_ranks):
+    run_ranks(skip_on_meshes, num_ranks, timeout_s=180)
 
 
 def tiny_wav2vec2():

@@ -7,6 +7,11 @@ Forward, that moment has come when another unit inside the same parent runs that
 later, or when the parent is through; backward, when a unit runs that the forward pass had before
 it, or when the parent's backward is over. The order of collectives is then the same on all ranks,
 as long as a parent calls its units in the order in which they are registered.
+
+A module whose parameters lie on several meshes has a unit for each, whose calls are made one inside
+the other. Backward begins with the outermost, as with any call that hands on the output of one
+inside it, so that all ranks are in the same place when they visit what comes next; it ends with the
+innermost, whichever of them autograd is through with first.
 """
 
 import weakref
@@ -26,11 +31,16 @@ class OptionalUnits:
         self._passes = passes
         self._any = any(u.settings.optional and u.settings.stage.frees_after_forward for u in units)
         self._inside: dict[int, list[Unit]] = {unit.index: [] for unit in units}
-        for unit in units[1:] if self._any else ():
+        for number, unit in enumerate(units) if self._any else ():
             # By name: a module that stands in several places is visited in the first of them.
-            around = [u for u in units if not u.name or unit.name.startswith(f"{u.name}.")]
-            parents = [u for u in around if u is not unit]
-            self._inside[max(parents, key=lambda u: len(u.name)).index].append(unit)
+            around = [
+                u
+                for u in units
+                if (u.module is not unit.module and _is_around(u.name, unit.name))
+                or (u.module is unit.module and u in units[:number])
+            ]
+            if around:  # the last of several with one module: the innermost
+                self._inside[max(reversed(around), key=lambda u: len(u.name)).index].append(unit)
 
     def record(self, call: Call) -> None:
         """Note the innermost call, which autograd records."""
@@ -83,13 +93,34 @@ class OptionalUnits:
         begin = parent.inside.index(call) + 1 if call in parent.inside else 0
         for skipped in reversed(parent.inside[begin:]):
             if skipped.was_skipped and not skipped.has_begun:
-                self._passes.begin_call(skipped)
-                self._schedule.before_backward(skipped.unit)
-                self.visit_backward(skipped)
-                self._passes.end_call(skipped)
+                calls = list(_of_one_module(skipped))
+                for each in calls:
+                    self._passes.begin_call(each)
+                    self._schedule.before_backward(each.unit)
+                for each in reversed(calls):
+                    self.visit_backward(each)
+                    self._passes.end_call(each)
+
+    def after_backward(self, call: Call) -> None:
+        """Visit what was skipped inside a call; end the calls of its module that it encloses."""
+        self.visit_backward(call)
+        for inner in list(_of_one_module(call))[:0:-1] if self._any else ():
+            self._passes.end_call(inner)
 
     def end_backward(self, units: Sequence[Unit]) -> None:
         """Visit what is left where a backward pass has begun and not closed its unit."""
         for unit in units if self._any else ():
             for call in self._passes.begun_calls(unit):
                 self.visit_backward(call)
+
+
+def _is_around(name: str, inner: str) -> bool:
+    return not name or inner.startswith(f"{name}.")
+
+
+def _of_one_module(call: Call) -> Iterator[Call]:
+    """Yield a call and those of the same module's units inside it, outermost first."""
+    yield call
+    for inner in call.inside:
+        if inner.unit.module is call.unit.module:
+            yield from _of_one_module(inner)

@@ -279,6 +279,9 @@ class Passes:
         self._begin_pass(call)
         if call.has_begun:
             return
+        around = None if call.parent is None else call.parent()
+        if around is not None and around.state is CallState.AWAITING:
+            self._reach(around, node)  # a call begins after those that it was made in
         if torch.is_grad_enabled():
             self._creates_graph = True
         self._listener.on_reached(call)

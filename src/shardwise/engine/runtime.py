@@ -294,7 +294,7 @@ class Engine:
 
     def on_call_over(self, call: Call) -> None:
         """Visit what was skipped inside the call and not visited yet."""
-        self._optional.visit_backward(call)
+        self._optional.after_backward(call)
 
     def on_unit_over(self, unit: Unit) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""

@@ -55,11 +55,6 @@ def place_params(
         for param in spec.params:
             if isinstance(param.param, DTensor):
                 _check_piece(param.name, param.param, spec.axes or axes, axes)
-    if len(placed) > len(specs) and any(spec.optional for spec in placed):
-        raise ConfigError(
-            "optional: ranks that skip a module cannot visit the units of several meshes that it "
-            "has by placements=; name no optional modules, or leave their parameters on one mesh"
-        )
     return placed
 
 
