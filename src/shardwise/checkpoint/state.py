@@ -129,7 +129,7 @@ def collect(
     cuts: dict[int, _Cut] = {}
     sharded: list[Item] = []
     for param in params:
-        of_param = layouts.items_of(param, param_names(param)[0], "", param.sharded._local_tensor)
+        of_param = layouts.items_of(param, param.sharded._local_tensor)
         cuts[id(param)] = of_param[0][0]  # by whose name the optimizer's state goes
         sharded += [item for _, item in of_param]
     uncut: list[Item] = []
@@ -139,7 +139,6 @@ def collect(
     for name, buffer in persistent_buffers(model):
         uncut.append(_uncut(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
     values, own = _own_values(model, extra, generators)
-    has_pieces = any(item.piece for item in (*sharded, *uncut))
     return Table(
         stage=engine.config.stage.number,
         meshes=tuple(layouts.meshes),
@@ -155,7 +154,8 @@ def collect(
             for p in params
             if p.unit.comm.axes.mesh != engine.comm.axes.mesh and p.cut.outer is None
         ),
-        is_alike=not has_pieces and are_all(engine.everyone, layouts.meshes),
+        is_alike=not any(item.piece for item in (*sharded, *uncut))
+        and are_all(engine.everyone, layouts.meshes),
     )
 
 
@@ -233,7 +233,7 @@ class _Layouts:
 
     def __init__(self, engine: Engine) -> None:
         self.rows: list[LayoutRow] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._ranks: dict[int, Ranks] = {}
         self.meshes = [self._ranks_of(engine.comm)]
         for unit in engine.units:
@@ -251,13 +251,13 @@ class _Layouts:
         return len(self.rows) - 1
 
     def items_of(
-        self, param: ShardedParam, name: str, state: str, local: torch.Tensor
+        self, param: ShardedParam, local: torch.Tensor, state: str = "", known: _Cut | None = None
     ) -> list[tuple[_Cut, Item]]:
-        """List a parameter, or state of it: several items where it is made of several tensors."""
-        found = []
+        """List a parameter, or a state of one that is ``known``: an item for each part of it."""
+        name, found = known.name if known else param_names(param)[0], []
         for part in inner_of(local, param.cut, name):
             if param.storage is not None:
-                cut = self._cut_of(param, name)
+                cut = known or self._cut_of(param, name)
             else:
                 of = part.cut if part.cut is not param.cut else cut_by_rows(param.shape, param.cut)
                 cut = self._cut_apart(of, name if state else name + part.suffix)
@@ -265,10 +265,10 @@ class _Layouts:
         return found
 
     def _cut_apart(self, cut: Cut, name: str) -> _Cut:
-        """Say what this rank has of a tensor that lies in no storage."""
-        assert cut.layout is not None
-        number = self._add("rows", (cut.shape,), self._ranks_of(cut.comm))
-        return _Cut(name, cut.shape, number, 0, cut.lo, slice(None), None)
+        key = cut.shape, id(cut.comm)
+        if key not in self._numbers:
+            self._numbers[key] = self._add("rows", (cut.shape,), self._ranks_of(cut.comm))
+        return _Cut(name, cut.shape, self._numbers[key], 0, cut.lo, slice(None), None)
 
     def _cut_of(self, param: ShardedParam, name: str) -> _Cut:
         """Say what this rank has of a parameter, and in which layout that is."""
@@ -343,7 +343,7 @@ def _collect_optimizer(
             if isinstance(value, DTensor):
                 if not param.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)
-                of_state = layouts.items_of(param, cut.name, key, value._local_tensor)
+                of_state = layouts.items_of(param, value._local_tensor, key, cut)
                 sharded += [item for _, item in of_state]
             elif isinstance(value, torch.Tensor):
                 uncut.append(
