@@ -182,6 +182,10 @@ def changed_inside(rank: int, world_size: int) -> None:
     for name, param in model.named_parameters():
         assert torch.equal(param.full_tensor(), expected[name])  # type: ignore[attr-defined]
     assert torch.equal(model(torch.arange(4)), inside)
+    with shardwise.gathered(model, writeback=True):  # a state dict of whole tensors, too
+        model.load_state_dict({name: value / 2 for name, value in expected.items()}, strict=False)
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), expected[name] / 2)  # type: ignore[attr-defined]
     with pytest.raises(StateError, match="changed inside the context"), shardwise.gathered(model):
         next(model.parameters()).data.add_(rank == 0)
     with shardwise.gathered(model):

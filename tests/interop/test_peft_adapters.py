@@ -16,7 +16,7 @@ from oracle import assert_same_bits
 from peft_models import HandLora, Stack, lora_llama, loss_of, make_llama
 from programs import run_example
 from ranks import run_ranks
-from shardwise import gathered, shard
+from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.unit.tensor import ShardTensor
@@ -102,6 +102,18 @@ def save_and_load(rank: int, world_size: int, folder: str, options: dict[str, An
         assert torch.equal(logits(fresh), logits(plain))
         assert len(set(train(fresh))) == 2  # it goes on learning
 
+    # And one of fully_shard, which saves the same.
+    fresh = by_calls(lora_llama(BF16, names, **embedding))
+    load_adapter(fresh, ours)
+    load_adapter(fresh, ours / "second", "second")
+    assert_same_bits(values(fresh), expected)
+    assert len(set(train(fresh))) == 2
+    load_adapter(fresh, ours)
+    save_adapter(fresh, Path(folder, "calls"))
+    dist.barrier()
+    file = "adapter_model.safetensors"
+    assert Path(folder, "calls", file).read_bytes() == (ours / file).read_bytes()
+
     # So does PEFT's own call, where parameters are cut by rows.
     fresh = shard(lora_llama(BF16, names, **embedding), stage=3)
     for name, path in zip(names, (ours, ours / "second"), strict=True):
@@ -116,6 +128,12 @@ def test_adapters_are_saved_as_stock_peft_saves_them_and_loaded_without_the_base
     tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:
     run_ranks(save_and_load, world_size, str(tmp_path), options)
+
+
+def by_calls(model: nn.Module) -> nn.Module:
+    for layer in model.base_model.model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def meet_refusals(rank: int, world_size: int, folder: str) -> None:

@@ -1,17 +1,21 @@
 """A sharded PeftModel generates: PEFT calls the base model, past its own wrapper."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from peft_models import lora_llama, loss_of, make_llama
 from ranks import run_ranks
-from shardwise import gathered, shard, stats
+from shardwise import fully_shard, gathered, shard, stats
 from shardwise.errors import ShardError
 from trainer import assert_same_grads, full_grads
 
 peft = pytest.importorskip("peft", reason="peft is in the test extra")
 pytest.importorskip("transformers", reason="transformers is in the test extra")
+
+from shardwise.interop.transformers import prepare  # noqa: E402
 
 # Importing a model class pulls in packages that warn about each other.
 pytestmark = pytest.mark.filterwarnings(
@@ -28,8 +32,14 @@ def generate(rank: int, world_size: int) -> None:
     plain = lora_llama().eval()
     wanted = tokens(plain, 6 + rank, rank)  # ranks stop at different lengths
     batch = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(rank))
-    for stage in range(4):
-        model = shard(lora_llama(), stage=stage).eval()
+    for stage in (*range(4), "by calls"):
+        model: Any = lora_llama().eval()
+        if stage == "by calls":
+            for layer in model.base_model.model.model.layers:
+                fully_shard(layer)
+            prepare(fully_shard(model))
+        else:
+            shard(model, stage=stage)
         before = stats(model).param_full_bytes
         assert torch.equal(tokens(model, 6 + rank, rank), wanted)
         if stage == 3:

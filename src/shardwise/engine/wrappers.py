@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.engine.hooks import register_hooks
+from shardwise.engine.hooks import Watcher, register_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.unit.unit import Unit
 
@@ -21,9 +21,10 @@ from shardwise.unit.unit import Unit
 class Entrance:
     """One module that the root merely wraps. See Note [Ways past the root]."""
 
-    def __init__(self, engine: Engine, root: Unit, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, watcher: Watcher, root: Any, module: nn.Module) -> None:
         self.module = module
         self._engine = engine
+        self._watcher = watcher
         self._root = root
         self._enters: list[bool] = []  # of the module's calls under way, outermost first
 
@@ -35,20 +36,26 @@ class Entrance:
     def before_forward(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enter the root, unless a pass is under way."""
         self._enters.append(not self._engine.is_running())
-        return self._engine.before_forward(self._root, args, kwargs) if self._enters[-1] else None
+        return self._watcher.before_forward(self._root, args, kwargs) if self._enters[-1] else None
 
-    def after_forward(self, unit: Any, output: Any) -> None:
+    def after_forward(self, unit: Any, output: Any) -> Any:
         """Leave the root where this call entered it."""
         if self._enters and self._enters.pop():
-            self._engine.after_forward(self._root, output)
+            return self._watcher.after_forward(self._root, output)
+        return None
 
 
-def register_wrappers(engine: Engine, units: list[Unit]) -> list[nn.Module]:
-    """Make the engine see calls of what the root merely wraps; return these modules."""
-    root = units[0]
-    found = wrapped_by(root.module, {id(u.module) for u in units})
+def register_wrappers(
+    engine: Engine, units: list[Unit], watcher: Watcher | None = None, root: Any = None
+) -> list[nn.Module]:
+    """Make the engine see calls of what the root merely wraps; return these modules.
+
+    ``watcher`` and ``root``: who is told of them instead, and of what.
+    """
+    first = units[0]
+    found = wrapped_by(first.module, {id(module) for u in units for module in u.modules})
     for module in found:
-        entrance = Entrance(engine, root, module)
+        entrance = Entrance(engine, watcher or engine, first if root is None else root, module)
         register_hooks(entrance, entrance)
     return found
 

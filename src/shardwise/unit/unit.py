@@ -237,8 +237,9 @@ class Unit:
         """Tell whether nothing would have to be gathered."""
         if self.settings.stands_while_full:
             return self.param_state is ParamState.FULL
-        apart = all(param.encoding.is_fresh(param) for param in self._gathered_apart)
-        return apart and all(s.is_fresh for s in self.storages)
+        fresh = all(s.is_fresh for s in self.storages)
+        apart = self._gathered_apart
+        return fresh and (not apart or all(param.encoding.is_fresh(param) for param in apart))
 
     @property
     def is_resident(self) -> bool:
@@ -258,8 +259,11 @@ class Unit:
         """
         if self.settings.stands_while_full:
             return ()
+        versions = tuple(s.version for s in self.storages)
+        if not self._gathered_apart:
+            return versions
         apart = (version_of(param.sharded._local_tensor) for param in self._gathered_apart)
-        return (*(s.version for s in self.storages), *apart)
+        return (*versions, *apart)
 
     def bind(self) -> None:
         """Put the full parameters into the modules, for one call."""

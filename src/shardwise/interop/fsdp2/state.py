@@ -20,6 +20,7 @@ from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.module_state import ModuleState, note_state
 from shardwise.engine.runtime import Engine
+from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError, StateError
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.units import ParamUse
@@ -169,7 +170,12 @@ class State(ModuleState):
         self.asked = replace(self.asked, frees_unless_root=False)
 
     def adopt(self) -> None:
-        """Take over what stands in the modules; it is looked at again before the next gather."""
+        """Take over what stands in the modules; it is looked at again before the next gather.
+
+        Not so inside `gathered`, where whole parameters stand there for a while.
+        """
+        if self.suspended:
+            return
         self._is_ready = False
         for unit in self.units:
             adopt(unit, self.asked, self._ledger)
@@ -201,6 +207,7 @@ class State(ModuleState):
         engine = GroupEngine(states)
         for state in states:
             state.engine, state._ledger = engine, engine.ledger
+        register_wrappers(engine, engine.units, self, Member(self.modules[0]))
         return engine
 
     def _states_below(self) -> list["State"]:
