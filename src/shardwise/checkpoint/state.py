@@ -192,7 +192,7 @@ def names_of_params(
                 raise ConfigError(
                     f"optimizer: parameter {place} of group {number} {tuple(held.shape)} is not "
                     f"one of the {'sharded ' if sharded else ''}model's; build the optimizer from "
-                    f"model.parameters(){' after shard()' if sharded else ''}, and keep other "
+                    f"model.parameters(){' once it is sharded' if sharded else ''}, and keep other "
                     "parameters in an optimizer of their own (extra=)"
                 )
         groups.append([by_id[id(held)] for held in group["params"]])
