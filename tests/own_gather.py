@@ -107,7 +107,7 @@ class Sum(Tensor):
         shifts = pytree.tree_map_only(Tensor, narrow, (args, kwargs))
         out, other = func(*wides[0], **wides[1]), func(*shifts[0], **shifts[1])
         if func.overloadpacket.__name__.endswith("_"):
-            return args[0]
+            return None if out is None else args[0]
         flat, spec = pytree.tree_flatten(out)
         pairs = zip(flat, pytree.tree_leaves(other), strict=True)
         return pytree.tree_unflatten(
@@ -123,9 +123,9 @@ class Sum(Tensor):
         wide, shift = outputs
         if out is not None:
             with _unsafe_preserve_version_counter(out):
-                torch.add(wide, shift, out=out)
+                out.copy_(wide + shift)
             return None
-        made = wide + shift
+        made = (wide + shift).to(param_dtype)
         return made, (made,)
 
 

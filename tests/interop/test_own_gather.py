@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardwise
 from own_gather import KINDS, OwnNet
@@ -223,6 +224,36 @@ def more(rank: int, world_size: int) -> None:
         assert_same(full(copied), full(model))
 
 
+def alike_in_every_way(rank: int, world_size: int) -> None:
+    """In bf16, where a gathered weight may be what was sent; with lists of tensors; clipped."""
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for kind in KINDS:
+        for of_shard, of_calls, foreach in (
+            ({"precision": "bf16"}, {"mp_policy": half}, False),
+            ({}, {}, True),
+        ):
+            found = {}
+            for how in ("calls", 1, 3):
+                model = sharded(kind, how, **(of_calls if how == "calls" else of_shard))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
+                found[how] = []
+                for step in range(3):
+                    x = torch.arange(2.0 * ROWS[kind]).view(2, -1).add(step) / 7
+                    loss = model(x).float().square().mean()
+                    loss.backward()
+                    norm = shardwise.clip_grad_norm_(model.parameters(), 0.1)
+                    found[how].append((loss.item(), norm.item()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert found[1] == found[3] == found["calls"]
+            assert len(set(found[1])) == 3
+    early = make("half")
+    optimizer = adam(early)
+    shardwise.shard(early, stage=2, units=[nn.Linear], optimizer=optimizer)
+    late = sharded("half", 3)
+    assert step_losses(early, optimizer, range(2)) == step_losses(late, adam(late), range(2))
+
+
 def replicas(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for kind in KINDS:
@@ -246,5 +277,6 @@ def refuse(rank: int, world_size: int) -> None:
 
 def test_windows_contexts_copies_and_replicas_know_tensors_with_a_gather_of_their_own() -> None:
     run_ranks(more, 2)
+    run_ranks(alike_in_every_way, 2)
     run_ranks(replicas, 2)
     run_ranks(refuse, 2)

@@ -249,11 +249,9 @@ def _place_of_inplace(func: Any) -> int | None:
 def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an elementwise function of lists of tensors (foreach, fused) on the local tensors."""
     leads: Sequence[Any] = args[0]
-    result = func(
-        *(_list_oflocals_of(a, leads, name) for a in args),
-        **{k: _list_oflocals_of(v, leads, name) for k, v in kwargs.items()},
-    )
-    if name.startswith("_fused_"):
+    own = [_list_oflocals_of(a, leads, name) for a in args]
+    result = func(*own, **{k: _list_oflocals_of(v, leads, name) for k, v in kwargs.items()})
+    if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in own[0]):
         _bump_versions(args)
     if isinstance(result, list | tuple) and not name.endswith("_"):
         return [_wrapped(r, t) for r, t in zip(result, leads, strict=True)]
@@ -373,7 +371,7 @@ def _wrapped(result: Any, like: Any) -> Any:
 
 
 def _bump_versions(args: tuple[Any, ...]) -> None:
-    """Count a fused step as a change; torch's fused kernels do not bump version counters."""
+    """Count a change of a fused kernel, or of a class's own operation: torch does not."""
     torch.autograd.graph.increment_version(
         [t._local_tensor for t in args[0] if isinstance(t, ShardTensorBase)]
     )

@@ -113,7 +113,8 @@ class ShardedParam:
         made = self.encoding.finish(self)
         if made is not None:
             stride = torch.empty(self.shape, device="meta").stride()
-            self._make_leaf(torch.as_strided(made, self.shape, stride, 0))
+            # Of its own version: what was gathered may be its memory, and is written anew.
+            self._make_leaf(torch.as_strided(made.data, self.shape, stride, 0))
         if self.full.requires_grad != self.sharded.requires_grad:
             self.full.requires_grad_(self.sharded.requires_grad)
             self.watch()
