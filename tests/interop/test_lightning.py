@@ -245,8 +245,8 @@ def fit_by_calls(rank: int, world_size: int, folder: Path) -> None:
     with launched(rank, world_size):
         for make, plain_one in ((ByCalls, VectorScale), (InsideByCalls, TwoNetworks)):
             options: dict[str, Any] = {"accumulate_grad_batches": 2 if make is ByCalls else 1}
-            plain = fit("shardwise", rank, world_size, plain_one, max_epochs=3, **options)
-            whole = fit("shardwise", rank, world_size, make, max_epochs=3, **options)
+            plain = fit("shardwise", rank, world_size, plain_one, max_epochs=2, **options)
+            whole = fit("shardwise", rank, world_size, make, max_epochs=2, **options)
             assert whole[0].seen == plain[0].seen
             assert_same_bits(parameters_of(whole[0]), parameters_of(plain[0]))
             assert all(isinstance(p, DTensor) for p in whole[0].state_dict().values())
@@ -255,7 +255,7 @@ def fit_by_calls(rank: int, world_size: int, folder: Path) -> None:
                 half, ended = fit("shardwise", rank, world_size, first, max_epochs=1, **options)
                 path = folder / f"{first.__name__}.ckpt"
                 ended.save_checkpoint(path)
-                options |= {"max_epochs": 3}
+                options |= {"max_epochs": 2}
                 rest, _ = fit("shardwise", rank, world_size, second, ckpt_path=path, **options)
                 assert half.seen + rest.seen == plain[0].seen
                 assert_same_bits(parameters_of(rest), parameters_of(plain[0]))

@@ -13,7 +13,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 from ranks import run_ranks
-from shardwise import fully_shard, shard
+from shardwise import shard
 from shardwise.errors import CheckpointError, ConfigError
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the test extra")
@@ -162,8 +162,6 @@ def use_stock_checkpoints(rank: int, folder: Path) -> None:
 
 def train_by_calls(rank: int, folder: Path) -> None:
     """Models of fully_shard: the losses of shard(), files and checkpoints that both load."""
-    from peft import LoraConfig, PeftModel, get_peft_model
-
     data = model_and_data()[1]
     often: dict[str, Any] = {**OFTEN, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     whole = train(folder / "run", sharded(), data, **often)
@@ -185,19 +183,6 @@ def train_by_calls(rank: int, folder: Path) -> None:
     train(folder / "best", best, data, **BEST, bf16=True)
     assert_same_tensors(full(stock.model), full(best))
 
-    def adapted() -> nn.Module:
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        return get_peft_model(model_and_data()[0], lora)
-
-    ours = train(folder / "lora", shard(adapted()), data, **often)
-    model = adapted()
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    theirs = train(folder / "lora calls", fully_shard(model), data, **often)
-    assert losses(theirs) == losses(ours)
-    path = folder / "lora calls" / "checkpoint-4"
-    loaded = PeftModel.from_pretrained(model_and_data()[0], path)
-    assert_same_tensors(full(theirs.model), loaded.state_dict())
     with pytest.raises(ConfigError, match=r"a part of this Holder is sharded.*its last call"):
         train(folder / "x", Holder(by_calls(model_and_data()[0])), data)
 
@@ -396,7 +381,6 @@ def test_the_stock_trainer_saves_and_with_the_callback_goes_on_to_the_bit(runs: 
 
 
 def test_models_of_fully_shard_are_trained_saved_and_resumed_as_those_of_shard(runs: Runs) -> None:
-    pytest.importorskip("peft", reason="peft is in the test extra")
     runs.of(train_by_calls)
 
 
