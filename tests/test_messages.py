@@ -128,7 +128,7 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
     (lambda: shardwise.shard(Net(), prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
     (lambda: shardwise.shard(Net(), bucket_bytes=None), "bucket_bytes=None: expected 0 (each"),
-    (lambda: shardwise.shard(Net(), mesh=(1, 1)), "mesh=(1, 1): expected a DeviceMesh, as torch's"),
+    (lambda: shardwise.shard(Net(), mesh=(1, 1)), "mesh=(1, 1): expected shardwise.Axes(), a Dev"),
     (lambda: shardwise.shard(Net(), init=5), "init=5: expected a function that takes a module"),
     (lambda: shardwise.stats("x"), "model: expected a torch.nn.Module, got 'x'"),
     (lambda: shardwise.fully_shard("x"), "model: expected a torch.nn.Module, got 'x'"),
@@ -138,7 +138,7 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
         lambda: shardwise.fully_shard(Net(), mp_policy=torch.bfloat16),
         "mp_policy=torch.bfloat16: expected torch's MixedPrecisionPolicy",
     ),
-    (lambda: shardwise.fully_shard(Net(), mesh=8), "mesh=8: expected torch's DeviceMesh or None"),
+    (lambda: shardwise.fully_shard(Net(), mesh=8), "mesh=8: expected shardwise.Axes, torch's Dev"),
     (lambda: shardwise.fully_shard(Net(), offload_policy="cpu"), "torch's OffloadPolicy or None"),
     (lambda: shardwise.from_deepspeed({}, auto="lr"), "auto: expected a dict of full names"),
     (

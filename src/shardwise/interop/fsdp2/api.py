@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _KINDS = {
-    "mesh": DeviceMesh | Axes | None,
-    "mp_policy": MixedPrecisionPolicy,
-    "offload_policy": OffloadPolicy | None,
+    "mesh": (DeviceMesh | Axes | None, "shardwise.Axes, torch's DeviceMesh or None"),
+    "mp_policy": (MixedPrecisionPolicy, "torch's MixedPrecisionPolicy"),
+    "offload_policy": (OffloadPolicy | None, "torch's OffloadPolicy or None"),
 }
 
 
@@ -57,11 +57,9 @@ def _checking(function: Any) -> Any:
             check_is_module(each)
         if not modules:
             raise ConfigError("model: expected a module, or a list of some, got an empty list")
-        for name, kind in _KINDS.items():
+        for name, (kind, expected) in _KINDS.items():
             if name in options and not isinstance(options[name], kind):
-                expected = getattr(kind, "__name__", str(kind).replace(" | ", " or "))
-                expected = expected.rpartition(".")[2]
-                raise ConfigError(f"{name}={options[name]!r}: expected torch's {expected}")
+                raise ConfigError(f"{name}={options[name]!r}: expected {expected}")
         return function(module, *args, **options)
 
     return checked
