@@ -16,6 +16,7 @@ from shardwise.comm.pending import (
     collective_errors,
     meeting_of,
 )
+from shardwise.comm.shares import goes_as_it_lies
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
@@ -83,14 +84,9 @@ def _inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:
     sources: list[torch.Tensor] = []
     for item in items:
         full_numel = item.segment.shard_numel * num_ranks
-        (_, first), *others = item.parts or ((0, None),)
-        if (
-            first is not None
-            and not others
-            and first.numel() == full_numel
-            and first.dtype == item.out.dtype
-        ):
-            inputs.append(first)
+        casts = any(part.dtype != item.out.dtype for _, part in item.parts)
+        if goes_as_it_lies([part.numel() for _, part in item.parts], full_numel, casts):
+            inputs.append(item.parts[0][1])
             continue
         packed = item.out if num_ranks == 1 else item.out.new_empty(full_numel)
         covered = sum(part.numel() for _, part in item.parts)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from shardwise.comm import coalesced, point_to_point
-from shardwise.comm.control import Control, SoloControl
+from shardwise.comm.control import Control, SoloControl, control_over
 from shardwise.comm.pending import (
     CollectiveId,
     GatherItem,
@@ -24,7 +24,7 @@ from shardwise.comm.pending import (
 )
 from shardwise.comm.watch import WATCH
 from shardwise.device import time_of
-from shardwise.layout.segments import Segment
+from shardwise.layout.segments import even_segment
 from shardwise.mesh import Axis, DataAxes
 from shardwise.trace import Traffic
 
@@ -72,9 +72,9 @@ class Comm:
         """The small exchanges over all ranks of the axes."""
         return self._make_control()
 
-    def agree_on_number(self, device: torch.device) -> None:
-        """Take rank 0's count of sharded models as this one's number, for `collective`."""
-        number = torch.tensor([next(_NUMBERS)], device=device)
+    def agree_on_number(self) -> None:
+        """Take rank 0's count of sharded models as this one's number, for `collective_id`."""
+        number = torch.tensor([next(_NUMBERS)], device=self.device)
         self.broadcast(number, CollectiveId("broadcast", "(number)", 0))
         self._number = int(number.item())
 
@@ -120,8 +120,8 @@ class Comm:
 
         **Cost** sends 2 x numel x (ranks - 1) / ranks; one share of temporary memory per peer.
         """
-        share = -(-buffer.numel() // axis.size)
-        segment = Segment(buffer.numel(), share, 0, 0)
+        segment = even_segment(buffer.numel(), axis.size)
+        share = segment.shard_numel
         padded = buffer
         if share * axis.size != buffer.numel() and not self.sends_uneven:
             padded = buffer.new_zeros(share * axis.size)
@@ -182,6 +182,16 @@ class Comm:
                 with meets(meeting_of(collective, axis)):
                     first = source if axis is self.axes.shard else 0
                     dist.broadcast(tensor, group=axis.group, group_src=first)
+
+
+def make_comm(axes: DataAxes, device: torch.device) -> Comm:
+    """Return the collectives over axes whose ranks all call this; ``control`` is made when asked.
+
+    **Cost** one small broadcast.
+    """
+    made = Comm(axes, device, lambda: control_over(axes))
+    made.agree_on_number()
+    return made
 
 
 def _transport(axis: Axis, device: torch.device) -> Any:

@@ -23,12 +23,17 @@ from shardwise.comm.pending import (
     collective_errors,
     meeting_of,
 )
+from shardwise.comm.shares import (
+    BLOCK_NUMEL,
+    gathered_together,
+    is_small,
+    lands_in_mean,
+    owned_ranges,
+)
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
 PIECE_BYTES = 16 << 20
-_BLOCK_NUMEL = 1 << 16
-SMALL_BYTES = 32 << 10
 _TAGS_PER_COLLECTIVE = 1 << 8
 _TAG_OF_KIND = {"all_gather": 0, "reduce_scatter": 1, "all_reduce": 2, "gather": 3}
 
@@ -81,16 +86,13 @@ def start_all_gather(
     """
     exchange = _Exchange(collective, axis)
     me = axis.rank
-    small: list[GatherItem] = []
-    large: list[GatherItem] = []
+    together = gathered_together([i.segment.shard_numel * i.full.element_size() for i in items])
+    small = [items[number] for number in together]
+    large = [item for number, item in enumerate(items) if number not in together]
     for item in items:
-        share_bytes = item.segment.shard_numel * item.full.element_size()
-        (small if share_bytes <= SMALL_BYTES else large).append(item)
         lo, hi = item.segment.bounds(me)
         if not item.in_place and hi > lo:
             item.full[lo:hi].copy_(item.source[: hi - lo])
-    if len(small) == 1:
-        large.append(small.pop())
     mine = _as_bytes([i.source[: _length(i, me)] for i in small])
     packed = torch.cat(mine) if mine else None
     stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
@@ -140,9 +142,9 @@ class _Sum:
         Addends of another dtype are cast to ``out``'s one by one.
         """
         addends = [self.own if r == rank else self.peers[r] for r in range(num_ranks)]
-        for begin in range(0, self.out.numel(), _BLOCK_NUMEL):
-            out = self.out[begin : begin + _BLOCK_NUMEL]
-            _add_in_order([a[begin : begin + _BLOCK_NUMEL] for a in addends], out)
+        for begin in range(0, self.out.numel(), BLOCK_NUMEL):
+            out = self.out[begin : begin + BLOCK_NUMEL]
+            _add_in_order([a[begin : begin + BLOCK_NUMEL] for a in addends], out)
             if divisor != 1:
                 out.div_(divisor)
 
@@ -201,20 +203,20 @@ def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tenso
 
     The place is meaningful only where ``rank`` is the caller's own.
     """
-    begin, end = item.segment.bounds(rank)
+    begin, _ = item.segment.bounds(rank)
+    parts = [(offset, part.numel()) for offset, part in item.parts]
     found = []
-    for offset, part in item.parts:
-        lo, hi = max(offset, begin), min(offset + part.numel(), end)
-        if hi > lo:
-            found.append((part[lo - offset : hi - offset], item.out[lo - begin : hi - begin]))
+    for number, lo, hi in owned_ranges(item.segment, parts, rank):
+        offset, part = item.parts[number]
+        found.append((part[lo - offset : hi - offset], item.out[lo - begin : hi - begin]))
     return found
 
 
 def _send_shares(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> None:
     slices = [piece for item in items for piece, _ in _slices(item, peer)]
-    small = [t for t in slices if t.nbytes <= SMALL_BYTES]
+    small = [t for t in slices if is_small(t.nbytes)]
     for piece in slices:
-        if piece.nbytes > SMALL_BYTES:
+        if not is_small(piece.nbytes):
             exchange.send(peer, piece)
     if small:
         exchange.send(peer, small[0] if len(small) == 1 else torch.cat(_as_bytes(small)))
@@ -229,7 +231,6 @@ def _receive_shares(
     """Post the receives from ``peer``; fill ``sums`` with places for its addends."""
     me = exchange.axis.rank
     first = not sums
-    into_out = peer == (1 if me == 0 else 0)
     index = 0
     small: list[torch.Tensor] = []
     small_sums: list[int] = []
@@ -237,11 +238,12 @@ def _receive_shares(
         for own, out in _slices(item, me):
             if first:
                 sums.append(_Sum(out, own, {}))
-            if own.nbytes <= SMALL_BYTES:
+            if is_small(own.nbytes):
                 small.append(own)
                 small_sums.append(index)
             else:
-                place = out if into_out and own.dtype == out.dtype else torch.empty_like(own)
+                is_mean = lands_in_mean(own.nbytes, own.dtype != out.dtype, peer, me)
+                place = out if is_mean else torch.empty_like(own)
                 exchange.receive(peer, place)
                 sums[index].peers[peer] = place
             index += 1

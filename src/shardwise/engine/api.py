@@ -86,9 +86,9 @@ def shard(
         raise
     comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
     agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
-    comm.agree_on_number(comm.device)
+    comm.agree_on_number()
     engine = Engine(config, comm, FullParamLedger())
-    materializer = Materializer(config, comm, comm.device, engine.ledger, engine, init, specs)
+    materializer = Materializer(config, comm, engine.ledger, engine, init, specs)
     materializer.check(specs)
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit

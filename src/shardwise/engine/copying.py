@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.collectives import Comm
-from shardwise.comm.control import control_over
+from shardwise.comm.collectives import Comm, make_comm
 from shardwise.engine.hooks import forget_hooks
 from shardwise.engine.runtime import Engine
 from shardwise.errors import StateError
@@ -39,19 +38,12 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
             "two passes"
         )
     engine.conditions.check_usable("copy.deepcopy: ")
-    comms = {id(comm): _copy_comm(comm) for comm in engine.comms}
+    comms = {id(comm): make_comm(comm.axes, comm.device) for comm in engine.comms}
     ledger = FullParamLedger()
     made = Engine(engine.config, comms[id(engine.comm)], ledger)
     memo[id(engine)] = made
     units = [_copy_unit(u, comms[id(u.comm)], made, ledger, memo) for u in engine.units]
     return made, units
-
-
-def _copy_comm(comm: Comm) -> Comm:
-    control = control_over(comm.axes)
-    made = Comm(comm.axes, comm.device, lambda: control)
-    made.agree_on_number(comm.device)
-    return made
 
 
 def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, memo: Memo) -> Unit:

@@ -14,7 +14,7 @@ a rank's shares lie one after the other in its shard buffer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -37,6 +37,11 @@ class Segment:
         """Return rank's range ``[lo, hi)`` of the segment's elements, padding left out."""
         lo = min(rank * self.shard_numel, self.numel)
         return lo, min(lo + self.shard_numel, self.numel)
+
+
+def even_segment(numel: int, num_ranks: int) -> Segment:
+    """Return ``numel`` elements, cut into shares that are as even as can be."""
+    return Segment(numel, -(-numel // num_ranks), 0, 0)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,23 @@ class Layout:
         inside = max(placed.offset + lo - begin, 0) if hi > lo else 0
         return Piece(lo, hi, segment.shard_offset + inside)
 
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Return the shape of what ``rank`` owns of parameter ``index``: rows of it, or flat."""
+        shape, numel = self.params[index].shape, self.piece(index, rank).numel
+        if self.kind == "flat" or not shape:
+            return (numel,)
+        share = -(-shape[0] // self.num_ranks)
+        return (max(min(share, shape[0] - rank * share), 0), *shape[1:])
+
+    def segments_of(self, indices: Iterable[int]) -> Iterator[tuple[Segment, list[int]]]:
+        """Yield the segments in which parameters lie, each with them; none that is empty."""
+        found: dict[int, list[int]] = {}
+        for index in indices:
+            found.setdefault(self.params[index].segment, []).append(index)
+        for number, inside in sorted(found.items()):
+            if self.segments[number].numel:
+                yield self.segments[number], inside
+
 
 def rows_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
     """Cut every parameter along dim 0 as ``torch.chunk`` does: ceil(rows / ranks) each."""
@@ -129,8 +151,7 @@ def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
     for shape in shapes:
         params.append(PlacedParam(shape, 0, offset))
         offset += prod(shape)
-    segment = Segment(offset, -(-offset // num_ranks), 0, 0)
-    return Layout("flat", num_ranks, tuple(params), (segment,))
+    return Layout("flat", num_ranks, tuple(params), (even_segment(offset, num_ranks),))
 
 
 def build_layout(kind: LayoutName, shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:

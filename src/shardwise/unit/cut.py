@@ -237,11 +237,8 @@ def make_cut(shape: tuple[int, ...], layout: Layout | None, index: int, comm: Co
         return Cut(shape, None, index, comm, 0, numel, shape, tuple(placements))
     piece = layout.piece(index, comm.axes.shard.rank)
     placement: Placement = Ragged(piece.lo, piece.hi)
-    local_shape: tuple[int, ...] = (piece.numel,)
+    local_shape = layout.local_shape(index, comm.axes.shard.rank)
     if layout.kind == "rows" and shape:
-        shard_rows = -(-shape[0] // layout.num_ranks)
-        begin = min(comm.axes.shard.rank * shard_rows, shape[0])
-        rows = min(shard_rows, shape[0] - begin)
-        placement, local_shape = Shard(0), (rows, *shape[1:])
+        placement = Shard(0)
     before = [Replicate()] if comm.axes.replicate else []
     return Cut(shape, layout, index, comm, piece.lo, piece.hi, local_shape, (*before, placement))

@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.collectives import Comm
-from shardwise.comm.control import control_over
+from shardwise.comm.collectives import Comm, make_comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
 from shardwise.device import fork_rng_devices
 from shardwise.errors import ConfigError
+from shardwise.layout.memory import group_by_dtypes
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
@@ -53,7 +53,6 @@ class Materializer:
         self,
         config: ShardConfig,
         comm: Comm,
-        device: torch.device,
         ledger: FullParamLedger,
         scheduler: Scheduler,
         init: Init | None,
@@ -61,7 +60,7 @@ class Materializer:
     ) -> None:
         self._config = config
         self._comm = comm
-        self._device = device
+        self._device = comm.device
         self._ledger = ledger
         self._scheduler = scheduler
         self._init = init
@@ -129,16 +128,10 @@ class Materializer:
             RankOrderSum(self._comm.axes.num_ranks),
             home=home,
         )
-        groups: dict[tuple[Dtypes, bool, bool], list[ParamSpec]] = {}
-        own = [param for param in spec.params if has_own_gather(param.param)]
-        for param in spec.params:  # frozen ones apart: they need no gradients, and never go stale
-            if any(param is each for each in own):
-                continue
-            is_along_dim = param.dim > 0 and config.stage.shards_state
-            key = self._dtypes(param.param), param.param.requires_grad, is_along_dim
-            groups.setdefault(key, []).append(param)
         values = self._initialised(spec)
-        storages = [self._build_storage(unit, g[0], p, values) for g, p in groups.items()]
+        own = [param for param in spec.params if has_own_gather(param.param)]
+        stored = [param for param in spec.params if not any(param is each for each in own)]
+        storages = [self._build_storage(unit, d, p, values) for d, p in self._groups(stored)]
         by_dtype: dict[torch.dtype, list[ParamSpec]] = {}
         for param in own:
             by_dtype.setdefault(param.param.dtype, []).append(param)
@@ -146,9 +139,18 @@ class Materializer:
         unit.lay_out(storages)
         return unit
 
+    def _groups(self, stored: Sequence[ParamSpec]) -> Iterator[tuple[Dtypes, list[ParamSpec]]]:
+        """Yield the parameters of each storage; those cut along another dim than 0 lie apart."""
+        precision, sharded = self._config.precision, self._config.stage.shards_state
+        for along_dim in (False, True):
+            params = [p for p in stored if (p.dim > 0 and sharded) is along_dim]
+            tensors = [p.param for p in params]
+            facts = [(t.dtype, t.dtype.is_floating_point, t.requires_grad) for t in tensors]
+            found = group_by_dtypes(params, facts, precision.master, precision.param)
+            yield from ((dtypes, members) for (dtypes, _), members in found.items())
     def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> RowsApart:
         """Add parameters of one dtype that define their own gather to a unit, cut by rows."""
-        axis, device, precision = unit.comm.axes.shard, self._device, unit.precision
+        axis, device, precision = unit.comm.axes.shard, self._comm.device, unit.precision
         shapes = [tuple(spec.param.shape) for spec in params]
         layout = build_layout("rows", shapes, axis.size)
         policy = MixedPrecisionPolicy(
@@ -221,19 +223,8 @@ class Materializer:
         if spec.axes is None:
             return self._comm
         if spec.axes.mesh not in self._comms:
-            axes = spec.axes
-            made = Comm(axes, self._device, lambda: control_over(axes))
-            made.agree_on_number(self._device)
-            self._comms[axes.mesh] = made
+            self._comms[spec.axes.mesh] = make_comm(spec.axes, self._device)
         return self._comms[spec.axes.mesh]
-
-    def _dtypes(self, param: nn.Parameter) -> Dtypes:
-        """Return the parameter's (master, compute) dtypes."""
-        if not param.dtype.is_floating_point:
-            return param.dtype, param.dtype
-        precision = self._config.precision
-        master = (precision.master or param.dtype) if param.requires_grad else param.dtype
-        return master, precision.param or param.dtype
 
     def _initialised(self, spec: UnitSpec) -> dict[str, torch.Tensor]:
         """Return the initial values of the unit's parameters that are on meta, by name."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
-from shardwise.layout.segments import Segment
+from shardwise.layout.segments import Segment, even_segment
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
@@ -103,20 +103,16 @@ class _Running:
         out, counts = buffer.split([buffer.numel() - behind, behind])
         if num_counts != behind:
             counts = buffer.new_empty(num_counts)
-        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        for param, grad in zip(params, grads, strict=True):
-            placed = layout.params[param.index]
-            parts.setdefault(placed.segment, []).append((placed.offset, grad))
+        by_index = {param.index: grad for param, grad in zip(params, grads, strict=True)}
         items, full_segments = [], []
-        for number, segment in enumerate(layout.segments):
-            if number in parts and segment.numel:
-                begin = segment.shard_offset
-                if replicated:
-                    begin = segment.full_offset + storage.rank * segment.shard_numel
-                    end = segment.full_offset + segment.shard_numel * layout.num_ranks
-                    full_segments.append((segment, out[segment.full_offset : end]))
-                place = out[begin : begin + segment.shard_numel]
-                items.append(ReduceItem(segment, tuple(parts[number]), place))
+        for segment, inside in layout.segments_of(by_index):
+            begin = segment.shard_offset
+            if replicated:
+                begin = segment.full_offset + storage.rank * segment.shard_numel
+                end = segment.full_offset + segment.shard_numel * layout.num_ranks
+                full_segments.append((segment, out[segment.full_offset : end]))
+            parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
+            items.append(ReduceItem(segment, parts, out[begin : begin + segment.shard_numel]))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -141,7 +137,7 @@ class _Running:
         missing = [i for i, param in enumerate(params) if param not in self._used_here]
         if missing:
             here.view(num_ranks, -1)[:, missing] = 0
-        segment = Segment(here.numel(), len(params), 0, 0)
+        segment = even_segment(here.numel(), num_ranks)
         return ReduceItem(segment, ((0, here),), counts)
 
     @torch.no_grad()

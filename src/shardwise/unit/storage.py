@@ -1,10 +1,6 @@
 """The memory of one unit's parameters of one dtype: shards that persist, full copies that do not.
 
-Note [Where the shard lies]
-Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
-rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
-the gather copies, or casts, this rank's share into the full buffer first. There is no separate
-low-precision shard.
+What lies where is in `layout.memory`, Note [Where the shard lies].
 
 Note [Freed storage comes back to life]
 Freeing a full copy resizes its storage to zero bytes; the tensors that autograd saved keep
@@ -18,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm.pending import GatherItem, Pending
+from shardwise.layout.memory import Memory
 from shardwise.layout.segments import Layout
 from shardwise.stages import Stage
 from shardwise.trace import FullParamLedger
@@ -44,19 +41,22 @@ class Storage:
         master_dtype, compute_dtype = dtypes
         self.layout = layout
         self.rank = rank
+        casts = master_dtype != compute_dtype
+        sizes = master_dtype.itemsize, compute_dtype.itemsize
+        self._memory = Memory(layout, stage, *sizes, casts, is_away=home is not None)
         self.shards_state = stage.shards_state
+        self.aliased = self._memory.aliased
+        self.frees = self._memory.frees
+        self.needs_gather = self._memory.needs_gather
         self.home = home
         self._ledger = ledger
-        keeps = home is None and (not stage.frees_after_backward or layout.num_ranks == 1)
-        self.aliased = keeps and master_dtype == compute_dtype
-        self.frees = not self.aliased and stage.frees_after_backward
         self._is_for_memory = stage.frees_after_backward
         make = torch.zeros if self.aliased else torch.empty
         self.full = make(layout.full_numel, dtype=compute_dtype, device=device)
         if self.aliased:
             self.master = self.full
         else:
-            numel = layout.shard_numel if stage.shards_state else layout.full_numel
+            numel = self._memory.own_numel
             if self.home is None:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
             else:
@@ -82,11 +82,6 @@ class Storage:
             self._ledger.free(self._nbytes)
             ledger.allocate(self._nbytes)
         self._ledger = ledger
-
-    @property
-    def needs_gather(self) -> bool:
-        """Tell whether ranks must exchange anything to make the full copy whole."""
-        return self.shards_state and self.layout.num_ranks > 1
 
     @property
     def is_fresh(self) -> bool:
@@ -169,7 +164,7 @@ class Storage:
             if not self.aliased:
                 self._fill_full([self._full_data], [self._master_data])
             return ()
-        if self._casts and self._gather_items:
+        if self._memory.fills_first and self._gather_items:
             self._fill_full([item.source for item in self._gather_items], self._shares)
         return self._gather_items
 
@@ -189,15 +184,13 @@ class Storage:
         """Make the views that every gather uses, once; they outlive the memory under them."""
         self._shares: list[torch.Tensor] = []
         self._gather_items: list[GatherItem] = []
-        other_dtype = self.master.dtype != self.full.dtype
-        self._casts = not self.aliased and (other_dtype or self.home is not None)
         if not self.shards_state:
             return
         for segment in self.layout.segments:
             share, full = segment.shard_numel, segment.full_offset
             own = self._full_data[full + self.rank * share : full + (self.rank + 1) * share]
             gathered = self._full_data[full : full + share * self.layout.num_ranks]
-            in_place = self.aliased or self._casts
+            in_place = self._memory.gathers_in_place
             shard = own
             if not self.aliased:
                 shard = self._master_data[segment.shard_offset : segment.shard_offset + share]
@@ -216,8 +209,7 @@ class Storage:
         a tenth of a training step. On other devices the allocator does this itself, and a stage
         that frees its parameters is chosen for memory, not for speed.
         """
-        numel = self.layout.shard_numel if self.shards_state else self.layout.full_numel
-        numel += behind
+        numel = self._memory.own_numel + behind
         device = self.full.device
         if device.type != "cpu" or self._is_for_memory:
             return torch.empty(numel, dtype=dtype, device=device)
@@ -259,16 +251,12 @@ class Storage:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's slices, padding included, wherever they lie."""
-        if not self.shards_state:
-            return self.master.nbytes
-        return self.layout.shard_numel * self.master.element_size()
+        return self._memory.shard_bytes
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of full copies alive now, beyond the slices."""
-        if self.aliased:
-            return self.full.nbytes - self.shard_bytes
-        return self._nbytes if self._allocated else 0
+        return self._memory.beside_bytes if self.aliased or self._allocated else 0
 
 
 def _num_references(tensor: torch.Tensor) -> int:

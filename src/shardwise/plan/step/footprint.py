@@ -16,12 +16,13 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.layout.segments import Layout, Segment, build_layout
+from shardwise.comm.shares import BLOCK_NUMEL
+from shardwise.layout.memory import Memory, group_by_dtypes
+from shardwise.layout.segments import build_layout, even_segment
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
 from shardwise.plan.step.messages import (
-    BLOCK_NUMEL,
     Message,
     gather_message,
     merge,
@@ -124,51 +125,30 @@ def footprint(unit: UnitFacts, setting: Setting) -> Footprint:
 
 
 class _Group(NamedTuple):
-    """The parameters of one storage: those of one (master, compute) pair of dtypes."""
+    """The parameters of one storage: which of them are trained and updated, and their memory."""
 
-    layout: Layout
+    memory: Memory
     trained: tuple[bool, ...]
     updated: tuple[bool, ...]
     master_name: DtypeName
-    master: int
-    compute: int
     reduce: int
-    casts: bool
-    aliased: bool
-    frees: bool
 
 
 def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
     """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
     row = PRECISIONS[setting.precision]
     own = setting.precision == "fp32"  # keeps each parameter's own dtype
-    found: dict[tuple[DtypeName, DtypeName, bool], list[ParamKey]] = {}
-    for param in params:
-        _, dtype, requires_grad, _ = param
-        floating = "float" in dtype and not own
-        master = row.master if floating and requires_grad else dtype
-        compute = row.compute if floating else dtype
-        found.setdefault((master, compute, requires_grad), []).append(param)
+    wanted = (None, None) if own else (row.master, row.compute)
+    keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, _ in params)
     groups = []
-    for (master, compute, _), members in found.items():
+    for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
         layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards)
-        keeps = not setting.stage.frees_after_backward
-        keeps |= setting.num_shards == 1 and not setting.params_away
-        aliased = keeps and master == compute
-        groups.append(
-            _Group(
-                layout,
-                tuple(m[2] for m in members),
-                tuple(m[2] and m[3] for m in members),
-                master,
-                DTYPE_BYTES[master],
-                DTYPE_BYTES[compute],
-                DTYPE_BYTES[master if own else row.reduce],
-                master != compute,
-                aliased,
-                not aliased and setting.stage.frees_after_backward,
-            )
-        )
+        sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
+        memory = Memory(layout, setting.stage, *sizes, master != compute, setting.params_away)
+        trained = tuple(m[2] for m in members)
+        updated = tuple(m[2] and m[3] for m in members)
+        reduce = DTYPE_BYTES[master if own else row.reduce]
+        groups.append(_Group(memory, trained, updated, master, reduce))
     return groups
 
 
@@ -177,37 +157,38 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     groups = _groups(params, setting)
     sharded = setting.stage.shards_state
     exchanges = sharded and setting.num_shards > 1
-    stale = [g for g in groups if (exchanges or not g.aliased) and (g.frees or any(g.updated))]
-    full = {id(g): g.layout.full_numel * g.compute for g in groups}
-    shard = {
-        id(g): (g.layout.shard_numel if sharded else g.layout.full_numel) * g.master for g in groups
-    }
+    memories = [g.memory for g in groups]
+    stale = [
+        g
+        for g in groups
+        if (exchanges or not g.memory.aliased) and (g.memory.frees or any(g.updated))
+    ]
     trains = [g for g in groups if any(g.trained)]
-    locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, sharded)]
+    locals_ = [(g, shape) for g in trains for shape in _local_shapes(g)]
     numels = [prod(shape) for _, shape in locals_]
     table = OPTIMIZERS[setting.optimizer]
-    sums_apart = any(g.compute != g.reduce for g in trains)
-    row = PRECISIONS[setting.precision]
+    sums_apart = any(g.memory.full_size != g.reduce for g in trains)
+    keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
     return Footprint(
         num_trained=sum(p[2] for p in params),
         num_updated=sum(p[2] and p[3] for p in params),
-        full_bytes=sum(full.values()),
-        shard_bytes=sum(shard.values()),
+        full_bytes=sum(m.full_bytes for m in memories),
+        shard_bytes=sum(m.shard_bytes for m in memories),
         compute_shard_bytes=sum(
-            g.layout.shard_numel * g.compute for g in groups if row.keeps_compute_shard and g.frees
+            m.layout.shard_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
         ),
-        kept_bytes=sum(
-            full[id(g)] - (shard[id(g)] if g.aliased else 0) for g in groups if not g.frees
-        ),
-        freed_bytes=sum(full[id(g)] for g in groups if g.frees),
-        padding_bytes=sum(_padding(g) * g.master for g in groups) if sharded else 0,
+        kept_bytes=sum(m.beside_bytes for m in memories if not m.frees),
+        freed_bytes=sum(m.full_bytes for m in memories if m.frees),
+        padding_bytes=sum(map(_padding, memories)) if sharded else 0,
         state_bytes=sum(table.tensor_bytes(s, g.master_name) for g, s in locals_),
         largest_local=max(
-            (n * g.master for n, (g, _) in zip(numels, locals_, strict=True)), default=0
+            (n * g.memory.master_size for n, (g, _) in zip(numels, locals_, strict=True)), default=0
         ),
         local_numel=sum(numels),
-        written_grads=sum(n * g.compute for g in trains for n in _updated_numels(g)),
-        largest_grad=max((n * g.compute for g in trains for n in _updated_numels(g)), default=0),
+        written_grads=sum(n * g.memory.full_size for g in trains for n in _updated_numels(g)),
+        largest_grad=max(
+            (n * g.memory.full_size for g in trains for n in _updated_numels(g)), default=0
+        ),
         gather=_gather(stale, setting) if stale else None,
         reduce=_reduce(trains, setting, False) if trains else None,
         reduce_sums=_reduce(trains, setting, True) if trains else None,
@@ -218,28 +199,25 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     )
 
 
-def _padding(group: _Group) -> int:
-    """Return the elements of padding in a rank's slices, on average and rounded up."""
-    layout = group.layout
-    num_params = sum(p.numel for p in layout.params)
-    return layout.shard_numel - num_params // layout.num_ranks
+def _padding(memory: Memory) -> int:
+    """Return the bytes of padding in a rank's slices, on average and rounded up."""
+    layout = memory.layout
+    return (layout.shard_numel - layout.numel // layout.num_ranks) * memory.master_size
 
 
 def _updated_numels(group: _Group) -> list[int]:
-    return [p.numel for p, t in zip(group.layout.params, group.updated, strict=True) if t]
+    params = group.memory.layout.params
+    return [p.numel for p, updated in zip(params, group.updated, strict=True) if updated]
 
 
-def _local_shapes(group: _Group, sharded: bool) -> list[tuple[int, ...]]:
+def _local_shapes(group: _Group) -> list[tuple[int, ...]]:
     """Return the shapes of rank 0's slices of the parameters that the optimizer updates."""
-    layout, found = group.layout, []
-    for index, (placed, updated) in enumerate(zip(layout.params, group.updated, strict=True)):
-        if not updated:
-            continue
-        numel = layout.piece(index, 0).numel if sharded else placed.numel
-        rows = prod(placed.shape[1:])
-        by_rows = placed.shape and (layout.kind == "rows" or not sharded) and rows
-        found.append((numel // rows, *placed.shape[1:]) if by_rows else (numel,))
-    return found
+    layout, sharded = group.memory.layout, group.memory.stage.shards_state
+    return [
+        layout.local_shape(index, 0) if sharded else layout.params[index].shape
+        for index, updated in enumerate(group.updated)
+        if updated
+    ]
 
 
 def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, int]:
@@ -253,26 +231,18 @@ def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, 
             cast = numel * group.reduce
             if first or on_cpu:
                 most = max(most, held + cast)
-            held += (cast if first else 0) - numel * group.compute
+            held += (cast if first else 0) - numel * group.memory.full_size
     return held, most
 
 
 def _gather(groups: Sequence[_Group], setting: Setting) -> Message:
     """Describe the gather of a unit: casts, copies, messages."""
-    sharded, num_ranks = setting.stage.shards_state, setting.num_shards
-    before = 0
-    for group in groups:
-        if group.casts:
-            numel = group.layout.shard_numel if sharded else group.layout.full_numel
-            before += numel * (group.master + group.compute)
-    if not sharded or num_ranks == 1:
+    memories = [group.memory for group in groups]
+    before = sum(m.own_numel * (m.master_size + m.full_size) for m in memories if m.casts)
+    if not setting.stage.shards_state or setting.num_shards == 1:
         return Message(before=before)
-    items = [
-        (segment, group.compute, group.aliased or group.casts)
-        for group in groups
-        for segment in group.layout.segments
-    ]
-    message = gather_message(items, num_ranks, setting.on_cpu)
+    items = [(s, m.full_size, m.gathers_in_place) for m in memories for s in m.layout.segments]
+    message = gather_message(items, setting.num_shards, setting.on_cpu)
     return message._replace(before=message.before + before)
 
 
@@ -282,38 +252,38 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
     messages, replicas, means = [], [], []
     out = grads = temporary = 0
     for group in groups:
-        layout, wire = group.layout, group.reduce if local_sum else group.compute
-        out += (layout.shard_numel if sharded else layout.full_numel) * group.reduce
-        parts: dict[int, list[tuple[int, int]]] = {}
-        for placed, trained in zip(layout.params, group.trained, strict=True):
-            if trained:
-                grads += placed.numel * wire
-                parts.setdefault(placed.segment, []).append((placed.offset, placed.numel))
-        segments = [(layout.segments[n], p) for n, p in parts.items() if layout.segments[n].numel]
+        layout, reduce = group.memory.layout, group.reduce
+        wire = reduce if local_sum else group.memory.full_size
+        out += group.memory.own_numel * reduce
+        trained = [index for index, trains in enumerate(group.trained) if trains]
+        grads += sum(layout.params[index].numel for index in trained) * wire
+        segments = [
+            (segment, [(layout.params[i].offset, layout.params[i].numel) for i in inside])
+            for segment, inside in layout.segments_of(trained)
+        ]
         for segment, places in segments:
             if num_ranks == 1:
-                moved = sum(n for _, n in places) * (wire + group.reduce)
+                moved = sum(n for _, n in places) * (wire + reduce)
                 messages.append(Message(after=moved))
             elif setting.on_cpu:
-                messages.append(scattered_message(segment, places, num_ranks, wire, group.reduce))
-                if wire != group.reduce:
+                messages.append(scattered_message(segment, places, num_ranks, wire, reduce))
+                if wire != reduce:
                     numel = min(segment.shard_numel, BLOCK_NUMEL)
-                    temporary = max(temporary, numel * group.reduce)
+                    temporary = max(temporary, numel * reduce)
             else:
-                messages.append(packed_message(segment, places, num_ranks, wire, group.reduce))
-        num_counts = sum(group.trained) if num_ranks * setting.num_replicas > 1 else 0
+                messages.append(packed_message(segment, places, num_ranks, wire, reduce))
+        num_counts = len(trained) if num_ranks * setting.num_replicas > 1 else 0
         if num_counts and num_ranks > 1:
-            messages.append(_counting(num_counts, group.reduce, setting))
+            messages.append(_counting(num_counts, reduce, setting))
         buffers = [layout.shard_numel + num_counts]
         if not sharded:
             buffers = [*(s.bounds(0)[1] for s, _ in segments), num_counts]
         if setting.num_replicas > 1:
             replicas += [
-                replica_message(b, group.reduce, setting.num_replicas, setting.on_cpu)
-                for b in buffers
+                replica_message(b, reduce, setting.num_replicas, setting.on_cpu) for b in buffers
             ]
         if not sharded and segments:
-            items = [(s, group.reduce, True) for s, _ in segments]
+            items = [(s, reduce, True) for s, _ in segments]
             means.append(gather_message(items, num_ranks, setting.on_cpu))
     return Reduce(merge(messages), grads, out, temporary, tuple(replicas), tuple(means))
 
@@ -321,7 +291,7 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
 def _counting(num_counts: int, size: int, setting: Setting) -> Message:
     """Describe what tells on how many ranks each parameter had a gradient; see `unit.sums`."""
     num_ranks = setting.num_shards
-    segment = Segment(num_counts * num_ranks, num_counts, 0, 0)
+    segment = even_segment(num_counts * num_ranks, num_ranks)
     describe = scattered_message if setting.on_cpu else packed_message
     message = describe(segment, [(0, segment.numel)], num_ranks, size, size)
     return message._replace(staging=message.staging + segment.numel * size)

@@ -1,19 +1,21 @@
 """What one collective of the engine sends, stages and moves, on either transport.
 
-Note [Two transports]
-``coalesced`` (NCCL) sends padded shares in place and packs gradients that are not even.
-``point_to_point`` (gloo) sends what each rank owns without padding, packs small tensors into one
-message per peer, and receives addends beside this rank's own; see `comm.point_to_point`. What this
-file says of either is what those two files allocate and count.
+Which elements go to whom, what travels together and what needs no memory is asked of `comm.shares`,
+as the transports ask it. ``on_cpu`` means sends and receives, see `comm.point_to_point`; elsewhere
+it is `comm.coalesced`.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwise.layout.segments import Segment
-
-SMALL_BYTES = 32 << 10  # comm.point_to_point.SMALL_BYTES, which imports torch
-BLOCK_NUMEL = 1 << 16  # elements that it sums at a time
+from shardwise.comm.shares import (
+    gathered_together,
+    goes_as_it_lies,
+    is_small,
+    lands_in_mean,
+    owned_ranges,
+)
+from shardwise.layout.segments import Segment, even_segment
 
 
 class Message(NamedTuple):
@@ -36,22 +38,23 @@ class Message(NamedTuple):
 def gather_message(
     items: Sequence[tuple[Segment, int, bool]], num_ranks: int, on_cpu: bool
 ) -> Message:
-    """Describe an all-gather of (segment, element size, in place); see Note [Two transports]."""
+    """Describe an all-gather of (segment, element size, in place)."""
     payload = sum(s.shard_numel * num_ranks * size for s, size, _ in items)
     if not on_cpu:
         sent = sum(s.shard_numel * size for s, size, _ in items) * (num_ranks - 1)
         return Message(payload, sent, len(items))
-    owned = [(s.bounds(0)[1] * size, s, size) for s, size, _ in items]
-    small = [i for i in owned if i[1].shard_numel * i[2] <= SMALL_BYTES]
-    small = small if len(small) > 1 else []
+    owned = [s.bounds(0)[1] * size for s, size, _ in items]
+    small = gathered_together([s.shard_numel * size for s, size, _ in items])
+    filled = sum(items[n][0].numel * items[n][1] for n in small)  # of all ranks
+    packed = sum(owned[n] for n in small)
+    copied = sum(own for own, item in zip(owned, items, strict=True) if not item[2])
     return Message(
         payload,
-        sum(own for own, _, _ in owned) * (num_ranks - 1),
+        sum(owned) * (num_ranks - 1),
         (len(owned) - len(small) + bool(small)) * (num_ranks - 1),
-        staging=sum(s.numel * size for _, s, size in small),
-        before=sum(2 * s.bounds(0)[1] * size for s, size, in_place in items if not in_place)
-        + sum(2 * own for own, _, _ in small),
-        after=sum(2 * (s.numel * size - own) for own, s, size in small),
+        staging=filled,
+        before=2 * (copied + packed),
+        after=2 * (filled - packed),
     )
 
 
@@ -89,29 +92,24 @@ def scattered_message(
     segment: Segment, parts: Sequence[tuple[int, int]], num_ranks: int, wire: int, reduce: int
 ) -> Message:
     """Describe what one segment adds to a reduce-scatter by sends and receives."""
+    casts = wire != reduce
     sent = num = own = staging = 0
     small = []
     for rank in range(num_ranks):
-        lo, hi = segment.bounds(rank)
-        count = packed = 0
-        for offset, numel in parts:
-            num_bytes = (min(offset + numel, hi) - max(offset, lo)) * wire
-            if num_bytes <= 0:
-                continue
-            if rank == 0:
-                own += num_bytes
-                peers = num_ranks - 1
-                if num_bytes > SMALL_BYTES and wire == reduce:
-                    peers -= 1  # one addend is received where the mean will be
-                staging += peers * num_bytes
-                continue
-            sent += num_bytes
-            if num_bytes <= SMALL_BYTES:
-                count, packed = count + 1, packed + num_bytes
-            else:
-                num += 1
-        if rank:
-            small.append((count, packed))
+        sizes = [(hi - lo) * wire for _, lo, hi in owned_ranges(segment, parts, rank)]
+        if rank == 0:
+            own = sum(sizes)
+            staging = sum(
+                size
+                for peer in range(1, num_ranks)
+                for size in sizes
+                if not lands_in_mean(size, casts, peer, rank)
+            )
+            continue
+        together = [size for size in sizes if is_small(size)]
+        sent += sum(sizes)
+        num += len(sizes) - len(together)
+        small.append((len(together), sum(together)))
     after = own * num_ranks + own // wire * reduce
     payload = sum(n for _, n in parts) * wire
     return Message(payload, sent, num, staging, 0, after, tuple(small))
@@ -122,23 +120,32 @@ def packed_message(
 ) -> Message:
     """Describe what one segment adds to a coalesced reduce-scatter."""
     full = segment.shard_numel * num_ranks
-    fits = len(parts) == 1 and parts[0][1] == full and wire == reduce
+    numels = [numel for _, numel in parts]
     sent = segment.shard_numel * reduce * (num_ranks - 1)
-    covered = sum(n for _, n in parts)
-    moved = 0 if fits else covered * (wire + reduce) + (full * reduce if covered < full else 0)
     divided = 2 * segment.shard_numel * reduce
-    return Message(full * reduce, sent, 1, 0 if fits else full * reduce, moved, divided)
+    if goes_as_it_lies(numels, full, wire != reduce):
+        return Message(full * reduce, sent, 1, 0, 0, divided)
+    zeros = full * reduce if sum(numels) < full else 0
+    moved = sum(numels) * (wire + reduce) + zeros
+    return Message(full * reduce, sent, 1, full * reduce, moved, divided)
 
 
 def replica_message(numel: int, size: int, ranks: int, on_cpu: bool) -> Message:
-    """Describe `Comm.all_reduce` of one flat buffer over the replicate axis, rank 0 of it."""
-    share = -(-numel // ranks)
-    if not on_cpu:
-        padded = 0 if share * ranks == numel else share * ranks * size
-        sent = 2 * share * size * (ranks - 1)
-        return Message(share * ranks * size, sent, 2, share * size + padded, padded, padded)
-    own = min(share, numel)
-    peers = ranks - 1 if own * size <= SMALL_BYTES else ranks - 2
-    sent = (numel - own) * size + own * size * (ranks - 1)
-    staging = share * size + peers * own * size
-    return Message(numel * size, sent, 2 * (ranks - 1), staging, 0, own * size * (ranks + 2))
+    """Describe `Comm.all_reduce` of one flat buffer over the replicate axis, rank 0 of it.
+
+    It is the two others, one after the other, through a share beside the buffer, and through a
+    padded copy of it where shares must be even.
+    """
+    segment = even_segment(numel, ranks)
+    share = segment.bounds(0)[1] * size
+    padded = 0 if on_cpu or segment.shard_numel * ranks == numel else segment.shard_numel * ranks
+    describe = scattered_message if on_cpu else packed_message
+    reduced = whole([describe(segment, [(0, padded or numel)], ranks, size, size)])
+    gathered = gather_message([(segment, size, True)], ranks, on_cpu)
+    return reduced._replace(
+        sent=reduced.sent + gathered.sent,
+        num_messages=reduced.num_messages + gathered.num_messages,
+        staging=reduced.staging + segment.shard_numel * size + padded * size,
+        before=reduced.before + padded * size,
+        after=reduced.after + 2 * share + padded * size,
+    )

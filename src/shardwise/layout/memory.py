@@ -1,0 +1,99 @@
+"""What memory the parameters of one layout take: for `unit.storage`, and for plans that only count.
+
+Note [Where the shard lies]
+Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
+rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
+the gather copies, or casts, this rank's share into the full buffer first. There is no separate
+low-precision shard.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from shardwise.layout.segments import Layout
+from shardwise.stages import Stage
+
+P = TypeVar("P")
+D = TypeVar("D")
+
+
+def group_by_dtypes(
+    params: Iterable[P], facts: Iterable[tuple[D, bool, bool]], master: D | None, compute: D | None
+) -> dict[tuple[tuple[D, D], bool], list[P]]:
+    """Return the parameters of each storage by ((master, computing) dtype, whether trained).
+
+    ``facts`` are each one's own dtype, whether it is a floating-point one, and whether the
+    parameter is trained. ``master`` and ``compute`` are those asked for; None keeps the own one.
+    Frozen parameters are apart: they need no gradients, and never go stale.
+    """
+    found: dict[tuple[tuple[D, D], bool], list[P]] = {}
+    for param, (own, is_floating, is_trained) in zip(params, facts, strict=True):
+        dtypes = own, own
+        if is_floating:
+            dtypes = (master or own) if is_trained else own, compute or own
+        found.setdefault((dtypes, is_trained), []).append(param)
+    return found
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of the parameters of one pair of dtypes, master and computing.
+
+    ``master_size`` and ``full_size`` are bytes of an element; ``casts``: the two dtypes differ;
+    ``is_away``: the slices live elsewhere than the full copy.
+    """
+
+    layout: Layout
+    stage: Stage
+    master_size: int
+    full_size: int
+    casts: bool
+    is_away: bool = False
+
+    @cached_property
+    def aliased(self) -> bool:
+        """Tell whether the slices lie inside the full copy; see Note [Where the shard lies]."""
+        keeps = not self.stage.frees_after_backward or self.layout.num_ranks == 1
+        return keeps and not self.casts and not self.is_away
+
+    @cached_property
+    def frees(self) -> bool:
+        """Tell whether the full copy comes and goes."""
+        return not self.aliased and self.stage.frees_after_backward
+
+    @cached_property
+    def needs_gather(self) -> bool:
+        """Tell whether ranks must exchange anything to make the full copy whole."""
+        return self.stage.shards_state and self.layout.num_ranks > 1
+
+    @cached_property
+    def fills_first(self) -> bool:
+        """Tell whether a gather casts or fetches this rank's share into the full copy first."""
+        return not self.aliased and (self.casts or self.is_away)
+
+    @cached_property
+    def gathers_in_place(self) -> bool:
+        """Tell whether a gather finds this rank's share in its place."""
+        return self.aliased or self.fills_first
+
+    @cached_property
+    def own_numel(self) -> int:
+        """Elements of this rank's slices, and of their gradients: S, or P where all own all."""
+        return self.layout.shard_numel if self.stage.shards_state else self.layout.full_numel
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of a full copy, padding included."""
+        return self.layout.full_numel * self.full_size
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's slices, padding included, wherever they lie."""
+        return self.own_numel * self.master_size
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes of a full copy that is there, beyond the slices."""
+        return self.full_bytes - (self.shard_bytes if self.aliased else 0)
