@@ -31,16 +31,13 @@ class OptionalUnits:
         self._passes = passes
         self._any = any(u.settings.optional and u.settings.stage.frees_after_forward for u in units)
         self._inside: dict[int, list[Unit]] = {unit.index: [] for unit in units}
-        for number, unit in enumerate(units) if self._any else ():
-            # By name: a module that stands in several places is visited in the first of them.
-            around = [
-                u
-                for u in units
-                if (u.module is not unit.module and _is_around(u.name, unit.name))
-                or (u.module is unit.module and u in units[:number])
-            ]
-            if around:  # the last of several with one module: the innermost
-                self._inside[max(reversed(around), key=lambda u: len(u.name)).index].append(unit)
+        for place, unit in enumerate(units if self._any else ()):
+            # The innermost is the last one before it, as units are in module order, those of one
+            # module one inside the other. A module that stands in several places is visited in the
+            # first of them.
+            around = [u for u in units[:place] if passes.contains(u, unit)]
+            if around:
+                self._inside[around[-1].index].append(unit)
 
     def record(self, call: Call) -> None:
         """Note the innermost call, which autograd records."""
@@ -113,9 +110,6 @@ class OptionalUnits:
             for call in self._passes.begun_calls(unit):
                 self.visit_backward(call)
 
-
-def _is_around(name: str, inner: str) -> bool:
-    return not name or inner.startswith(f"{name}.")
 
 
 def _of_one_module(call: Call) -> Iterator[Call]:

@@ -37,6 +37,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
@@ -63,8 +64,9 @@ class PassUnit(Protocol):
     def name(self) -> str:
         """Its module's name."""
 
-    def contains(self, other: Any) -> bool:
-        """Tell whether the other unit's module lies inside this one's."""
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules whose forward passes are its calls."""
 
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a parameter is modified."""
@@ -122,6 +124,7 @@ class Passes:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._root: Any = None
+        self._inside: dict[int, frozenset[int]] = {}  # the modules inside each unit, when asked for
         self._progress: list[_Progress] = []
         self._stack: list[Call] = []
         self._forward_pass: ForwardPass | None = None
@@ -138,6 +141,14 @@ class Passes:
         """Take the units over, the root first, in the order of their indices."""
         self._root = units[0] if units else None
         self._progress = [_Progress() for _ in units]
+        self._inside = {}
+
+    def contains(self, unit: PassUnit, other: PassUnit) -> bool:
+        """Tell whether the other unit's module lies inside one of this one's."""
+        if unit.index not in self._inside:
+            modules = (inner for module in unit.modules for inner in module.modules())
+            self._inside[unit.index] = frozenset(map(id, modules))
+        return other is not unit and id(other.modules[0]) in self._inside[unit.index]
 
     # -- forward
     @property
@@ -311,7 +322,7 @@ class Passes:
         waiting, self._unhooked = self._unhooked, []
         for call, at in waiting:
             unit = call.unit
-            if at == node or unit in begun.enclosing or unit.contains(begun.unit):
+            if at == node or unit in begun.enclosing or self.contains(unit, begun.unit):
                 self._unhooked.append((call, at))
             else:
                 self.end_call(call)

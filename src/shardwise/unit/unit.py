@@ -13,7 +13,6 @@ between them nobody else frees it.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,14 +96,6 @@ class Unit:
     def module(self) -> nn.Module:
         """The module whose forward passes need the parameters; the first of several."""
         return self.modules[0]
-
-    @cached_property
-    def _inside(self) -> frozenset[int]:
-        return frozenset(id(inner) for module in self.modules for inner in module.modules())
-
-    def contains(self, other: "Unit") -> bool:
-        """Tell whether the other unit's module lies inside one of this one's."""
-        return other is not self and id(other.module) in self._inside
 
     def add(self, param: ShardedParam) -> None:
         """Take a parameter over, and let its sharded form stand in every module that uses it."""

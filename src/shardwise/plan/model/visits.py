@@ -25,10 +25,8 @@ class _Unit:
         self.index = index
         self.name = spec.name
         self.module = spec.module
+        self.modules = (spec.module,)
         self.params = params
-
-    def contains(self, other: "_Unit") -> bool:
-        return not self.name or other.name.startswith(f"{self.name}.")
 
     def read_versions(self) -> tuple[int, ...]:
         return ()
