@@ -1,10 +1,11 @@
 """Keys that a file or flags give, checked against a pydantic model, with errors for people."""
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError
 from shardwise.spelling import did_you_mean
@@ -45,6 +46,27 @@ def check_keys(
         raise ConfigError("\n".join(lines)) from None
 
 
+def checked_value(kind: Any, value: Any, where: str) -> Any:
+    """Return what a JSON file says, as ``kind``, strictly; a class passes over keys it has not.
+
+    **Raises** ConfigError: ``where``, which key, what was expected, what came.
+    """
+    try:
+        return TypeAdapter[Any](kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        item = error.errors(include_url=False)[0]
+        place = f": {'.'.join(map(str, item['loc']))}" if item["loc"] else ""
+        is_missing = item["type"] == "missing"
+        expected = "expected a value" if is_missing else _expected(item)
+        got = "nothing" if is_missing or item["input"] is None else repr(item["input"])[:60]
+        raise ConfigError(f"{where}{place}: {expected}, got {got}") from None
+
+
+def _expected(item: Any) -> str:
+    message: str = item["msg"]
+    return message.removeprefix("Value error, ").replace("Input should be", "expected")
+
+
 def _explain(
     model: type[BaseModel], item: Any, path: Path | None, flags: Mapping[str, Any], command: str
 ) -> str:
@@ -54,7 +76,7 @@ def _explain(
     if item["type"] == "extra_forbidden":
         hint = near_miss(name, model.model_fields, f"; see `shardwise {command} --help`")
         return f"{where}: unknown key {name!r}{hint}"
-    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    message = _expected(item)
     if not name:
         return f"{path}: {message}" if path is not None else message
     hint = near_miss(str(item["input"]), [str(choice) for choice in _choices(model, name)])

@@ -12,18 +12,26 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
 
 from shardwise.errors import ConfigError
+from shardwise.keys import checked_value
 
 FORMAT = "shardwise-calibration"
 VERSION = 1
 Unit = Literal["flops", "bytes"]
+_Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Sizes = Annotated[tuple[_Size, ...], Field(min_length=1)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Whole = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True)
@@ -31,8 +39,17 @@ class Curve:
     """Seconds of one operation by its size; see Note [Curves of seconds]."""
 
     unit: Unit
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
+    sizes: _Sizes
+    seconds: _Sizes
+
+    def __post_init__(self) -> None:
+        """Refuse what is no curve."""
+        if len(self.sizes) != len(self.seconds):
+            raise ValueError(f"expected as many seconds as sizes, {len(self.sizes)}")
+        if any(b <= a for a, b in pairwise(self.sizes)):
+            raise ValueError("expected sizes that grow")
+        if any(b < a for a, b in pairwise(self.seconds)):
+            raise ValueError("expected seconds that do not fall")
 
     @staticmethod
     def through(unit: Unit, points: Sequence[tuple[float, float]]) -> Curve:
@@ -71,10 +88,10 @@ class Host:
     """What was measured: the machine, its device and the software."""
 
     processor: str
-    num_cores: int
-    memory_bytes: int
+    num_cores: _Whole
+    memory_bytes: _Whole
     device: str
-    device_memory_bytes: int
+    device_memory_bytes: _Whole
     torch: str
     shardwise: str
 
@@ -97,16 +114,16 @@ class Calibration:
     host: Host
     measured_at: str
     backend: str
-    num_ranks: int
-    threads_per_rank: int
-    overlap: float
-    message_s: float
-    unit_forward_s: float
-    unit_backward_s: float
-    checkpoint_s: float
-    process_bytes: int
-    context_bytes: int
-    curves: Mapping[str, Curve]
+    num_ranks: _Count
+    threads_per_rank: _Count
+    overlap: Annotated[float, Field(ge=-1, le=1, allow_inf_nan=False)]
+    message_s: _Amount
+    unit_forward_s: _Amount
+    unit_backward_s: _Amount
+    checkpoint_s: _Amount
+    process_bytes: _Whole
+    context_bytes: _Whole
+    curves: dict[str, Curve]
     where: str = field(default="", compare=False)
 
     def curve(self, name: str) -> Curve:
@@ -153,88 +170,23 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError(
             f"{path}: expected a calibration, as `shardwise bench --calibrate` writes it"
         )
-    reader = _Reader(str(path))
-    version = reader.number("version", values.get("version"), whole=True)
+    version = checked_value(_Count, values.get("version"), f"{path}: version")
     if version > VERSION:
         raise ConfigError(
             f"{path}: version: expected at most {VERSION}, got {version}; it was written by a "
             "later shardwise, so update this one or measure again"
         )
-    return reader.calibration(values)
+    curves = values.get("curves")
+    if isinstance(curves, dict):
+        values["curves"] = {n: _with_unit(c, f"{path}: curves.{n}") for n, c in curves.items()}
+    found: Calibration = checked_value(Calibration, values, str(path))
+    return replace(found, where=str(path))
 
 
-class _Reader:
-    """Takes values out of JSON, and says which key of which file is wrong."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def fail(self, key: str, expected: str, got: Any) -> ConfigError:
-        shown = "nothing" if got is None else repr(got)[:60]
-        return ConfigError(f"{self._where}: {key}: expected {expected}, got {shown}")
-
-    def calibration(self, values: Mapping[str, Any]) -> Calibration:
-        found = self._curves(values.get("curves"))
-        overlap = values.get("overlap")
-        if not isinstance(overlap, int | float) or not -1 <= overlap <= 1:
-            raise self.fail("overlap", "a share from -1 to 1", overlap)
-        taken = self._fields(Calibration, values, {"host", "overlap", "curves", "where"})
-        host = values.get("host")
-        if not isinstance(host, dict):
-            raise self.fail("host", "an object", host)
-        measured = Host(**self._fields(Host, host, set(), "host."))
-        return Calibration(host=measured, overlap=overlap, curves=found, where=self._where, **taken)
-
-    def _fields(
-        self, kind: type, values: Mapping[str, Any], apart: set[str], inside: str = ""
-    ) -> dict[str, Any]:
-        """Take every field of a class but those ``apart``, each as its type says."""
-        taken: dict[str, Any] = {}
-        for each in (e for e in fields(kind) if e.name not in apart):
-            key, value, whole = f"{inside}{each.name}", values.get(each.name), each.type == "int"
-            if each.type != "str":
-                zero = each.name not in ("num_ranks", "threads_per_rank")
-                taken[each.name] = self.number(key, value, whole=whole, zero=zero)
-            elif isinstance(value, str):
-                taken[each.name] = value
-            else:
-                raise self.fail(key, "text", value)
-        return taken
-
-    def number(self, key: str, value: Any, *, whole: bool = False, zero: bool = False) -> Any:
-        kind = "whole number" if whole else "number"
-        limit = "0 or more" if zero else "above 0"
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not math.isfinite(value)
-            or (whole and value != int(value))
-            or (value <= 0 and not (zero and value == 0))
-        ):
-            raise self.fail(key, f"a {kind} {limit}", value)
-        return int(value) if whole else value
-
-    def _curves(self, values: Any) -> dict[str, Curve]:
-        if not isinstance(values, dict):
-            raise self.fail("curves", "an object", values)
-        return {name: self._curve(name, curve) for name, curve in values.items()}
-
-    def _curve(self, name: str, values: Any) -> Curve:
-        units: tuple[Unit, ...] = ("flops", "bytes")
-        unit = next((u for u in units if isinstance(values, dict) and f"size_{u}" in values), None)
-        if unit is None:
-            raise self.fail(f"curves.{name}", "size_bytes or size_flops, and seconds", values)
-        sizes = self._numbers(f"curves.{name}.size_{unit}", values[f"size_{unit}"])
-        seconds = self._numbers(f"curves.{name}.seconds", values.get("seconds"))
-        if len(sizes) != len(seconds):
-            raise self.fail(f"curves.{name}.seconds", f"{len(sizes)} numbers", seconds)
-        if any(b <= a for a, b in pairwise(sizes)):
-            raise self.fail(f"curves.{name}.size_{unit}", "sizes that grow", sizes)
-        if any(b < a for a, b in pairwise(seconds)):
-            raise self.fail(f"curves.{name}.seconds", "seconds that do not fall", seconds)
-        return Curve(unit, sizes, seconds)
-
-    def _numbers(self, key: str, values: Any) -> tuple[float, ...]:
-        if not isinstance(values, list) or not values:
-            raise self.fail(key, "a list of numbers above 0", values)
-        return tuple(self.number(key, value) for value in values)
+def _with_unit(curve: Any, where: str) -> dict[str, Any]:
+    """Return a curve by the names of its fields; in the file the unit is a part of a key."""
+    found = dict(curve) if isinstance(curve, dict) else {}
+    unit = next((u for u in get_args(Unit) if f"size_{u}" in found), None)
+    if unit is None:
+        raise ConfigError(f"{where}: expected size_bytes or size_flops, and seconds")
+    return {"unit": unit, "sizes": found[f"size_{unit}"], "seconds": found.get("seconds")}
