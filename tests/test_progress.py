@@ -12,10 +12,9 @@ import torch
 import shardwise
 from shardwise import progress as progress_lines
 from shardwise.cli.main import app
-from shardwise.cli.progress import byte_bar, share_bar, step_bar
-from shardwise.progress import ProgressLines
+from shardwise.progress import ProgressLines, byte_bar, share_bar, step_bar
 from shardwise.quantities import format_duration
-from shardwise.train.metrics import ProgressBar, show_load
+from shardwise.train.metrics import ProgressBar
 
 
 class Clock:
@@ -99,19 +98,19 @@ def test_bytes_steps_and_shares_are_told_in_lines_when_they_take_long(
 
 def test_what_is_done_sooner_is_not_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
-    with byte_bar("verify", None, clock) as progress, show_load(True, clock) as load:
+    with byte_bar("verify", None, clock) as progress, byte_bar("load", None, clock) as load:
         clock.now_s += 29
         progress(1)
         load(1)
     assert lines_of(capsys) == []
-    with byte_bar("export", None, clock) as progress, show_load(True, clock) as load:
+    with byte_bar("export", None, clock) as progress, byte_bar("load", None, clock) as load:
         clock.now_s += 32
         progress(1 << 20)
         load(1 << 30)
     assert lines_of(capsys) == [
         "export: 1 MiB, 32 KiB/s",
-        "load: 1 GiB",
-        "load: 1 GiB, took 32 s",
+        "load: 1 GiB, 32 MiB/s",
+        "load: 1 GiB, 32 MiB/s, took 32 s",
         "export: 1 MiB, 32 KiB/s, took 32 s",
     ]
 
@@ -183,7 +182,7 @@ def test_where_a_terminal_shows_a_bar_there_are_no_lines(
     clock = Clock()
     makers: list[Callable[[], object]] = [
         lambda: byte_bar("verify", 4, clock),
-        lambda: show_load(True, clock),
+        lambda: byte_bar("load", None, clock),
     ]
     for make in makers:
         with make() as progress:  # type: ignore[attr-defined]

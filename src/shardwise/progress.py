@@ -1,22 +1,29 @@
-"""How far long work is: lines on stderr, or a bar where there is a terminal."""
-
-from __future__ import annotations
+"""How far long work is, in bytes or steps: a bar on a terminal, lines on stderr without one."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwise.quantities import format_duration
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn, TaskID
+from shardwise.quantities import format_bytes, format_duration
 
 INTERVAL_S = 30.0
 Clock = Callable[[], float]
-Text = Callable[[float, float | None, float], str]  # of (done, total, seconds so far)
+Said = Callable[[float, float | None, float], str]  # of (done, total, seconds so far)
 
 
 class ProgressLines:
@@ -34,7 +41,7 @@ class ProgressLines:
 
     def __init__(
         self,
-        text: Text,
+        text: Said,
         *,
         shown: bool = True,
         first: float = 0.0,
@@ -80,24 +87,91 @@ class ProgressLines:
 
 
 @contextmanager
-def bar(
-    text: Text,
-    clock: Clock,
-    *columns: ProgressColumn,
-    console: Console | None = None,
-    shown: bool = True,
-    **task: Any,
+def _bar(
+    text: Said, clock: Clock, *columns: ProgressColumn, shown: bool = True, **task: Any
 ) -> Iterator[tuple[Progress, TaskID, ProgressLines]]:
-    """Show a bar where there is a terminal, else lines of ``text``; yield what tells them.
+    """Show a bar on stderr where that is a terminal, else lines of ``text``; yield what tells them.
 
-    The bar is on stderr, or on ``console``; ``task`` is what rich asks for.
+    ``task`` is what rich asks for.
     """
-    from rich import console as consoles
-    from rich import progress as bars
-
-    console = console or consoles.Console(stderr=True)
+    console = Console(stderr=True)
     lines = ProgressLines(text, shown=shown and not console.is_terminal, clock=clock)
     hidden = not (shown and console.is_terminal)
-    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         yield progress, progress.add_task(**task), lines
     lines.end()
+
+
+class _Bytes(ProgressColumn):
+    """Bytes done, of how many, and how many per second."""
+
+    def render(self, task: Task) -> Text:
+        """Write them as everywhere else."""
+        total = f" of {format_bytes(task.total)}" if task.total is not None else ""
+        speed = f", {format_bytes(task.speed)}/s" if task.speed else ""
+        return Text(f"{format_bytes(task.completed)}{total}{speed}")
+
+
+@contextmanager
+def byte_bar(
+    label: str,
+    total_bytes: int | None,
+    clock: Clock = time.monotonic,
+    shown: bool = True,
+) -> Iterator[Callable[[int], None]]:
+    """Show bytes, bytes per second and the time left; yield what takes the bytes of each piece."""
+
+    def text(done: float, total: float | None, elapsed_s: float) -> str:
+        whole = f" of {format_bytes(total)}" if total is not None else ""
+        speed = f", {format_bytes(done / elapsed_s)}/s" if elapsed_s > 0 else ""
+        return f"{label}: {format_bytes(done)}{whole}{speed}"
+
+    def advance(num_bytes: int) -> None:
+        progress.advance(task, num_bytes)
+        lines.add(num_bytes, total_bytes)
+
+    columns = TextColumn(label, markup=False), BarColumn(None), _Bytes(), TimeRemainingColumn()
+    with _bar(text, clock, *columns, shown=shown, description=label, total=total_bytes) as told:
+        progress, task, lines = told
+        yield advance
+
+
+@contextmanager
+def step_bar(label: str, clock: Clock = time.monotonic) -> Iterator[Callable[[int, int], None]]:
+    """Show how many steps of a long job are done; yield what takes (done, in all)."""
+
+    def text(done: float, total: float | None, elapsed_s: float) -> str:
+        return f"{label}: {done:,.0f} of {total:,.0f}"
+
+    def advance(done: int, total: int) -> None:
+        progress.update(task, completed=done, total=total)
+        lines.advance(done, total)
+
+    steps = TextColumn("{task.completed:.0f} of {task.total:.0f}")
+    columns = TextColumn(label, markup=False), BarColumn(None), steps, TimeRemainingColumn()
+    with _bar(text, clock, *columns, description=label, total=1) as (progress, task, lines):
+        yield advance
+
+
+@contextmanager
+def share_bar(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[str, float], None]]:
+    """Show what is at work, and which share is done; yield what takes (label, share)."""
+    now = "measure"
+
+    def advance(label: str, share: float) -> None:
+        nonlocal now
+        now = label
+        progress.update(task, description=label, completed=share)
+        lines.advance(share, 1.0)
+
+    title = TextColumn("{task.description}", markup=False)
+    columns = title, BarColumn(None), TimeElapsedColumn()
+    with _bar(
+        lambda done, total, elapsed_s: f"{now}: {done:.0%}",
+        clock,
+        *columns,
+        shown=shown,
+        description=now,
+        total=1.0,
+    ) as (progress, task, lines):
+        yield advance

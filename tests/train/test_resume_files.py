@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.progress import byte_bar
 from shardwise.train.checks import check_output, checkpoints_path, metrics_path
 from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import MetricsFile, show_load
+from shardwise.train.metrics import MetricsFile
 from shardwise.train.saves import find_changes
 from shardwise.train.summary import RunResult, StateBytes, format_result
 
@@ -45,11 +46,11 @@ def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(
 ) -> None:
     for terminal in ("", "1"):
         monkeypatch.setenv("FORCE_COLOR", terminal)
-        with show_load(True) as progress:
+        with byte_bar("load", None) as progress:
             progress(1 << 21)
             progress(1 << 21)
-        assert ("MiB" in capsys.readouterr().out) is (terminal == "1")
-    with show_load(False) as progress:
+        assert ("MiB" in capsys.readouterr().err) is (terminal == "1")
+    with byte_bar("load", None, shown=False) as progress:
         progress(1)
     assert capsys.readouterr().out == ""
 

@@ -102,8 +102,8 @@ def _num_devices() -> int:
 
 def _measure(asked: _Asked, place: RankPlace) -> None:
     from shardwise.bench.calibrate import calibrate
-    from shardwise.cli.progress import share_bar
     from shardwise.plan.machine.calibration import to_json, write_calibration
+    from shardwise.progress import share_bar
     from shardwise.train.setup import join_ranks
 
     with join_ranks(place, asked.threads) as device, share_bar(place.rank == 0) as progress:

@@ -83,8 +83,8 @@ def verify(path: _Path, as_json: _Json = False) -> None:
 
         from shardwise.checkpoint.files import Files
         from shardwise.cli.facts import bytes_to_read, checkpoints_at
-        from shardwise.cli.progress import byte_bar
         from shardwise.cli.tables import open_console, show_verified
+        from shardwise.progress import byte_bar
 
         files, console = Files(), open_console()
         paths = checkpoints_at(files, path)
@@ -162,9 +162,9 @@ def import_(
             raise ConfigError(f"{source} cannot be read: there is no such file or folder")
         from shardwise.checkpoint.container import element_bytes
         from shardwise.checkpoint.files import Files
-        from shardwise.cli.progress import byte_bar
         from shardwise.convert.detect import FORMATS, open_any
         from shardwise.convert.importing import import_source, left_out_of, without_prefix
+        from shardwise.progress import byte_bar
 
         found, opened = open_any(source, tag, None if from_ is _From.auto else from_.value)
         _say(f"reading {source} as {FORMATS[found]}")
@@ -292,8 +292,8 @@ def _export_weights(
 ) -> None:
     from shardwise.checkpoint.container import element_bytes
     from shardwise.checkpoint.files import Files
-    from shardwise.cli.progress import byte_bar
     from shardwise.convert.export import export_huggingface
+    from shardwise.progress import byte_bar
 
     dtype = _DTYPES.get(dtype.lower(), dtype) if dtype is not None else None
     infos = [t for t in checkpoint.tensors if t.kind in ("param", "buffer")]

@@ -122,8 +122,8 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
 
 def _search(name: str | None, request: PlanRequest) -> int:
     from shardwise.cli.plan_setup import limits_of, space_of
-    from shardwise.cli.progress import step_bar
     from shardwise.plan.searching import search
+    from shardwise.progress import step_bar
 
     setup = _set_up(name, request)
     with step_bar("plans") as progress:

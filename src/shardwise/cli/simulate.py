@@ -7,7 +7,6 @@ from typing import Any
 from shardwise.cli.flags import print_json
 from shardwise.cli.plan_setup import Setup, at_ranks, set_up
 from shardwise.cli.plan_write import check_target, write_file
-from shardwise.cli.progress import step_bar
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan, plan
@@ -16,6 +15,7 @@ from shardwise.plan.timing.goodput import Goodput, expected_goodput
 from shardwise.plan.timing.scaling import ScalingPoint, ScalingRow, scaling_rows, scaling_svg
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
 from shardwise.plan.timing.timeline import chrome_trace_json
+from shardwise.progress import step_bar
 
 
 def simulate_request(name: str | None, request: SimulateRequest) -> int:

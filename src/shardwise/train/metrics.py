@@ -4,24 +4,19 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 
-from shardwise.progress import Clock, ProgressLines, bar
-from shardwise.quantities import format_bytes
+from shardwise.progress import Clock, ProgressLines
 
 
 class MetricsFile:
@@ -120,24 +115,3 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
         self._lines.end()
-
-
-@contextmanager
-def show_load(shown: bool, clock: Clock = time.monotonic) -> Iterator[Callable[[int], None]]:
-    """Show bytes while a checkpoint is read; the context is called with each part's bytes."""
-
-    def advance(num_bytes: int) -> None:
-        progress.advance(task, num_bytes)
-        lines.add(num_bytes, None)
-
-    speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
-    with bar(
-        lambda done, total, elapsed_s: f"load: {format_bytes(done)}",
-        clock,
-        *(TextColumn("load"), BarColumn(None), *speed),
-        console=Console(),
-        shown=shown,
-        description="load",
-        total=None,
-    ) as (progress, task, lines):
-        yield advance

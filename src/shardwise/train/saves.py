@@ -26,9 +26,10 @@ from shardwise.checkpoint.loading import Loaded
 from shardwise.checkpoint.saving import Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.progress import byte_bar
 from shardwise.train.checks import checkpoints_path
 from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import MetricsFile, show_load
+from shardwise.train.metrics import MetricsFile
 from shardwise.train.setup import Run
 
 _MODEL_KEYS = (
@@ -131,7 +132,7 @@ class RunCheckpoints:
         groups = run.optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         started_s = time.perf_counter()
-        with show_load(run.place.rank == 0) as progress:
+        with byte_bar("load", None, shown=run.place.rank == 0) as progress:
             step = None if choice == "auto" else choice
             loaded = self._keeper.load(step=step, progress=progress)
         if loaded is None:
