@@ -203,6 +203,8 @@ class _FaultyWriter(_FaultyHandle):
 
 
 class _FaultyReader(_FaultyHandle):
+    read = Reader.read
+
     @property
     def size(self) -> int:
         return self._inner.size
@@ -607,6 +609,8 @@ class _SimulatedWriter(_SimulatedHandle):
 
 
 class _SimulatedReader(_SimulatedHandle):
+    read = Reader.read
+
     def __init__(self, disk: SimulatedDisk, path: Path, node: _Node) -> None:
         super().__init__(disk, path, node)
         self.size = len(node.data)

@@ -128,17 +128,14 @@ def read_header(reader: Reader, where: str) -> tuple[dict[str, Stored], int]:
     """
     if reader.size < _LENGTH_BYTES:
         raise DamagedCheckpoint(f"{where}: {reader.size} bytes are no safetensors file")
-    length = bytearray(_LENGTH_BYTES)
-    reader.read_into(0, memoryview(length))
-    header_bytes = int.from_bytes(length, "little")
+    header_bytes = int.from_bytes(reader.read(0, _LENGTH_BYTES), "little")
     if header_bytes > min(MAX_HEADER_BYTES, reader.size - _LENGTH_BYTES):
         raise DamagedCheckpoint(
             f"{where}: its header claims {header_bytes} bytes; the file has {reader.size}"
         )
-    text = bytearray(header_bytes)
-    reader.read_into(_LENGTH_BYTES, memoryview(text))
+    text = reader.read(_LENGTH_BYTES, header_bytes)
     begin = _LENGTH_BYTES + header_bytes
-    return parse_header(bytes(text), reader.size - begin, where), begin
+    return parse_header(text, reader.size - begin, where), begin
 
 
 def parse_header(text: bytes, data_bytes: int, where: str) -> dict[str, Stored]:

@@ -124,6 +124,12 @@ class Reader(_Descriptor):
                 )
             rest = rest[count:]
 
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return so many bytes from ``offset``. **Raises** as `read_into`."""
+        data = bytearray(num_bytes)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
 
 class Lock(_Descriptor):
     """A lock file that this process holds; the kernel drops the lock if the process dies."""
@@ -265,8 +271,7 @@ def read_text(files: Files, path: Path, limit: int) -> str:
                 f"{path} has {reader.size} bytes, at most {limit} were expected: it is damaged or "
                 "not a file of this program"
             )
-        data = bytearray(reader.size)
-        reader.read_into(0, memoryview(data))
+        data = reader.read(0, reader.size)
     try:
         return data.decode()
     except UnicodeDecodeError as error:

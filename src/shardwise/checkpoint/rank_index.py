@@ -1,5 +1,6 @@
 """What one rank wrote: where each box lies in its files, the digests, and the rank's own values."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
@@ -111,6 +112,26 @@ def two_saves(manifest: Manifest, rank: int, data: bytes) -> str:
     )
 
 
+def differences(manifest: Manifest, rank: int, index: RankIndex) -> Iterator[str]:
+    """Yield in what an index is not as the manifest says."""
+    row = manifest.ranks[rank]
+    if (index.run, index.step, index.rank) != (manifest.run, manifest.step, rank):
+        yield (
+            f"it is of run {index.run}, step {index.step}, rank {index.rank}; expected run "
+            f"{manifest.run}, step {manifest.step}, rank {rank}"
+        )
+    if index.format != manifest.format:
+        yield f"format {index.format}, and the manifest is {manifest.format}"
+    file_bytes = sum(file.num_bytes for file in index.files)
+    if (len(index.files), file_bytes) != (row.num_files, row.file_bytes):
+        yield (
+            f"it names {len(index.files)} files of {file_bytes} bytes; the manifest "
+            f"{row.num_files} of {row.file_bytes}"
+        )
+    if len(index.box_places) != len(index.boxes):
+        yield "a box stands in it twice"
+
+
 def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> None:
     """Check that an index fits the manifest, and that tensors lie one after the other in a file.
 
@@ -119,17 +140,12 @@ def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> 
 
     **Raises** DamagedCheckpoint naming what is wrong.
     """
-    row, tensors = manifest.ranks[rank], manifest.tensors
-    sizes = [file.num_bytes for file in index.files]
-    if (index.run, index.step, index.rank) != (manifest.run, manifest.step, rank):
-        raise DamagedCheckpoint(f"{where}: it is of another run, step or rank than the manifest")
-    if index.format != manifest.format:
-        raise DamagedCheckpoint(f"{where}: it is of another format than the manifest")
-    if (len(sizes), sum(sizes)) != (row.num_files, row.file_bytes):
-        raise DamagedCheckpoint(f"{where}: it has other files than the manifest says")
-    if any(box.tensor >= len(tensors) or box.file >= len(sizes) for box in index.boxes):
+    tensors, num_files = manifest.tensors, len(index.files)
+    for difference in differences(manifest, rank, index):
+        raise DamagedCheckpoint(f"{where}: {difference}")
+    if any(box.tensor >= len(tensors) or box.file >= num_files for box in index.boxes):
         raise DamagedCheckpoint(f"{where}: it names a tensor or a file that is none")
-    if len({own.info.key for own in index.own}) != len(index.own) or (index.own and not sizes):
+    if len({own.info.key for own in index.own}) != len(index.own) or (index.own and not num_files):
         raise DamagedCheckpoint(f"{where}: its own tensors stand twice, or in no file")
     whole = {tensor.info for tensor in tensors if tensor.layout is None}
     strange = [own.name for own in index.own if own.kind != "extra" and own.info not in whole]
@@ -140,8 +156,6 @@ def check_index(manifest: Manifest, rank: int, index: RankIndex, where: str) -> 
 
 def _check_places(manifest: Manifest, index: RankIndex, where: str) -> None:
     tensors, before = manifest.tensors, dict[int, tuple[int, int]]()
-    if len(index.box_places) != len(index.boxes):
-        raise DamagedCheckpoint(f"{where}: a box stands in it twice")
     for box in index.boxes:
         _, end, digests = index.box_places[box.tensor, box.file]
         width = element_bytes(tensors[box.tensor].dtype)

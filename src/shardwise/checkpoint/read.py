@@ -42,9 +42,7 @@ def read_small(files: Files, path: Path) -> bytes:
         with files.open(path) as reader:
             if reader.size > MAX_PART_BYTES:
                 raise DamagedCheckpoint(f"{path}: {reader.size} bytes are too many for its kind")
-            data = bytearray(reader.size)
-            reader.read_into(0, memoryview(data))
-            return bytes(data)
+            return reader.read(0, reader.size)
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{path}: it is missing") from None
     except OSError as error:

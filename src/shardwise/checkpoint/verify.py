@@ -21,7 +21,7 @@ from shardwise.checkpoint.digest import DIGEST_CHARS, chunk_digest, chunks_of, d
 from shardwise.checkpoint.files import Entry, Files, Reader
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
-from shardwise.checkpoint.rank_index import RankIndex, parse_index, two_saves
+from shardwise.checkpoint.rank_index import RankIndex, differences, parse_index, two_saves
 from shardwise.checkpoint.read import read_small
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, is_ours
 from shardwise.errors import CheckpointError, DamagedCheckpoint
@@ -181,20 +181,7 @@ class _Check:
             self._unchecked(names, name)
             return
         expected = list(self._expected(manifest, index, rank))
-        if (index.run, index.step, index.rank) != (manifest.run, manifest.step, rank):
-            text = (
-                f"it is of run {index.run}, step {index.step}, rank {index.rank}; expected run "
-                f"{manifest.run}, step {manifest.step}, rank {rank}"
-            )
-            self._found(name, "", text)
-        if index.format != manifest.format:
-            self._found(name, "", f"format {index.format}, and the manifest is {manifest.format}")
-        file_bytes = sum(file.num_bytes for file in index.files)
-        if (len(index.files), file_bytes) != (row.num_files, row.file_bytes):
-            text = (
-                f"it names {len(index.files)} files of {file_bytes} bytes; the manifest "
-                f"{row.num_files} of {row.file_bytes}"
-            )
+        for text in differences(manifest, rank, index):
             self._found(name, "", text)
         for place, tensor in expected:
             if place >= len(index.files):
@@ -219,8 +206,6 @@ class _Check:
     ) -> Iterator[tuple[int, _Expected]]:
         """Yield (number of the file, tensor) for all that must lie in the files of a rank."""
         rows, name = dict(index.box_places), index_name(rank)
-        if len(rows) != len(index.boxes):
-            self._found(name, "", "a box stands in it twice")
         for number, place, box in manifest.all_boxes(rank):
             tensor = manifest.tensors[number]
             row, key = rows.pop((number, place), None), tensor.info.key
@@ -292,14 +277,13 @@ class _Check:
         if not _LENGTH_BYTES <= end <= MAX_HEADER_BYTES + _LENGTH_BYTES or end > reader.size:
             self._found(name, "", f"its header should have {end} bytes, which cannot be")
             return
-        data = bytearray(end)
         try:
-            reader.read_into(0, memoryview(data))
+            data = reader.read(0, end)
         except (OSError, DamagedCheckpoint) as error:
             self._found(name, "", f"its header cannot be read: {self._short(error, name)}")
             return
         self._count(end)
-        if digest_of(memoryview(data)) != digest:
+        if digest_of(data) != digest:
             self._found(name, "", "its header is damaged")
             return
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -309,7 +293,7 @@ class _Check:
         told = {t.stored.key: (t.stored, t.name) for t in tensors}
         data_bytes = max((t.stored.end for t in tensors), default=end) - end
         try:
-            found = parse_header(bytes(data[_LENGTH_BYTES:]), data_bytes, str(self._path / name))
+            found = parse_header(data[_LENGTH_BYTES:], data_bytes, str(self._path / name))
         except CheckpointError as error:
             self._found(name, "", self._short(error, name))
             return

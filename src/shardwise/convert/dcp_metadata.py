@@ -115,9 +115,8 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
     with open_file(path) as reader:
         if reader.size > MAX_PICKLE_BYTES:
             raise CheckpointError(f"{path}: {reader.size} bytes; at most {MAX_PICKLE_BYTES} fit")
-        data = bytearray(reader.size)
-        reader.read_into(0, memoryview(data))
-    tree = read_pickle(bytes(data), str(path), _NAMES)
+        data = reader.read(0, reader.size)
+    tree = read_pickle(data, str(path), _NAMES)
     try:
         metadata = _Table(folder, tree, len(data)).read()
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -239,12 +239,11 @@ def _copy_companions(files: Files, config_from: Path, folder: Path) -> None:
                         f"{config_from / name} has {reader.size} bytes; at most "
                         f"{_MAX_COMPANION_BYTES} were expected"
                     )
-                data = bytearray(reader.size)
-                reader.read_into(0, memoryview(data))
+                data = reader.read(0, reader.size)
             _write_small(files, folder / name, data)
 
 
-def _write_small(files: Files, path: Path, data: bytes | bytearray) -> None:
+def _write_small(files: Files, path: Path, data: bytes) -> None:
     with files.create(path) as writer:
         writer.write([memoryview(data)])
         writer.sync()

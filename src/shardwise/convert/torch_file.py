@@ -192,9 +192,7 @@ class TorchFile:
         size = self._info(record).file_size
         if size > limit:
             raise DamagedCheckpoint(f"{self.where}: record '{record}' of {size} bytes")
-        out = bytearray(size)
-        reader.read_into(self._checked(reader, record), memoryview(out))
-        return bytes(out)
+        return reader.read(self._checked(reader, record), size)
 
     def _storage(self, key: Any) -> Storage:
         """Answer a persistent id: the record of a tensor's bytes."""
@@ -244,10 +242,9 @@ class _Window(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
-        out = bytearray(left if size < 0 else min(size, left))
-        self._reader.read_into(self._begin + self._at, memoryview(out))
+        out = self._reader.read(self._begin + self._at, left if size < 0 else min(size, left))
         self._at += len(out)
-        return bytes(out)
+        return out
 
 
 class _Plain:
