@@ -77,3 +77,32 @@ class OddModel(zero.TinyModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) * self.temperature
+
+
+class NormedBlock(nn.Module):
+    """A block to be cut by tensor parallelism; hidden rows divide by no number of ranks."""
+
+    WIDTH, HIDDEN = 6, 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(self.WIDTH)
+        self.up, self.down = nn.Linear(self.WIDTH, self.HIDDEN), nn.Linear(self.HIDDEN, self.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class NormedStack(nn.Module):
+    """Two such blocks and a head."""
+
+    block_class: type[nn.Module] = NormedBlock
+    outputs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(self.block_class(), self.block_class())
+        self.head = nn.Linear(NormedBlock.WIDTH, self.outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
+from models import NormedBlock, NormedStack
 from ranks import RankError, start_ranks
 from saving import same
 from shardwise.checkpoint.files import Files
@@ -21,28 +22,17 @@ from shardwise.checkpoint.manifest import parse_manifest
 from shardwise.checkpoint.verify import verify
 from shardwise.interop.fsdp2 import fully_shard
 
-WIDTH, HIDDEN = 6, 7  # hidden rows divide by no number of ranks
+WIDTH, HIDDEN = NormedBlock.WIDTH, NormedBlock.HIDDEN
 
 
-class Block(nn.Module):
+class Block(NormedBlock):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         self.register_buffer("seen", torch.zeros(HIDDEN, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))  # type: ignore[no-any-return]
+class Net(NormedStack):
+    block_class, outputs = Block, 4
 
 
 @dataclass(frozen=True)

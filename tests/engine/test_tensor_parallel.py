@@ -14,33 +14,15 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
+from models import NormedBlock as Block
+from models import NormedStack as Net
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.errors import ConfigError, ReplicaError, ShardError
 from shardwise.interop.fsdp2 import fully_shard
 
-WIDTH, HIDDEN = 6, 7  # hidden rows divide by no number of ranks
+WIDTH, HIDDEN = Block.WIDTH, Block.HIDDEN
 ROWS = 4  # of each rank's batch
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))  # type: ignore[no-any-return]
 
 
 # Of one gradient: two blocks and the head, forward and back, over all rows of all ranks.
