@@ -1,12 +1,13 @@
 """What the user asks of ``shard()``, as frozen values, checked and resolved."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.precisions import nearest_precision, plain_precision
+from shardwise.precisions import PRECISION_DTYPES, nearest_precision, plain_precision
 from shardwise.stages import STAGES, ReduceEvery, Stage
 
 DEFAULT_BUCKET_BYTES = 1 << 20
@@ -29,11 +30,12 @@ class Precision:
     cast_inputs: bool = True
 
 
-PRECISIONS = {
-    "fp32": Precision(),
-    "bf16": Precision(torch.bfloat16, torch.float32, torch.float32),
-    "fp16": Precision(torch.float16, torch.float32, torch.float32),
-}
+def _precision(names: Iterable[str | None]) -> Precision:
+    param, master, reduce = (getattr(torch, name) if name else None for name in names)
+    return Precision(param, master, reduce)
+
+
+PRECISIONS = {name: _precision(dtypes) for name, dtypes in PRECISION_DTYPES.items()}
 
 
 PrecisionLike = str | torch.dtype | Precision

@@ -1,7 +1,20 @@
-"""Names of precisions: ours, and those that torch has for the dtype to compute in."""
+"""The table of precisions by names of dtypes, for the engine and for plans; torch's names for them.
+
+Without torch: a plan starts without it.
+"""
+
+from typing import Literal
 
 from shardwise.spelling import did_you_mean
 
+FloatName = Literal["float32", "bfloat16", "float16"]
+
+# Dtypes of full parameters, of trained shards, and of sums; None is each parameter's own.
+PRECISION_DTYPES: dict[str, tuple[FloatName | None, FloatName | None, FloatName | None]] = {
+    "fp32": (None, None, None),
+    "bf16": ("bfloat16", "float32", "float32"),
+    "fp16": ("float16", "float32", "float32"),
+}
 _OURS = {
     "fp32": ("float32", "float"),
     "bf16": ("bfloat16",),

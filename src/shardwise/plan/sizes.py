@@ -1,8 +1,8 @@
 """Bytes of dtypes; which dtype each kind of tensor has; bytes of optimizer state. Tables as data.
 
 Note [Precisions]
-``fp32``, ``bf16`` and ``fp16`` are `shardwise.config.PRECISIONS` with dtypes as names, for a model
-whose own dtype is float32, and ``pure_bf16`` is ``Precision`` with bfloat16 three times; the engine
+``fp32``, ``bf16`` and ``fp16`` are the engine's own table (`precisions`), for a model whose own
+dtype is float32, and ``pure_bf16`` is ``Precision`` with bfloat16 three times; the engine
 runs these. The others are how other people's systems keep their state. They differ in two things
 that the engine does not do: a shard of the parameters in the computing dtype beside the master
 weights, and a second copy of the gradients in the optimizer's dtype.
@@ -14,6 +14,7 @@ from math import prod
 from typing import Literal, TypeVar
 
 from shardwise.errors import ConfigError
+from shardwise.precisions import PRECISION_DTYPES
 from shardwise.spelling import did_you_mean
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "float64", "int8"]
@@ -61,33 +62,23 @@ class Dtypes:
         return not self.keeps_compute_shard and self.optimizer_grad is None
 
 
-_ENGINE = "shardwise.config.PRECISIONS"
+_ENGINE = "shardwise.precisions.PRECISION_DTYPES"
 _MEGATRON = "Megatron Core user guide, distributed optimizer, bytes per parameter"
 
 PRECISIONS: dict[str, Dtypes] = {
-    "fp32": Dtypes("float32", "float32", "float32", _ENGINE),
-    "bf16": Dtypes("bfloat16", "float32", "float32", _ENGINE),
-    "fp16": Dtypes("float16", "float32", "float32", _ENGINE),
+    **{
+        name: Dtypes(compute or "float32", master or "float32", reduce or "float32", _ENGINE)
+        for name, (compute, master, reduce) in PRECISION_DTYPES.items()
+    },
     "pure_bf16": Dtypes("bfloat16", "bfloat16", "bfloat16", "shardwise.Precision, bfloat16 thrice"),
-    "zero_paper": Dtypes(
-        "float16",
-        "float32",
-        "float16",
+    "zero_paper": Dtypes("float16", "float32", "float16",
         "ZeRO (arXiv 1910.02054), section 3.1: 2 + 2 + K bytes, K = 12 for Adam",
-        keeps_compute_shard=True,
-    ),
-    "megatron_bf16": Dtypes(
-        "bfloat16", "float32", "float32", f"{_MEGATRON}: 18, or 6 + 12/d", keeps_compute_shard=True
-    ),
-    "megatron_fp16": Dtypes(
-        "float16",
-        "float32",
-        "float16",
-        f"{_MEGATRON}: 20, or 4 + 16/d",
-        keeps_compute_shard=True,
-        optimizer_grad="float32",
-    ),
-}
+        keeps_compute_shard=True),
+    "megatron_bf16": Dtypes("bfloat16", "float32", "float32", f"{_MEGATRON}: 18, or 6 + 12/d",
+        keeps_compute_shard=True),
+    "megatron_fp16": Dtypes("float16", "float32", "float16", f"{_MEGATRON}: 20, or 4 + 16/d",
+        keeps_compute_shard=True, optimizer_grad="float32"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,31 +122,21 @@ _TORCHAO = "torchao.optim: block_size {}, one float32 scale per block"
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(2, "torch.optim.AdamW: exp_avg, exp_avg_sq, step", has_step=True),
     "adam": Optimizer(2, "torch.optim.Adam: exp_avg, exp_avg_sq, step", has_step=True),
-    "adamw_bf16_moments": Optimizer(
-        2, f"{_MEGATRON}: 6 + 8/d with bf16 moments", bits=16, has_step=True
-    ),
-    "adamw_8bit": Optimizer(
-        2, _TORCHAO.format(256), bits=8, block=256, has_step=True, note=_QUANTIZED
-    ),
-    "adamw_4bit": Optimizer(
-        2, _TORCHAO.format(128), bits=4, block=128, has_step=True, note=_QUANTIZED
-    ),
+    "adamw_bf16_moments": Optimizer(2, f"{_MEGATRON}: 6 + 8/d with bf16 moments", bits=16,
+        has_step=True),
+    "adamw_8bit": Optimizer(2, _TORCHAO.format(256), bits=8, block=256, has_step=True,
+        note=_QUANTIZED),
+    "adamw_4bit": Optimizer(2, _TORCHAO.format(128), bits=4, block=128, has_step=True,
+        note=_QUANTIZED),
     "sgd": Optimizer(0, "torch.optim.SGD: no state"),
     "sgd_momentum": Optimizer(1, "torch.optim.SGD with momentum: momentum_buffer"),
     "lion": Optimizer(1, "Lion (arXiv 2302.06675), algorithm 2: one momentum"),
-    "muon": Optimizer(
-        1,
-        "torch.optim.Muon: momentum_buffer",
-        note="Muon updates matrices; embeddings, norms and biases need another optimizer's state",
-    ),
-    "adafactor": Optimizer(
-        0,
-        "torch.optim.Adafactor: row_var and col_var, or variance; step",
-        factored=True,
-        has_step=True,
-        note="Adafactor's means of rows and columns need shapes, and so are not in a count",
-    ),
-}
+    "muon": Optimizer(1, "torch.optim.Muon: momentum_buffer",
+        note="Muon updates matrices; embeddings, norms and biases need another optimizer's state"),
+    "adafactor": Optimizer(0, "torch.optim.Adafactor: row_var and col_var, or variance; step",
+        factored=True, has_step=True,
+        note="Adafactor's means of rows and columns need shapes, and so are not in a count"),
+}  # fmt: skip
 
 
 def row_of(table: Mapping[str, _Row], name: str, field: str) -> _Row:

@@ -25,50 +25,27 @@ class Efficiency:
 _STAS = "github:stas00/ml-engineering at 744d01e1, compute/accelerator/README.md"
 
 EFFICIENCIES: Mapping[str, Efficiency] = {
-    "matmul_best": Efficiency(
-        0.80,
+    "matmul_best": Efficiency(0.80,
         "best shape of a matmul over the peak, where it was not measured on the accelerator",
-        f"{_STAS}, MAMF table: median of the NVIDIA rows in bf16 (72.9 to 86.9 %)",
-    ),
-    "matmul_sustained": Efficiency(
-        0.82,
-        "large matmuls of ordinary shapes over the best shape",
-        "pytorch/ao#2427: 1.42 to 1.45 PFLOP/s for 4096 to 8192 cubed on a B200, best 1.745",
-    ),
-    "attention": Efficiency(
-        0.60,
-        "fused attention, forward and backward, over the peak",
-        "arXiv 2307.08691, abstract: 50 to 73 % on an A100; the middle",
-    ),
-    "memory": Efficiency(
-        0.84,
-        "elementwise operations over the memory's bandwidth",
-        "mikamirai.com, GPU Memory Bandwidth: 2.8 of 3.35 TB/s, coalesced, on an H100",
-    ),
-    "kernel_ramp_s": Efficiency(
-        3e-6,
-        "what a kernel takes beyond its work at full rate",
+        f"{_STAS}, MAMF table: median of the NVIDIA rows in bf16 (72.9 to 86.9 %)"),
+    "matmul_sustained": Efficiency(0.82, "large matmuls of ordinary shapes over the best shape",
+        "pytorch/ao#2427: 1.42 to 1.45 PFLOP/s for 4096 to 8192 cubed on a B200, best 1.745"),
+    "attention": Efficiency(0.60, "fused attention, forward and backward, over the peak",
+        "arXiv 2307.08691, abstract: 50 to 73 % on an A100; the middle"),
+    "memory": Efficiency(0.84, "elementwise operations over the memory's bandwidth",
+        "mikamirai.com, GPU Memory Bandwidth: 2.8 of 3.35 TB/s, coalesced, on an H100"),
+    "kernel_ramp_s": Efficiency(3e-6, "what a kernel takes beyond its work at full rate",
         "pytorch/ao#2427: 1024, 1536 and 2048 cubed on a B200 take 3.6, 2.9 and 3.3 us more than "
-        "at 1.45 PFLOP/s",
-    ),
-    "host_launch_s": Efficiency(
-        5e-6,
-        "the host's time to issue one operation",
+        "at 1.45 PFLOP/s"),
+    "host_launch_s": Efficiency(5e-6, "the host's time to issue one operation",
         "jiahuanglin.xyz, GPU kernel serving, lesson 18: 5 to 25 us per operation; the low end, as "
-        "most of a step is issued by autograd's C++",
-    ),
-    "host_memory": Efficiency(
-        0.80,
-        "a fused optimizer on the host over the bandwidth of its DRAM",
+        "most of a step is issued by autograd's C++"),
+    "host_memory": Efficiency(0.80, "a fused optimizer on the host over the bandwidth of its DRAM",
         "no published figure was found: the aim of the optimizer, to be measured with "
-        "`shardwise bench --calibrate`",
-    ),
-    "disk": Efficiency(
-        1.0,
-        "large parallel reads and writes over the drives' bandwidth",
-        "the catalogue's figures of drives are measured ones",
-    ),
-}
+        "`shardwise bench --calibrate`"),
+    "disk": Efficiency(1.0, "large parallel reads and writes over the drives' bandwidth",
+        "the catalogue's figures of drives are measured ones"),
+}  # fmt: skip
 """What holds for every accelerator that has no entry of its own."""
 
 _HOPPER_ATTENTION = Efficiency(

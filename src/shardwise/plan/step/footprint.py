@@ -30,6 +30,7 @@ from shardwise.plan.step.messages import (
     replica_message,
     scattered_message,
 )
+from shardwise.precisions import PRECISION_DTYPES
 from shardwise.stages import STAGES, Stage
 
 ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool]  # trained, and gets a gradient
@@ -137,7 +138,7 @@ class _Group(NamedTuple):
 def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
     """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
     row = PRECISIONS[setting.precision]
-    own = setting.precision == "fp32"  # keeps each parameter's own dtype
+    own = PRECISION_DTYPES.get(setting.precision) == (None, None, None)
     wanted = (None, None) if own else (row.master, row.compute)
     keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, _ in params)
     groups = []
