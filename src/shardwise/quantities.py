@@ -22,11 +22,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:{digits}} {unit}"
 
 
-def format_count(count: int) -> str:
+def format_count(count: float) -> str:
     """Write a count with a decimal suffix, e.g. ``33.7 M``."""
     size = float(count)
-    for suffix in ("", " k", " M", " G"):
-        if abs(size) < 1000 or suffix == " G":
+    for suffix in ("", " k", " M", " G", " T"):
+        if abs(size) < 1000 or suffix == " T":
             break
         size /= 1000
     return f"{size:.0f}" if suffix == "" else f"{size:.3g}{suffix}"
@@ -94,13 +94,13 @@ def _parse(text: str) -> int | None:
     return None if rest else number
 
 
-def check_whole(value: object, name: str, limit: int) -> None:
-    """Check that a value is an integer of 1 to ``limit``.
+def check_whole(value: object, name: str, limit: int, least: int = 1) -> None:
+    """Check that a value is an integer of ``least`` to ``limit``.
 
     **Raises** ConfigError, naming the field.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{name}={value!r}: expected a whole number")
-    if not 1 <= value <= limit:
+    if not least <= value <= limit:
         came = value if abs(value) < 10**_MAX_EXPONENT else f"a number beyond 1e{_MAX_EXPONENT}"
-        raise ConfigError(f"{name}={came}: expected 1 to {limit:,}")
+        raise ConfigError(f"{name}={came}: expected {least} to {limit:,}")

@@ -77,3 +77,11 @@ def settings_of_engine(draw: st.DrawFn) -> dict[str, Any]:
         "bucket_bytes": draw(st.sampled_from([0, 1 << 14, 1 << 20])),
         "activation_checkpointing": draw(st.sampled_from(["none", "full"])),
     }
+
+
+def flops_per_token(
+    shape: DecoderShape, seq: int, *, causal: bool = False, recomputed: bool = False
+) -> int:
+    """Model FLOPs per token of forward and backward; ``recomputed``: one forward of all layers."""
+    layer = sum(shape.layer_flops_per_token(seq, causal=causal)) * shape.layers
+    return layer * (4 if recomputed else 3) + 3 * shape.head_flops_per_token

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.bench.stopwatch import Stopwatch
+from shardwise.comm.shares import BLOCK_NUMEL
 from shardwise.engine.api import shard
 from shardwise.plan.machine.calibration import Curve
 
@@ -18,7 +19,6 @@ _CLIP_TENSORS = 3  # reads each gradient for its norm; reads and writes it to sc
 _NUMELS = [1 << i for i in range(8, 25, 2)]
 _STATE_NUMELS = [1 << i for i in range(8, 21, 2)]
 _COPIES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
-_BLOCK_NUMEL = 1 << 16  # as in comm.point_to_point
 
 
 class _Flat(nn.Module):
@@ -79,7 +79,7 @@ def sum_curve(watch: Stopwatch) -> Curve:
     """Measure the mean of two gradients, block by block as the engine's own transport takes it."""
 
     def measure(numel: int) -> Sequence[float]:
-        blocks = [torch.zeros(numel, device=watch.device).split(_BLOCK_NUMEL) for _ in range(3)]
+        blocks = [torch.zeros(numel, device=watch.device).split(BLOCK_NUMEL) for _ in range(3)]
 
         def mean() -> None:
             for left, right, out in zip(*blocks, strict=True):

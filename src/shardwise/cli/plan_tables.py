@@ -17,7 +17,7 @@ from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
-from shardwise.quantities import format_bytes, format_count
+from shardwise.quantities import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -117,8 +117,8 @@ def goodput_view(goodput: Goodput) -> RenderableType:
     table.add_row("progress that is kept", f"{goodput.fraction:.2%}")
     table.add_row("standing still for checkpoints", f"{goodput.checkpoint_fraction:.2%}")
     table.add_row("lost to failures", f"{goodput.failure_fraction:.2%}")
-    table.add_row("time between failures of the job", _duration(goodput.mtbf_s))
-    table.add_row("best time between checkpoints", _duration(goodput.best_interval_s))
+    table.add_row("time between failures of the job", format_duration(goodput.mtbf_s))
+    table.add_row("best time between checkpoints", format_duration(goodput.best_interval_s))
     table.add_row("progress with it", f"{goodput.fraction_at_best:.2%}")
     return table
 
@@ -151,14 +151,6 @@ def _speed(plan: Plan) -> Text:
     if plan.mfu is not None:
         text.append(f", MFU {plan.mfu:.1%}")
     return text
-
-
-def _duration(seconds: float) -> str:
-    """Write seconds in the unit that people would say."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def _memory_table(plan: Plan) -> RenderableType:

@@ -15,9 +15,9 @@ import torch
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ConfigError
+from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.pieces import local_of
 from shardwise.unit.replaced import retire
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit

@@ -20,9 +20,9 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
+from shardwise.layout.placements import local_of
 from shardwise.unit.inner import gather_whole, has_own_gather, inner_of, plain_parts
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.pieces import local_of
 from shardwise.unit.plain_state import owner_of
 
 _SITE = CollectiveId("gather", "(gathered)", 0)

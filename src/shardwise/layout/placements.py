@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -158,6 +159,11 @@ def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
         raise ConfigError(f"{what}: {error}") from None
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a DTensor; another tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None:
     if dim == 0:
         return
@@ -166,8 +172,7 @@ def _check_dim(param: ParamSpec, dim: int, num_shards: int, layout: str) -> None
             f"placements: '{param.name}' was to be cut along dim {dim}, and layout={layout!r} cuts "
             'ranges of elements; use layout="rows"'
         )
-    local = param.param._local_tensor if isinstance(param.param, DTensor) else param.param
-    size = local.shape[dim]
+    size = local_of(param.param).shape[dim]
     if size % num_shards:
         raise ConfigError(
             f"placements: dim {dim} of '{param.name}' {tuple(param.param.shape)} has {size} "

@@ -17,6 +17,7 @@ shards in the computing dtype and are gathered from there (ZeRO-Infinity, arXiv 
 from dataclasses import dataclass, field
 
 from shardwise.errors import ConfigError
+from shardwise.layout.segments import flat_layout
 from shardwise.plan.candidate import Offload
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, Dtypes, Optimizer, row_of
 from shardwise.precisions import plain_precision
@@ -232,7 +233,7 @@ def account_setup(params: int | float | str, setup: Setup) -> Accounting:
     check_whole(count, "params", MAX_PARAMS)
     check_setup(setup)
     stage, offload = STAGES[setup.stage], setup.offload
-    shard = -(-count // setup.ranks)
+    shard = flat_layout(((count,),), setup.ranks).piece(0, 0).numel
     state = shard if stage.shards_state else count
     numerator, denominator = float(offload.optimizer_fraction).as_integer_ratio()
     moved = 0 if offload.optimizer == "device" else -(-state * numerator // denominator)
@@ -360,24 +361,3 @@ def _left_out(sums: _Sums) -> tuple[str, ...]:
         "run it.": not sums.dtypes.engine_runs_it,
     }
     return tuple(sentence for sentence, holds in said.items() if holds)
-
-
-def largest_model(
-    memory_bytes: int | float | str, setup: Setup, host_bytes: int | None = None
-) -> int:
-    """Return the most parameters whose state fits into a rank's memory, 0 where not even one does.
-
-    ``host_bytes``, where given, bounds what a rank puts on its host.
-
-    **Source** ZeRO (arXiv 1910.02054), Table 2, theoretical maximum: what is left out of an
-    `Accounting` is left out here too, so the largest model that trains is smaller.
-    """
-    memory_bytes = parse_count(memory_bytes, "memory_bytes")
-    check_whole(memory_bytes, "memory_bytes", MAX_PARAMS)
-    low, high = 0, MAX_PARAMS + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        held = account_setup(middle, setup).total
-        fits = held.device <= memory_bytes and (host_bytes is None or held.host <= host_bytes)
-        low, high = (middle, high) if fits else (low, middle)
-    return low

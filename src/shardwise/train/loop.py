@@ -30,7 +30,7 @@ from shardwise.train.picture import write_picture
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import Resumed, RunCheckpoints
 from shardwise.train.schedule import learning_rate
-from shardwise.train.setup import Run, join_ranks, prepare_run
+from shardwise.train.setup import Run, join_ranks, of_all_ranks, prepare_run
 from shardwise.train.summary import RunResult, StateBytes, count_state
 from shardwise.train.windows import rank_indices, read_windows
 
@@ -115,11 +115,11 @@ def train_prepared(
     result.saved_step, result.save_stall_s = saves.saved_step, saves.stall_s
     if result.losses and not result.stopped:
         result.sample = _sample(run)
-    result.peak_bytes_of_ranks = _of_all_ranks(place, peak_memory_bytes(run.device))
-    result.added_bytes_of_ranks = _of_all_ranks(
+    result.peak_bytes_of_ranks = of_all_ranks(place, peak_memory_bytes(run.device))
+    result.added_bytes_of_ranks = of_all_ranks(
         place, peak_memory_bytes(run.device) - run.base_memory_bytes
     )
-    result.state_bytes_of_ranks = _of_all_ranks(place, result.state.total_bytes)
+    result.state_bytes_of_ranks = of_all_ranks(place, result.state.total_bytes)
     return result
 
 
@@ -311,12 +311,6 @@ def _sample(run: Run) -> str:
         seed=config.seed,
     )
     return run.tokenizer.decode(ids.tolist())
-
-
-def _of_all_ranks(place: RankPlace, value: int) -> list[int]:
-    shares = [0.0] * place.world_size
-    shares[place.rank] = float(value)
-    return [int(share) for share in all_reduce_scalars(shares)]
 
 
 def _number(value: Tensor) -> float:

@@ -19,9 +19,9 @@ from torch import Tensor
 from shardwise.checkpoint.container import memory_of
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.generators import read_generators, set_generators
-from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.errors import StateError
-from shardwise.train.setup import Run
+from shardwise.layout.placements import local_of
+from shardwise.train.setup import Run, of_all_ranks
 
 _MAX_SHOWN = 3
 _T = TypeVar("_T")
@@ -67,10 +67,8 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
     Raises:
         ReplayError: the same on all ranks.
     """
-    shares = [0.0] * run.place.world_size
-    shares[run.place.rank] = float(difference)
     labels = list(_digests(run, numbers))
-    found = sorted((int(n), rank) for rank, n in enumerate(all_reduce_scalars(shares)) if n)
+    found = sorted((n, rank) for rank, n in enumerate(of_all_ranks(run.place, difference)) if n)
     shown = [f"rank {rank}: {labels[n - 1]}" for n, rank in found[:_MAX_SHOWN]]
     more = f" (and {len(found) - _MAX_SHOWN} more ranks)" if len(found) > _MAX_SHOWN else ""
     raise ReplayError(
@@ -85,18 +83,13 @@ def _state_tensors(run: Run) -> dict[str, Tensor]:
     """Return all tensors that a step changes on this rank, each by its name."""
     found: dict[str, Tensor] = {}
     for name, param in run.model.named_parameters():
-        found[f"parameter '{name}'"] = _local(param)
+        found[f"parameter '{name}'"] = local_of(param)
         for key, value in sorted(run.optimizer.state.get(param, {}).items()):
             if isinstance(value, Tensor):
-                found[f"parameter '{name}', {key}"] = _local(value)
+                found[f"parameter '{name}', {key}"] = local_of(value)
     for name, buffer in run.model.named_buffers():
         found[f"buffer '{name}'"] = buffer
     return found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    return to_local() if to_local is not None else tensor.detach()
 
 
 def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
@@ -112,10 +105,10 @@ def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
 def _copy(run: Run) -> _Snapshot:
     model, optimizer = run.model, run.optimizer
     return _Snapshot(
-        [_local(tensor).clone() for tensor in (*model.parameters(), *model.buffers())],
+        [local_of(tensor).clone() for tensor in (*model.parameters(), *model.buffers())],
         {
             param: {
-                key: _local(value).clone() if isinstance(value, Tensor) else value
+                key: local_of(value).clone() if isinstance(value, Tensor) else value
                 for key, value in state.items()
             }
             for param, state in optimizer.state.items()
@@ -130,14 +123,14 @@ def _restore(run: Run, before: _Snapshot) -> None:
     """Put the copies back, in place; state that the optimizer did not have yet goes away."""
     model, optimizer = run.model, run.optimizer
     for tensor, value in zip((*model.parameters(), *model.buffers()), before.values, strict=True):
-        _local(tensor).copy_(value)
+        local_of(tensor).copy_(value)
     for param in list(optimizer.state):
         if param not in before.optimizer:
             del optimizer.state[param]
             continue
         for key, value in before.optimizer[param].items():
             if isinstance(value, Tensor):
-                _local(optimizer.state[param][key]).copy_(value)
+                local_of(optimizer.state[param][key]).copy_(value)
             else:
                 optimizer.state[param][key] = value
     run.scaler.load_state_dict(before.scaler)

@@ -203,6 +203,13 @@ def _together(work: Callable[[], None]) -> None:
         raise ConfigError("another rank could not prepare the run; its message says why")
 
 
+def of_all_ranks(place: RankPlace, value: int) -> list[int]:
+    """Return the values of all ranks, in rank order; every rank calls it."""
+    shares = [0.0] * place.world_size
+    shares[place.rank] = float(value)
+    return [int(share) for share in all_reduce_scalars(shares)]
+
+
 def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

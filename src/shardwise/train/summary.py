@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise
+from shardwise.layout.placements import local_of
 from shardwise.quantities import format_bytes, format_count
 
 _SPEED_MEMORY = 0.9
@@ -50,7 +51,7 @@ def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
     return StateBytes(
         param_bytes=stats.param_shard_bytes + stats.param_full_bytes,
         grad_bytes=stats.grad_shard_bytes + stats.grad_partial_bytes,
-        optimizer_bytes=sum(_local_bytes(state) for state in states),
+        optimizer_bytes=sum(_full_bytes(local_of(state)) for state in states),
         replicated_bytes=2 * sum(_full_bytes(p) for p in params)
         + sum(_full_bytes(state) for state in states),
         num_params=sum(p.numel() for p in params),
@@ -59,11 +60,6 @@ def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
 
 def _full_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    local = getattr(tensor, "to_local", None)
-    return _full_bytes(local() if local is not None else tensor)
 
 
 @dataclass

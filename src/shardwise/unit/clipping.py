@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.layout.placements import local_of
 from shardwise.mesh import DataAxes
 from shardwise.unit.norms import LazyNorm, NormKind
-from shardwise.unit.pieces import axes_of_mesh, local_of
+from shardwise.unit.pieces import axes_of_mesh
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.tensor_base import ShardTensorBase
 

@@ -25,6 +25,7 @@ from shardwise.config import ShardConfig
 from shardwise.device import fork_rng_devices
 from shardwise.errors import ConfigError
 from shardwise.layout.memory import group_by_dtypes
+from shardwise.layout.placements import local_of
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
@@ -36,7 +37,7 @@ from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import Home
 from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts
 from shardwise.unit.param import Scheduler, ShardedParam
-from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, local_of, own_axes_of
+from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, own_axes_of
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage

@@ -42,11 +42,6 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a DTensor; another tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def own_axes_of(tensors: Iterable[torch.Tensor]) -> tuple[Axis, ...]:
     """Return the axes of the meshes that tensors are on as DTensors, each once."""
     meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))

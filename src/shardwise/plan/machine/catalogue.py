@@ -19,9 +19,9 @@ from shardwise.plan.machine.hardware import (
     Host,
     Link,
     Node,
-    check_count,
     unknown,
 )
+from shardwise.quantities import check_whole
 
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|google|sxm\d?|hbm\d?e?|\d+w|gpu")
 _DEFAULTS = ("V100-32GB", "A100-80GB", "A100-80GB-PCIe", "H100-80GB", "GH200-96GB")
@@ -181,9 +181,9 @@ def make_cluster(
     usual = _USUAL.get(accelerator.family, _USUAL_ELSE)
     if accelerator.host == "nvl72":
         usual = _NVL72
-    check_count("num_gpus", num_gpus, MAX_RANKS)
+    check_whole(num_gpus, "num_gpus", MAX_RANKS)
     per_node = min(usual.per_node, num_gpus) if gpus_per_node is None else gpus_per_node
-    check_count("gpus_per_node", per_node, 1024)
+    check_whole(per_node, "gpus_per_node", 1024)
     per_node = min(per_node, num_gpus)
     if num_gpus % per_node:
         raise ConfigError(
@@ -192,7 +192,7 @@ def make_cluster(
         )
     if num_nics is None:  # as many per GPU as usual, and at least one
         num_nics = max(1, usual.nics * per_node // usual.per_node)
-    check_count("num_nics", num_nics, 1024)
+    check_whole(num_nics, "num_nics", 1024)
     intra = find_link(link or accelerator.link)
     inter = find_link(network or usual.network)
     node = Node(

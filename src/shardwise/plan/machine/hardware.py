@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.quantities import check_whole
 
 DTYPE_ALIASES: Mapping[str, str] = {
     "fp32": "float32",
@@ -172,8 +173,8 @@ class Node:
 
     def __post_init__(self) -> None:
         where = f"node {self.name!r}"
-        check_count(f"{where}: num_accelerators", self.num_accelerators, 1024)
-        check_count(f"{where}: num_nics", self.num_nics, 1024)
+        check_whole(self.num_accelerators, f"{where}: num_accelerators", 1024)
+        check_whole(self.num_nics, f"{where}: num_nics", 1024)
 
     @property
     def nics_per_rank(self) -> float:
@@ -189,19 +190,13 @@ class Cluster:
     num_nodes: int = 1
 
     def __post_init__(self) -> None:
-        check_count("cluster: num_nodes", self.num_nodes, MAX_RANKS)
-        check_count("cluster: number of ranks", self.num_ranks, MAX_RANKS)
+        check_whole(self.num_nodes, "cluster: num_nodes", MAX_RANKS)
+        check_whole(self.num_ranks, "cluster: number of ranks", MAX_RANKS)
 
     @property
     def num_ranks(self) -> int:
         """Number of accelerators in all."""
         return self.num_nodes * self.node.num_accelerators
-
-
-def check_count(what: str, value: object, largest: int) -> None:
-    """Raise ConfigError unless the value is a whole number from 1 to ``largest``."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
-        raise ConfigError(f"{what}={value!r}: expected a whole number from 1 to {largest:,}")
 
 
 def unknown(what: str, name: object, known: Mapping[str, str]) -> ConfigError:

@@ -119,12 +119,6 @@ class DecoderShape:
         layers = sum(self.layer_params(i) for i in range(self.layers))
         return layers + self.embedding_params + self.head_params + self.norm_params
 
-    @property
-    def num_active_params(self) -> int:
-        """Parameters that a token meets: `num_params` less the experts that it is not routed to."""
-        idle = sum(self.ffn_params(i) - self.active_ffn_params(i) for i in range(self.layers))
-        return self.num_params - idle
-
     def layer_flops_per_token(self, seq: int, *, causal: bool = False) -> tuple[int, int]:
         """Return one layer's forward FLOPs per token: (matrix products, attention core)."""
         products = 2 * (self.dim * 2 * (self.q_dim + self.kv_dim) + self.active_ffn_params())
@@ -134,14 +128,6 @@ class DecoderShape:
     def head_flops_per_token(self) -> int:
         """Forward FLOPs per token of the output projection."""
         return 2 * self.dim * self.vocab
-
-    def flops_per_token(self, seq: int, *, causal: bool = False, recomputed: bool = False) -> int:
-        """Return model FLOPs per token of forward and backward, for the whole decoder.
-
-        ``recomputed`` adds one forward of all layers, as full checkpointing does.
-        """
-        layer = sum(self.layer_flops_per_token(seq, causal=causal)) * self.layers
-        return layer * (4 if recomputed else 3) + 3 * self.head_flops_per_token
 
 
 def gpt_shape(layers: int, dim: int, heads: int, vocab: int, *, positions: int = 0) -> DecoderShape:

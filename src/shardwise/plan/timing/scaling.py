@@ -6,6 +6,7 @@ from math import ceil, floor, isfinite, log2, log10
 
 from shardwise import svg
 from shardwise.errors import ConfigError
+from shardwise.quantities import format_count
 
 _WIDTH, _HEIGHT = 720, 440
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 664, 72, 372
@@ -119,7 +120,7 @@ def _value_axis(up: svg.Axis, ticks: Sequence[float]) -> list[str]:
     for tick in ticks:
         if len(ticks) > _MOST_TICKS and not f"{tick:e}".startswith("1"):
             continue
-        parts += svg.level(up.at(log10(tick)), _LEFT, _RIGHT, _short(tick))
+        parts += svg.level(up.at(log10(tick)), _LEFT, _RIGHT, format_count(tick))
     return parts
 
 
@@ -148,11 +149,3 @@ def _dots(curve: list[tuple[float, float]], rows: Sequence[ScalingRow]) -> list[
             parts.append(svg.text(x + 6, y + 18, f"{row.efficiency:.0%}", 'class="strong"'))
             shown = x
     return parts
-
-
-def _short(value: float) -> str:
-    """Write a tick of the axis, e.g. 20k."""
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"

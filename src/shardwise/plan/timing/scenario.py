@@ -10,9 +10,11 @@ from typing import Literal, get_args
 
 from shardwise.errors import ConfigError
 from shardwise.plan.step.program import AxisName
+from shardwise.quantities import check_whole
 from shardwise.spelling import did_you_mean
 
 JitterKind = Literal["lognormal", "gamma"]
+_MOST = 1 << 40  # of anything; what is beyond is a slip
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Scenario:
     def __post_init__(self) -> None:
         """Check every field, in their order."""
         for name in ("num_shards", "num_replicas", "num_steps"):
-            _check_int(name, getattr(self, name), least=1)
+            check_whole(getattr(self, name), name, _MOST)
         for number, straggler in enumerate(self.stragglers):
             _check_straggler(f"stragglers[{number}]", straggler, self.num_ranks)
         for number, link in enumerate(self.slow_links):
@@ -106,7 +108,7 @@ class Scenario:
             _check_number("failures.restart_s", self.failures.restart_s)
         if self.checkpoints is not None:
             _check_checkpoints(self.checkpoints)
-        _check_int("seed", self.seed, least=0)
+        check_whole(self.seed, "seed", _MOST, least=0)
 
     @property
     def num_ranks(self) -> int:
@@ -122,7 +124,7 @@ def _check_straggler(field: str, straggler: Straggler, num_ranks: int) -> None:
             f"fraction={straggler.fraction}; give one of them"
         )
     if straggler.rank is not None:
-        _check_int(f"{field}.rank", straggler.rank, least=0, below=num_ranks)
+        check_whole(straggler.rank, f"{field}.rank", num_ranks - 1, least=0)
     if straggler.fraction is not None:
         _check_number(f"{field}.fraction", straggler.fraction)
         if straggler.fraction > 1:
@@ -140,11 +142,11 @@ def _check_slow_link(field: str, link: SlowLink, scenario: Scenario) -> None:
             f"axis={link.axis!r}, group={link.group}"
         )
     if link.rank is not None:
-        _check_int(f"{field}.rank", link.rank, least=0, below=scenario.num_ranks)
+        check_whole(link.rank, f"{field}.rank", scenario.num_ranks - 1, least=0)
     if link.group is not None:
         _check_name(f"{field}.axis", link.axis, get_args(AxisName))
         groups = scenario.num_replicas if link.axis == "shard" else scenario.num_shards
-        _check_int(f"{field}.group", link.group, least=0, below=groups)
+        check_whole(link.group, f"{field}.group", groups - 1, least=0)
 
 
 def _check_checkpoints(checkpoints: Checkpoints) -> None:
@@ -161,13 +163,6 @@ def _check_checkpoints(checkpoints: Checkpoints) -> None:
             f"checkpoints.interval_s={checkpoints.interval_s}: a save would begin before the last "
             f"one is durable (cost_s={checkpoints.cost_s}); save less often"
         )
-
-
-def _check_int(field: str, value: object, least: int, below: int | None = None) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not good or (below is not None and isinstance(value, int) and value >= below):
-        wanted = f"{least} or more" if below is None else f"{least} to {below - 1}"
-        raise ConfigError(f"{field}={value!r}: expected a whole number, {wanted}")
 
 
 def _check_number(field: str, value: object, above_zero: bool = False) -> None:
