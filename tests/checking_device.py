@@ -12,8 +12,7 @@ mistake
 - to read what was written, or to write what is written or read, without being ordered after it;
 - to read memory that nobody has written since it was allocated, or to use what was freed;
 - to free memory that another stream still uses: from its next operation on, the stream that it was
-  allocated on may use it for something else (as with torch's caching allocator), unless it was told
-  of that stream by `keep`;
+  allocated on may use it for something else (as with torch's caching allocator);
 - to use memory on another stream before the one that it was allocated on was so far: there it may
   still be in use as what it was before;
 - to use memory of the host and of the device in one operation, copies and scalars apart.
@@ -90,7 +89,6 @@ class Memory:
     allocated: Access | None = None
     written: Access | None = None
     read: dict[str, Access] = field(default_factory=dict)  # since then, by timeline
-    kept_for: set[str] = field(default_factory=set)
     collective: Clock = field(default_factory=dict)  # that of a functional collective under way
     num_storages: int = 1
 
@@ -137,9 +135,6 @@ class CheckingStream:
             yield
         finally:
             self.device.current = before
-
-    def keep(self, tensor: Tensor) -> None:
-        self.device.memory_of(tensor).kept_for.add(self.name)
 
 
 class CheckingDevice:
@@ -421,7 +416,7 @@ class CheckingDevice:
 
     def _free(self, memory: Memory) -> None:
         owner = memory.owner
-        left = [a for a in memory.uses if a.timeline not in {owner.name, *memory.kept_for}]
+        left = [a for a in memory.uses if a.timeline != owner.name]
         if left and not memory.on_host:  # torch keeps page-locked memory until copies are done
             what = f"{_here('memory')} of {memory.shape} was freed"
             owner.freed.append((what, left))

@@ -132,8 +132,9 @@ def drop_a_buffer_that_is_evicted(device: CheckingDevice, wrong: bool) -> None:
     means, brought = torch.ones(4), device.host_memory(4, torch.float32)
     with follow_current(device, device.evict_stream):
         brought.copy_(means, non_blocking=True)
-        if not wrong:
-            device.evict_stream.keep(means)
+        event = device.evict_stream.record()
+    if not wrong:
+        device.current_stream().wait(event)
     del means
     torch.ones(4)
 

@@ -104,9 +104,6 @@ class Stream(Protocol):
     def use(self) -> AbstractContextManager[Any]:
         """Enqueue on this stream what is called inside."""
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Do not give the tensor's memory away before what is enqueued here now is done."""
-
 
 class DeviceTime(Protocol):
     """The streams of a device, and its copies from and to the host; see Note [Time on a device].
@@ -164,9 +161,6 @@ class HostTime:
         """Do nothing."""
         return nullcontext()
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Do nothing."""
-
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Return uninitialised memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
@@ -199,10 +193,6 @@ class _AcceleratorStream:
             yield
         finally:
             torch.accelerator.set_stream(before)
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":  # page-locked memory is kept by the copies themselves
-            tensor.record_stream(self.stream)
 
 
 class _AcceleratorTime:

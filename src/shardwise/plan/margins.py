@@ -17,12 +17,9 @@ is no bound.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from shardwise.errors import ConfigError
 from shardwise.plan.step.ledger import Ledger
-
-AllocatorKind = Literal["caching", "expandable", "malloc"]
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -39,11 +36,7 @@ class Range:
 
 CONTEXT_BYTES = Range(0.5 * _GIB, 0.75 * _GIB, 2.0 * _GIB)
 COMMUNICATOR_BYTES = Range(16 * _MIB, 128 * _MIB, 256 * _MIB)
-FRAGMENTATION: dict[AllocatorKind, Range] = {
-    "caching": Range(0.02, 0.07, 0.12),
-    "expandable": Range(0.0, 0.02, 0.05),
-    "malloc": Range(0.0, 0.0, 0.0),
-}
+FRAGMENTATION = Range(0.02, 0.07, 0.12)
 
 
 @dataclass(frozen=True)
@@ -69,35 +62,31 @@ class MemoryInterval:
 
 
 def memory_interval(
-    ledger: Ledger, *, num_groups: int = 1, allocator: AllocatorKind = "caching"
+    ledger: Ledger, *, num_groups: int = 1, on_accelerator: bool = True
 ) -> MemoryInterval:
     """Widen a ledger's total to what the device will hold.
 
     ``num_groups`` counts the process groups with device communicators that the rank is in.
-    ``malloc`` is the CPU's: no context, no communicator buffers, no blocks kept.
+    On the CPU there is no context, and malloc keeps neither communicator buffers nor blocks.
 
-    **Raises** ConfigError for an unknown allocator or a negative number of groups.
+    **Raises** ConfigError for a negative number of groups.
 
     **Source** See Note [Sources of the ranges].
     """
-    if allocator not in FRAGMENTATION:
-        known = ", ".join(FRAGMENTATION)
-        raise ConfigError(f"allocator must be one of {known}, got {allocator!r}")
     if num_groups < 0:
         raise ConfigError(f"num_groups must not be negative, got {num_groups}")
-    fraction = FRAGMENTATION[allocator]
-    device = 0 if allocator == "malloc" else 1
+    if not on_accelerator:
+        return MemoryInterval(ledger.total, ledger.total, ledger.total, 0, 0, 0)
 
     def total(context: float, communicator: float, kept: float) -> int:
-        beside = device * (context + num_groups * communicator)
-        return round(ledger.total * (1 + kept) + beside)
+        return round(ledger.total * (1 + kept) + context + num_groups * communicator)
 
-    context, communicator = CONTEXT_BYTES, COMMUNICATOR_BYTES
+    context, communicator, fraction = CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION
     return MemoryInterval(
         low_bytes=total(context.low, communicator.low, fraction.low),
         expected_bytes=total(context.expected, communicator.expected, fraction.expected),
         high_bytes=total(context.high, communicator.high, fraction.high),
-        context_bytes=round(device * context.expected),
-        communicator_bytes=round(device * num_groups * communicator.expected),
+        context_bytes=round(context.expected),
+        communicator_bytes=round(num_groups * communicator.expected),
         fragmentation_bytes=round(ledger.total * fraction.expected),
     )

@@ -124,7 +124,7 @@ def plan(
         memory=memory_interval(
             largest.played.peak.ledger,
             num_groups=_num_groups(candidate),
-            allocator="caching" if accelerator.asynchronous else "malloc",
+            on_accelerator=accelerator.asynchronous,
         ),
         capacity_bytes=accelerator.memory_bytes,
         simulated=slowest.simulated,

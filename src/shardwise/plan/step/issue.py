@@ -93,13 +93,11 @@ class Issuer:
         self._waits += self._fetched
         self._fetched = ()
 
-    def transfer(
-        self, link: str, num_bytes: int, unit: int, after: Sequence[int], phase: OpPhase = "offload"
-    ) -> int:
+    def transfer(self, link: str, num_bytes: int, unit: int, after: Sequence[int]) -> int:
         """Issue a copy between device, host and disk."""
         work = Transfer(link, num_bytes)  # type: ignore[arg-type]
         stream = _STREAM_OF_LINK[link]
-        self.ops.append(Op(stream, work, unit, phase, self.micro_batch, tuple(after)))  # type: ignore[arg-type]
+        self.ops.append(Op(stream, work, unit, "offload", self.micro_batch, tuple(after)))  # type: ignore[arg-type]
         return len(self.ops) - 1
 
     def on_cpu(self, costs: tuple[Cost, ...], unit: int, after: Sequence[int]) -> int:
