@@ -11,11 +11,10 @@ from shardwise.plan.margins import MemoryInterval
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Stream
+from shardwise.plan.timing.breakdown import COMMUNICATING, OFFLOADING
 from shardwise.plan.timing.simulate import Simulated
 
 Verdict = Literal["fits", "tight", "will not fit"]
-_COMMUNICATING: tuple[Stream, ...] = ("shard", "replicate")
-_OFFLOADING: tuple[Stream, ...] = ("to_device", "to_host", "cpu", "disk")
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,12 @@ def time_rows(plan: Planned) -> list[TimeRow]:
         for axis, seconds in plan.model_parallel_s.items()
     ]
     rows.append(TimeRow("waiting for communication", run.exposed_s))
-    offloading = _phases(plan, _OFFLOADING)
+    offloading = _phases(plan, OFFLOADING)
     if offloading:
         rows.append(TimeRow("waiting for offload", run.exposed_offload_s))
     rows += [TimeRow("idle", run.idle_s), TimeRow("all of it", run.step_s)]
     rows.append(TimeRow("communicating, hidden or not", run.communication_s))
-    rows += _phases(plan, _COMMUNICATING)
+    rows += _phases(plan, COMMUNICATING)
     if offloading:
         seconds = sum(row.seconds for row in offloading)
         rows += [TimeRow("offloading, hidden or not, summed", seconds), *offloading]

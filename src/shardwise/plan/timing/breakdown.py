@@ -8,15 +8,17 @@ a copy, a host core or a disk works is exposed offload. So the three and the idl
 the step, and two collectives at once are not counted twice.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from shardwise.plan.step.program import Collective, Op, Program, Stream
 
-Interval = tuple[float, float]
+COMMUNICATING: tuple[Stream, ...] = ("shard", "replicate")
+OFFLOADING: tuple[Stream, ...] = ("to_device", "to_host", "cpu", "disk")
+_KINDS = {"compute": 0, **dict.fromkeys(COMMUNICATING, 1), **dict.fromkeys(OFFLOADING, 2)}
 
 
 class Span(NamedTuple):
@@ -60,11 +62,7 @@ class RankRun:
     @cached_property
     def busy_s(self) -> Mapping[Stream, float]:
         """Seconds that each stream worked; waiting for other ranks is not work."""
-        busy: dict[Stream, float] = {}
-        for span in self.spans:
-            stream = self.program.ops[span.op].stream
-            busy[stream] = busy.get(stream, 0.0) + span.end_s - span.start_s
-        return busy
+        return {stream: sum(phases.values()) for stream, phases in self.stream_phase_s.items()}
 
     @property
     def compute_s(self) -> float:
@@ -76,26 +74,26 @@ class RankRun:
         """Seconds that issued collectives waited for other ranks, summed."""
         return sum(span.start_s - span.ready_s for span in self.spans)
 
-    @cached_property
+    @property
     def communication_s(self) -> float:
         """Seconds in which a collective ran or waited for other ranks; the union, not the sum."""
-        return _length(self._communicating)
+        hidden = self._moments[True, True, False] + self._moments[True, True, True]
+        return self.exposed_s + hidden
 
-    @cached_property
+    @property
     def exposed_s(self) -> float:
         """Exposed communication, see Note [What is exposed]."""
-        return _length(_without(self._communicating, self._computing))
+        return self._moments[False, True, False] + self._moments[False, True, True]
 
-    @cached_property
+    @property
     def exposed_offload_s(self) -> float:
         """Exposed work of copies, host cores and disks, see Note [What is exposed]."""
-        return _length(_without(_without(self._offloading, self._computing), self._communicating))
+        return self._moments[False, False, True]
 
     @property
     def idle_s(self) -> float:
         """Seconds in which nothing worked, see Note [What is exposed]."""
-        busy = _length(self._computing) + self.exposed_s + self.exposed_offload_s
-        return max(0.0, self.step_s - busy)
+        return self._moments[False, False, False]
 
     @property
     def overlap(self) -> float:
@@ -105,24 +103,25 @@ class RankRun:
     @property
     def bubble_s(self) -> float:
         """Seconds in which the compute stream stood still, whatever the reason."""
-        return self.step_s - _length(self._computing)
+        return self.idle_s + self.exposed_s + self.exposed_offload_s
 
     @cached_property
     def phase_s(self) -> Mapping[str, float]:
         """Busy seconds by phase; phases on different streams overlap."""
-        phases: Counter[str] = Counter()
-        for span in self.spans:
-            phases[self.program.ops[span.op].phase] += span.end_s - span.start_s  # type: ignore[assignment]
-        return phases
+        found: defaultdict[str, float] = defaultdict(float)
+        for phases in self.stream_phase_s.values():
+            for phase, seconds in phases.items():
+                found[phase] += seconds
+        return found
 
     @cached_property
     def stream_phase_s(self) -> Mapping[Stream, Mapping[str, float]]:
         """Busy seconds by stream, and by phase on it."""
-        found: dict[Stream, dict[str, float]] = {}
+        found: dict[Stream, defaultdict[str, float]] = {}
         for span in self.spans:
             op = self.program.ops[span.op]
-            phases = found.setdefault(op.stream, {})
-            phases[op.phase] = phases.get(op.phase, 0.0) + span.end_s - span.start_s
+            phases = found.setdefault(op.stream, defaultdict(float))
+            phases[op.phase] += span.end_s - span.start_s
         return found
 
     @cached_property
@@ -146,20 +145,19 @@ class RankRun:
         return tuple(UnitTimes(*row) for row in rows)
 
     @cached_property
-    def _computing(self) -> list[Interval]:
-        return self._union(lambda op: op.stream == "compute")
-
-    @cached_property
-    def _communicating(self) -> list[Interval]:
-        return self._union(lambda op: op.stream in ("shard", "replicate"))
-
-    @cached_property
-    def _offloading(self) -> list[Interval]:
-        return self._union(lambda op: op.stream in ("to_device", "to_host", "cpu", "disk"))
-
-    def _union(self, wanted: Callable[[Op], bool]) -> list[Interval]:
-        ops = self.program.ops
-        return _merged([(s.ready_s, s.end_s) for s in self.spans if wanted(ops[s.op])])
+    def _moments(self) -> Mapping[tuple[bool, bool, bool], float]:
+        """Seconds by whether it computes, communicates, offloads; see Note [What is exposed]."""
+        edges = []
+        for span in self.spans:
+            kind = _KINDS[self.program.ops[span.op].stream]
+            edges += [(span.ready_s, kind, 1), (span.end_s, kind, -1)]
+        found: defaultdict[tuple[bool, bool, bool], float] = defaultdict(float)
+        running, before = [0, 0, 0], self.begin_s
+        for at, kind, change in sorted(edges):
+            found[running[0] > 0, running[1] > 0, running[2] > 0] += at - before
+            running[kind] += change
+            before = at
+        return found
 
 
 def unit_name(program: Program, op: Op) -> str:
@@ -170,35 +168,3 @@ def unit_name(program: Program, op: Op) -> str:
 def category(op: Op) -> str:
     """Return what kind of work an operation is: its stream, or the kind of its collective."""
     return op.work.kind if isinstance(op.work, Collective) else op.stream
-
-
-def _merged(intervals: list[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _length(intervals: list[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def _without(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
-    """Cut the ``others`` out of the intervals; both are merged and sorted."""
-    left: list[Interval] = []
-    first = 0
-    for begin, end in intervals:
-        while first < len(others) and others[first][1] <= begin:
-            first += 1
-        at = first
-        while at < len(others) and others[at][0] < end:
-            if others[at][0] > begin:
-                left.append((begin, others[at][0]))
-            begin = max(begin, others[at][1])
-            at += 1
-        if begin < end:
-            left.append((begin, end))
-    return left

@@ -31,12 +31,11 @@ import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream
-from shardwise.plan.timing.breakdown import RankRun, Span, category
+from shardwise.plan.timing.breakdown import COMMUNICATING, RankRun, Span, category
 from shardwise.plan.timing.many_ranks import Decisions, Floats, Grid, grid_of, run_step
 from shardwise.plan.timing.scenario import Scenario
 
 _WORKERS = ("compute", "cpu")
-_NETWORKS = ("shard", "replicate")
 
 
 class CriticalOp(NamedTuple):
@@ -293,9 +292,9 @@ def _contended_seconds(
             if stream not in running and queue and ended.issuperset(ops[queue[0]].after):
                 running[stream] = queue.popleft()
                 begun[running[stream]] = now
-        both = any(s in running for s in _WORKERS) and any(s in running for s in _NETWORKS)
+        both = any(s in running for s in _WORKERS) and any(s in running for s in COMMUNICATING)
         rate = 1 / (2 - overlap) if both else 1.0
-        shared = _WORKERS + _NETWORKS
+        shared = _WORKERS + COMMUNICATING
         passed = min(left[i] / (rate if s in shared else 1) for s, i in running.items())
         now += passed
         for stream, index in list(running.items()):

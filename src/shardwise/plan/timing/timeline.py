@@ -14,7 +14,7 @@ import json
 from typing import Any, get_args
 
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream, Transfer
-from shardwise.plan.timing.breakdown import RankRun, Span, category, unit_name
+from shardwise.plan.timing.breakdown import COMMUNICATING, RankRun, Span, category, unit_name
 from shardwise.plan.timing.simulate import Simulated
 
 _LABELLED = ("unshard", "reduce")
@@ -69,7 +69,7 @@ def _process_events(run: RankRun, order: int, title: str) -> list[Event]:
     ]
     for tid, stream in enumerate(_STREAMS):
         if stream in used:
-            name = f"{stream} axis" if stream in ("shard", "replicate") else stream
+            name = f"{stream} axis" if stream in COMMUNICATING else stream
             events.append(metadata("thread_name", tid, name=name))
             events.append(metadata("thread_sort_index", tid, sort_index=tid))
     return events
