@@ -11,8 +11,8 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.models import ModelSource, find_model
-from shardwise.plan.model.presets import find_preset, preset_names
+from shardwise.plan.model.models import ModelSource
+from shardwise.plan.model.presets import find_model, find_preset, preset_names
 from shardwise.plan.model.traced import TracedModel
 
 # numel of the checkpoints on the Hugging Face hub, as their model cards and indexes give it

@@ -15,13 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.errors import ConfigError
-from shardwise.plan.model.models import (
-    ModelSource,
-    huggingface_source,
-    module_source,
-    preset_source,
-)
-from shardwise.plan.model.presets import find_preset
+from shardwise.plan.model.models import ModelSource, huggingface_source, module_source
+from shardwise.plan.model.presets import find_model, find_preset
 from shardwise.plan.model.tape import Tape, Visit, Work
 from shardwise.plan.model.tracing import trace
 from shardwise.train.config import TrainConfig
@@ -262,7 +257,7 @@ def test_a_preset_of_a_llama_does_what_the_built_in_decoder_does(checkpointed: b
         return Decoder(config, shape.vocab)
 
     built_in = tape_of(module_source("demo", build, 64), checkpointed, seq=64)
-    assert tape_of(preset_source("demo"), checkpointed, seq=64).events == built_in.events
+    assert tape_of(find_model("demo"), checkpointed, seq=64).events == built_in.events
 
 
 class Reads(nn.Module):

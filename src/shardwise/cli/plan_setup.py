@@ -17,7 +17,7 @@ from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
-from shardwise.plan.model.presets import find_preset
+from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
 from shardwise.plan.request import SHARE_OF_NOTHING, ModelRequest, PlanRequest
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shardwise.plan.model.models import ModelSource
     from shardwise.train.decoder import Decoder
 
-_GONE = {".json": "No such file or directory", ".py": "no such file"}
 _PADDING_TO_MENTION = 0.03
 _DEFAULTS = {
     "stage": 3,
@@ -90,7 +89,7 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     candidate = _candidate(values, cluster)
     if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
-    source = None if is_ours else _find_model(name)  # loads torch, so all else is checked before
+    source = None if is_ours else find_model(name)  # loads torch, so all else is checked before
     if to_train and source is not None and source.shape is not None:
         config = train_config_of(source.shape, source.seq)
     degrees = request.degrees if isinstance(request, PlanRequest) else None
@@ -104,21 +103,6 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     return Setup(
         *(model, cluster, candidate, prices_of, given_names, tokens, degrees or (), notes, config)
     )
-
-
-def _find_model(name: str) -> ModelSource:
-    """Return what a name stands for; a slip in it is told before torch is loaded."""
-    path = Path(name.rpartition(":")[0] if ".py:" in name else name)
-    if name.endswith(".py"):
-        raise ConfigError(f"model: {name}: name the function that builds it, {name}:factory")
-    is_file = path.suffix in (".json", ".py")
-    if is_file and not path.exists():
-        raise ConfigError(f"model: {path}: cannot be read: {_GONE[path.suffix]}")
-    if name.strip() and "/" not in name and not is_file and not path.is_dir():
-        find_preset(name)
-    from shardwise.plan.model.models import find_model
-
-    return find_model(name)
 
 
 def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardwise.plan.candidate import Candidate as Candidate
     from shardwise.plan.candidate import Offload as Offload
     from shardwise.plan.machine.catalogue import make_cluster as make_cluster
-    from shardwise.plan.model.models import find_model as find_model
+    from shardwise.plan.model.presets import find_model as find_model
     from shardwise.plan.model.traced import TracedModel as TracedModel
     from shardwise.plan.planning import plan as plan
     from shardwise.plan.searching import Limits as Limits
@@ -30,7 +30,7 @@ _HOMES = {
     "Space": "shardwise.plan.searching",
     "TracedModel": "shardwise.plan.model.traced",
     "account": "shardwise.plan.accounting",
-    "find_model": "shardwise.plan.model.models",
+    "find_model": "shardwise.plan.model.presets",
     "make_cluster": "shardwise.plan.machine.catalogue",
     "plan": "shardwise.plan.planning",
     "play": "shardwise.plan.step.play",

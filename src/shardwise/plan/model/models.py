@@ -24,7 +24,6 @@ from shardwise.errors import ConfigError
 from shardwise.keys import near_miss
 from shardwise.plan.model.config_keys import check_sizes, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
-from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
 from shardwise.spelling import did_you_mean
 
@@ -49,40 +48,6 @@ class ModelSource:
     max_seq: int | None = None
     shape: DecoderShape | None = None
     notes: tuple[str, ...] = ()
-
-
-def find_model(text: str, *, seq: int = 2048) -> ModelSource:
-    """Return the source that a user's words name: preset, ``config.json`` or folder, ``file:name``.
-
-    ``seq`` is the window where the model itself has no usual one.
-
-    **Raises** ConfigError when it is none of them, saying what is near.
-    """
-    if not text.strip():
-        raise ConfigError("model: the name is empty; `shardwise plan --list` has the presets")
-    file, colon, attribute = text.rpartition(":")
-    if colon and file.endswith(".py"):
-        return factory_source(Path(file), attribute, seq=seq)
-    path = Path(text)
-    if path.suffix == ".json" or path.is_dir():
-        return huggingface_source(path / "config.json" if path.is_dir() else path)
-    if path.suffix == ".py":
-        raise ConfigError(f"model: {text}: name the function that builds it, {text}:factory")
-    if "/" in text:
-        raise ConfigError(
-            f"model: {text!r} is no file here; expected a preset ({preset_names()[1]}, ...), a "
-            "config.json or the folder it is in, or file.py:factory. Nothing is downloaded"
-        )
-    return preset_source(text)
-
-
-def preset_source(name: str) -> ModelSource:
-    """Return the source of a named decoder.
-
-    **Raises** ConfigError for an unknown name, with the nearest ones.
-    """
-    preset = find_preset(name)
-    return shape_source(preset.name, preset.shape, preset.seq)
 
 
 def shape_source(name: str, shape: DecoderShape, seq: int) -> ModelSource:
@@ -300,8 +265,6 @@ def factory_source(path: Path, attribute: str, *, seq: int = 2048) -> ModelSourc
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"model: {path}: no such file")
     spec = importlib.util.spec_from_file_location(f"_planned_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

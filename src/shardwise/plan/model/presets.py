@@ -1,14 +1,21 @@
-"""Named decoders: the shapes that their authors published, and the window they were trained with.
+"""Models by name: decoders of published shapes and windows, and what a user's words stand for.
 
 Source: the ``config.json`` of each on the Hugging Face hub; GPT-3: Brown et al. 2020, table 2.1.
 Parameter counts follow from the shapes and are tested against the published ones.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
 from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
 from shardwise.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from shardwise.plan.model.models import ModelSource
 
 
 @dataclass(frozen=True)
@@ -97,3 +104,40 @@ def find_preset(name: str) -> Preset:
         raise ConfigError(f"model: no preset {name!r}{hint} There are {', '.join(_SHAPES)}")
     seq, shape = _SHAPES[key]
     return Preset(key, shape, seq)
+
+
+def find_model(text: str, *, seq: int = 2048) -> ModelSource:
+    """Return the source that a user's words name: preset, ``config.json`` or folder, ``file:name``.
+
+    ``seq`` is the window where the model itself has no usual one.
+
+    **Cost** torch is imported, once the words name something.
+    **Raises** ConfigError when they name nothing, saying what is near.
+    """
+    if not text.strip():
+        raise ConfigError("model: the name is empty; `shardwise plan --list` has the presets")
+    file, _, attribute = text.rpartition(":")
+    path = Path(file if file.endswith(".py") else text)
+    if path.suffix == ".py":
+        if not file.endswith(".py"):
+            raise ConfigError(f"model: {text}: name the function that builds it, {text}:factory")
+        if not path.is_file():
+            raise ConfigError(f"model: {path}: cannot be read: no such file")
+    elif path.suffix == ".json" or path.is_dir():
+        path = path / "config.json" if path.is_dir() else path
+        if not path.exists():
+            raise ConfigError(f"model: {path}: cannot be read: No such file or directory")
+    elif "/" in text:
+        raise ConfigError(
+            f"model: {text!r} is no file here; expected a preset ({preset_names()[1]}, ...), a "
+            "config.json or the folder it is in, or file.py:factory. Nothing is downloaded"
+        )
+    else:
+        preset = find_preset(text)
+    from shardwise.plan.model import models
+
+    if path.suffix == ".py":
+        return models.factory_source(path, attribute, seq=seq)
+    if path.suffix == ".json":
+        return models.huggingface_source(path)
+    return models.shape_source(preset.name, preset.shape, preset.seq)

@@ -79,6 +79,15 @@ class LiveBytes:
         """Sum of all kinds."""
         return self.activations + self.temporary + self.logits + self.grads
 
+    def lines(self) -> dict[str, int]:
+        """Return them by their lines in the `Ledger`."""
+        return {
+            "activations": self.activations,
+            "temporary": self.temporary,
+            "logits": self.logits,
+            "grad_full": self.grads,
+        }
+
 
 @dataclass(frozen=True)
 class Work:

@@ -156,17 +156,9 @@ class _Player:
         is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
         adds = is_sum and not unit.weight.sums_apart
         peak, net = _summed(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
-        meter.touch(
-            {
-                "activations": peak.activations,
-                "temporary": peak.temporary,
-                "logits": peak.logits,
-                "grad_full": peak.grads,
-            }
-        )
-        meter.add("activations", net.activations)
-        meter.add("logits", net.logits)
-        meter.add("grad_full", net.grads)
+        meter.touch(peak.lines())
+        for line, num_bytes in net.lines().items():
+            meter.add(line, num_bytes)
         if not adds:
             unit.grads += net.grads
         self._issue.compute(work.costs, work.unit, work.phase)
