@@ -16,7 +16,7 @@ A rank knows its own units and pieces, and says over which ranks each is cut; wh
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -137,7 +137,7 @@ def collect(
     if optimizer is not None:
         row = _collect_optimizer(optimizer, params, cuts, layouts, sharded, uncut)
     for name, buffer in persistent_buffers(model):
-        uncut.append(_uncut(TensorInfo("buffer", name, "", tuple(buffer.shape)), buffer))
+        uncut.append(_uncut("buffer", name, buffer))
     values, own = _own_values(model, extra, generators)
     return Table(
         stage=engine.config.stage.number,
@@ -301,12 +301,11 @@ def _sliced(cut: _Cut, state: str, local: torch.Tensor) -> Item:
     return Item(info, data, cut.layout, cut.index, cut.lo, cut.piece)
 
 
-def _uncut(info: TensorInfo, tensor: torch.Tensor) -> Item:
+def _uncut(kind: Kind, name: str, tensor: torch.Tensor, state: str = "") -> Item:
+    info = TensorInfo(kind, name, "", tuple(tensor.shape), state)
     local, piece = local_piece(tensor, info.key)
-    dtype = dtype_name(local.dtype, info.key)
-    data = local.detach().contiguous().reshape(-1)
-    described = TensorInfo(info.kind, info.name, dtype, info.shape, info.state)
-    return Item(described, data, piece=piece)
+    info = replace(info, dtype=dtype_name(local.dtype, info.key))
+    return Item(info, local.detach().contiguous().reshape(-1), piece=piece)
 
 
 def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region | None]:
@@ -346,9 +345,7 @@ def _collect_optimizer(
                 of_state = layouts.items_of(param, value._local_tensor, key, cut)
                 sharded += [item for _, item in of_state]
             elif isinstance(value, torch.Tensor):
-                uncut.append(
-                    _uncut(TensorInfo("optimizer", cut.name, "", tuple(value.shape), key), value)
-                )
+                uncut.append(_uncut("optimizer", cut.name, value, key))
             else:
                 if isinstance(value, list | tuple) and any(
                     isinstance(each, DTensor) for each in value
@@ -362,7 +359,7 @@ def _collect_optimizer(
     encoded_groups, tensors = encode(groups, "groups")
     encoded_state, tensors = encode(values, "state", tensors)
     for place, tensor in tensors.items():
-        uncut.append(_uncut(TensorInfo("optimizer", "", "", tuple(tensor.shape), place), tensor))
+        uncut.append(_uncut("optimizer", "", tensor, place))
     class_name = type(optimizer).__name__
     return OptimizerRow(class_name=class_name, groups=encoded_groups, state=encoded_state)
 
@@ -387,10 +384,7 @@ def _own_values(
     modules = {name: module.get_extra_state() for name, module in module_states(model)}
     encoded_modules, tensors = encode(modules, "modules", tensors)
     values = {"extra": encoded_extra, "modules": encoded_modules, "generators": dict(generators)}
-    own = tuple(
-        _uncut(TensorInfo("extra", place, "", tuple(tensor.shape)), tensor)
-        for place, tensor in tensors.items()
-    )
+    own = tuple(_uncut("extra", place, tensor) for place, tensor in tensors.items())
     return values, own
 
 
