@@ -30,13 +30,10 @@ class ProgressLines:
     """Say how far a long job is: a line every 30 s, and one at the end.
 
     A line comes with the first advance after its time, so work that stands still is silent. The
-    last one comes if there was a line before, or with ``ends_always``.
-
-    Args:
-        text: takes (done, total, seconds so far) and returns the line up to the time left.
-        shown: False says nothing; on every rank but 0, and where a terminal shows a bar.
-        first: what was done before this process began; it does not count in the rate.
-        clock: seconds, from any origin.
+    last one comes if there was a line before, or with ``ends_always``. ``text`` takes (done, total,
+    seconds so far) and returns the line up to the time left. Not ``shown`` says nothing: on every
+    rank but 0, and where a terminal shows a bar. ``first`` was done before this process began and
+    does not count in the rate; ``clock`` gives seconds from any origin.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ ReduceEvery = Literal["step", "micro_batch"]
 class Stage:
     """One row of the stage table: lifetimes of full parameters and of gradients.
 
-    Source: ZeRO (Rajbhandari et al. 2020), section 5: stage 1 partitions the optimizer state,
+    **Source** ZeRO (Rajbhandari et al. 2020), section 5: stage 1 partitions the optimizer state,
     stage 2 also the gradients, stage 3 also the parameters.
     """
 

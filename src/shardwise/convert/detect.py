@@ -23,14 +23,11 @@ _FILES = _FOLDERS | {"hf": r".*\.(safetensors|json)"}
 def open_any(path: Path, tag: str | None = None, name: str | None = None) -> tuple[str, Source]:
     """Return the format's name (a key of `FORMATS`) and what it holds.
 
-    Args:
-        path: the other checkpoint's folder or file.
-        tag: which of DeepSpeed's checkpoints; else the one that ``latest`` names.
-        name: the format, where the names of the files do not tell it.
+    ``path`` is the other checkpoint's folder or file; ``tag`` says which of DeepSpeed's, else it is
+    the one that ``latest`` names; ``name`` is the format, where the files' names do not tell it.
 
-    Raises:
-        ConfigError: the format cannot be told, it is one of ours, or it has no tags.
-        CheckpointError: it is damaged, or not what its names say.
+    **Raises** ConfigError when the format cannot be told, it is one of ours, or it has no tags;
+    CheckpointError when it is damaged, or not what its names say.
     """
     found = name or _format_of(path)
     if tag is not None and found != "deepspeed":

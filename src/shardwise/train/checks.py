@@ -29,9 +29,8 @@ def checkpoints_path(config: TrainConfig) -> Path:
 def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
     """Find what would stop a run before anything is started; return the config fully decided.
 
-    Raises:
-        ConfigError: the batch does not divide, there is no text, the tokenizer does not load, the
-            vocabulary is too small.
+    **Raises** ConfigError: the batch does not divide, there is no text, the tokenizer does not
+    load, the vocabulary is too small.
     """
     config = resolve_batch(config, world_size)
     if world_size % config.replicas:
@@ -52,9 +51,8 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
 def check_output(config: TrainConfig) -> None:
     """Refuse to write over an earlier run, or to resume from what is not there.
 
-    Raises:
-        ConfigError: with `resume: never`, there are checkpoints, or metrics and overwrite is false;
-            with `resume: <step>`, that step is not there, or newer ones are.
+    **Raises** ConfigError: with `resume: never`, there are checkpoints, or metrics and overwrite is
+    false; with `resume: <step>`, that step is not there, or newer ones are.
     """
     if config.resume == "auto":
         return

@@ -277,16 +277,12 @@ def load_config(
     flags: Mapping[str, Any],
     beside: tuple[Path, Mapping[str, Any]] | None = None,
 ) -> TrainConfig:
-    """Read a YAML file and put the flags over it.
+    """Read a YAML file of flat keys (None: the defaults) and put the flags over it, which win.
 
-    Args:
-        path: YAML file of flat keys, or None for the defaults.
-        flags: keys given on the command line; they win over the file.
-        beside: another file and the keys that were found in it.
+    ``beside`` is another file and the keys that were found in it.
 
-    Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, a value is not allowed, or
-            the two files say different things and no flag decides.
+    **Raises** ConfigError: the file is missing or not YAML, a key is unknown, a value is not
+    allowed, or the two files say different things and no flag decides.
     """
     values = read_keys(path) if path is not None else {}
     if beside is None:
@@ -332,8 +328,8 @@ def _plain(name: str, value: Any) -> Any:
 def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
     """Decide accumulation and global_batch for a world size; both are set in what returns.
 
-    Raises:
-        ConfigError: global_batch is not micro_batch x accumulation x ranks for a whole number.
+    **Raises** ConfigError: global_batch is not micro_batch x accumulation x ranks for a whole
+    number.
     """
     per_micro_batch = config.micro_batch * world_size
     product = f"micro_batch {config.micro_batch} x {world_size} ranks"

@@ -35,39 +35,17 @@ _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 # Every option of every curve, with its default.
 CURVES: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": _BASE, **_WARMUP},
-    "WarmupDecayLR": {
-        "total_num_steps": _NEEDED,
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 0.001,
-        **_WARMUP,
-    },
-    "WarmupCosineLR": {
-        "total_num_steps": _NEEDED,
-        "warmup_min_ratio": 0.0,
-        "cos_min_ratio": 0.0001,
-        **_WARMUP,
-    },
-    "OneCycle": {
-        "cycle_min_lr": _NEEDED,
-        "cycle_max_lr": _NEEDED,
-        "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 1e-3,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-    },
-}
+    "WarmupDecayLR": {"total_num_steps": _NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
+        **_WARMUP},
+    "WarmupCosineLR": {"total_num_steps": _NEEDED, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001,
+        **_WARMUP},
+    "OneCycle": {"cycle_min_lr": _NEEDED, "cycle_max_lr": _NEEDED, "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000, "cycle_second_step_size": None, "cycle_first_stair_count": 0,
+        "cycle_second_stair_count": None, "decay_step_size": 0, "cycle_momentum": True,
+        "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0},
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000,
+        "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False},
+}  # fmt: skip
 _PER_GROUP = {
     *("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
     *("cycle_min_mom", "cycle_max_mom", "lr_range_test_min_lr"),

@@ -9,12 +9,9 @@ from shardwise.train.config import TrainConfig
 
 
 class Decoder(PlainDecoder):
-    """A Llama-style language model.
+    """A Llama-style language model, as the model's keys and activation_checkpointing say.
 
-    Args:
-        config: the model keys (dim, layers, heads, kv_heads, ffn_multiple, seq, tied_head,
-            dropout) and activation_checkpointing.
-        vocab: V, at least the tokenizer's size.
+    ``vocab`` is V, at least the tokenizer's size.
     """
 
     def __init__(self, config: TrainConfig, vocab: int) -> None:
@@ -36,18 +33,12 @@ def generate(
 ) -> Tensor:
     """Continue one window; every rank must call this with the same arguments.
 
-    The number of forward passes is fixed, and each sees at most the last `seq` tokens, so the
-    ranks of a sharded model stay in lockstep.
+    The number of forward passes is fixed, and each sees at most the last ``seq`` tokens, so the
+    ranks of a sharded model stay in lockstep. ``seed`` is that of the draws; at temperature 0 the
+    likeliest token is taken.
 
-    Shapes: ids int64 [T] -> int64 [T + num_tokens].
-
-    Args:
-        model: maps ids [1, T] to logits [1, T, V].
-        ids: the prompt, at least one token.
-        num_tokens: how many tokens to add.
-        seq: the longest context the model was trained on.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
-        seed: of the draws.
+    **Shapes** ids int64 [T], T at least 1, -> int64 [T + num_tokens]; ``model`` maps [1, T] to
+    logits [1, T, V].
     """
     generator = torch.Generator(ids.device).manual_seed(seed)
     for _ in range(num_tokens):

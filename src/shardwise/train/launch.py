@@ -73,9 +73,8 @@ class StopRequest:
 def launch_local_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     """Run `python -m shardwise <arguments>` as local ranks and wait for them.
 
-    Returns:
-        The exit code for this process: 0, INTERRUPTED after a signal, or that of the first rank
-        that failed.
+    It returns the exit code for this process: 0, INTERRUPTED after a signal, or that of the first
+    rank that failed.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

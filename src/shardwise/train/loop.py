@@ -70,17 +70,12 @@ def train(
 ) -> RunResult:
     """Run the whole training as one rank; every rank calls this with the same config.
 
-    Args:
-        config: as `check_run` returned it.
-        place: which rank this process is.
-        stop: once requested on any rank, all ranks end after their current step.
-        say: is called with lines for people, before the first step.
+    ``config`` is as `check_run` returned it. Once ``stop`` is requested on any rank, all ranks end
+    after their current step. ``say`` is called with lines for people, before the first step.
 
-    Raises:
-        ConfigError: the run cannot start.
-        NonFiniteLossError: the loss is not a number.
-        CheckpointError: a checkpoint could not be saved or loaded.
-        ReplicaError, ReplayError: bits differ that must not.
+    **Raises** ConfigError when the run cannot start, NonFiniteLossError when the loss is not a
+    number, CheckpointError when a checkpoint could not be saved or loaded, ReplicaError or
+    ReplayError when bits differ that must not.
     """
     started_s = time.perf_counter()
     with join_ranks(place, config.threads) as device:
@@ -224,10 +219,9 @@ def _is_multiple(step: int, every: int) -> bool:
 def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False) -> StepReport:
     """Take one optimizer step over the global batch.
 
-    Cost: one collective of four numbers beside those of the model.
+    **Cost** one collective of four numbers beside those of the model.
 
-    Raises:
-        ReplayError: the step was computed twice and gave other bits, on any rank.
+    **Raises** ReplayError: the step was computed twice and gave other bits, on any rank.
     """
     difference = 0
     if _is_multiple(step, run.config.replay_every):

@@ -49,7 +49,7 @@ def compute_twice(
     Also returned: which part of the state, or of the numbers that `numbers_of` names, has other
     bits first; 0 for none, else what `raise_difference` takes.
 
-    Cost: a copy of this rank's state while it runs, a second step, two passes of xxh3-128.
+    **Cost** a copy of this rank's state while it runs, a second step, two passes of xxh3-128.
     """
     before = _copy(run)
     result = compute()
@@ -64,8 +64,7 @@ def compute_twice(
 def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, float]) -> None:
     """Tell all ranks what differed on each; every rank calls it once any has a difference.
 
-    Raises:
-        ReplayError: the same on all ranks.
+    **Raises** ReplayError, the same on all ranks.
     """
     labels = list(_digests(run, numbers))
     found = sorted((n, rank) for rank, n in enumerate(of_all_ranks(run.place, difference)) if n)

@@ -60,8 +60,7 @@ def find_changes(
 ) -> list[str]:
     """Return one line for each setting that is not as in the checkpoint and changes the steps.
 
-    Raises:
-        ConfigError: a setting that makes another model has changed.
+    **Raises** ConfigError: a setting that makes another model has changed.
     """
     for key in _MODEL_KEYS:
         before = saved.get(key, _default_of(key))  # an older version did not know the key
@@ -122,9 +121,8 @@ class RunCheckpoints:
     def resume(self, say: Callable[[str], None]) -> Resumed | None:
         """Load what the run goes on from, if anything; say from where, and what has changed.
 
-        Raises:
-            ConfigError: the checkpoint is of another model.
-            CheckpointError: no checkpoint can be used.
+        **Raises** ConfigError: the checkpoint is of another model; CheckpointError: none can be
+        used.
         """
         run, choice = self._run, self._run.config.resume
         if self._keeper is None or choice == "never":
@@ -162,8 +160,7 @@ class RunCheckpoints:
     def after_step(self, step: int, is_last: bool, metrics: MetricsFile) -> None:
         """Save if it is time to; write the line of a save that has ended.
 
-        Raises:
-            CheckpointError: a save failed; the same on all ranks.
+        **Raises** CheckpointError: a save failed; the same on all ranks.
         """
         keeper, every = self._keeper, self._run.config.save_every
         if not self.failed:
@@ -180,8 +177,7 @@ class RunCheckpoints:
     def finish(self, metrics: MetricsFile) -> None:
         """Wait for the save under way, and write its line.
 
-        Raises:
-            CheckpointError: it failed; the same on all ranks.
+        **Raises** CheckpointError: it failed; the same on all ranks.
         """
         if self._keeper is not None:
             self._keeper.finish()

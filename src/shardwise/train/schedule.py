@@ -9,14 +9,10 @@ from shardwise.train.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of a step.
+    """Return the learning rate of a step; the first one is 1.
 
     The warm-up rises in `warmup_steps` equal parts and reaches `lr` on its last step; the decay
     reaches `min_lr` on the last step of the run. A curve of DeepSpeed has its own options.
-
-    Args:
-        config: the run; its lr, min_lr, schedule, warmup_steps and steps count here.
-        step: 1 for the first step.
     """
     if config.curve is not None:
         return config.curve.learning_rate(step - 1, config.lr)

@@ -86,7 +86,7 @@ class Run:
 def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
     """Join the process group and leave it at the end; a single rank needs no network.
 
-    Cost: sets the number of CPU threads of this process, cores / local ranks by default.
+    **Cost** sets the number of CPU threads of this process, cores / local ranks by default.
     """
     torch.set_num_threads(threads or max(1, _num_cores() // place.local_world_size))
     device = local_device(place.local_rank)
@@ -103,8 +103,8 @@ def join_ranks(place: RankPlace, threads: int | None) -> Iterator[torch.device]:
 def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> Run:
     """Build data, model and optimizer of this rank; the config is the one `check_run` returned.
 
-    Raises:
-        ConfigError: the output holds an earlier run, or the text is too short; on every rank.
+    **Raises** ConfigError: the output holds an earlier run, or the text is too short; on every
+    rank.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     _together(lambda: _prepare_output(config, place, tokenizer))

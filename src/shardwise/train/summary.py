@@ -18,12 +18,8 @@ _SPEED_MEMORY = 0.9
 class StateBytes:
     """Training state of one rank just after an optimizer step, gradients still alive.
 
-    Attributes:
-        param_bytes: shards, and full copies that outlive the step (stages 0 to 2).
-        grad_bytes: gradients.
-        optimizer_bytes: what the optimizer keeps.
-        replicated_bytes: the same state if every rank held all of it.
-        num_params: parameters of the model.
+    ``param_bytes`` are shards, and full copies that outlive the step (stages 0 to 2);
+    ``replicated_bytes`` the same state if every rank held all of it.
     """
 
     param_bytes: int

@@ -63,8 +63,7 @@ class _FileTokenizer:
 def load_tokenizer(path: Path | None) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json`, or bytes when path is None.
 
-    Raises:
-        ConfigError: the file cannot be read, or the `tokenizers` package is not installed.
+    **Raises** ConfigError: the file cannot be read, or the `tokenizers` package is not installed.
     """
     if path is None:
         return ByteTokenizer()
@@ -88,12 +87,10 @@ def load_tokenizer(path: Path | None) -> Tokenizer:
 def find_documents(data: Path | None) -> list[Path]:
     """List the files to read, in an order that is the same on every rank.
 
-    Args:
-        data: a file, a folder (hidden files are skipped), or None for the source files of
-            Python's standard library, without its tests and installed packages.
+    ``data`` is a file, a folder (hidden files are skipped), or None for the source files of
+    Python's standard library, without its tests and installed packages.
 
-    Raises:
-        ConfigError: there is nothing to read.
+    **Raises** ConfigError: there is nothing to read.
     """
     if data is not None and data.is_file():
         return [data]
@@ -116,8 +113,7 @@ def read_texts(path: Path) -> Iterator[str]:
 
     A file that is not UTF-8, or holds a zero byte, is not text and yields nothing.
 
-    Raises:
-        ConfigError: a line of a `.jsonl` is not an object with a string `text`.
+    **Raises** ConfigError: a line of a `.jsonl` is not an object with a string `text`.
     """
     if path.suffix != ".jsonl":
         content = path.read_bytes()
@@ -148,12 +144,10 @@ def _text_of(record: Any) -> str:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """All documents as one row of tokens.
+    """All documents as one row of tokens, integer [num_tokens], mapped from a file.
 
-    Attributes:
-        tokens: integer [num_tokens], mapped from a file.
-        unigram_entropy: entropy of the token frequencies, nats per token; the loss of the best
-            model that looks at no context.
+    ``unigram_entropy`` is that of the token frequencies, nats per token: the loss of the best model
+    that looks at no context.
     """
 
     tokens: np.ndarray
@@ -166,8 +160,7 @@ def write_stream(documents: Sequence[Path], tokenizer: Tokenizer, folder: Path) 
     Both files appear by rename, so several ranks may do this at once. Documents are separated by
     one token 0.
 
-    Raises:
-        ConfigError: the documents hold no text.
+    **Raises** ConfigError: the documents hold no text.
     """
     source = _fingerprint(documents, tokenizer)
     header_path, tokens_path = folder / "tokens.json", folder / "tokens.bin"

@@ -36,8 +36,7 @@ class WindowSampler:
     def over(cls, num_tokens: int, seq: int, eval_windows: int, seed: int) -> WindowSampler:
         """Cut a stream of num_tokens into windows.
 
-        Raises:
-            ConfigError: the stream is too short to train on after holding windows out.
+        **Raises** ConfigError when the stream is too short to train on after holding windows out.
         """
         num_windows = (num_tokens - 1) // seq
         if num_windows < max(1, 2 * eval_windows):
@@ -92,7 +91,7 @@ def read_windows(
 def permute(position: int, size: int, key: int) -> int:
     """Return where a keyed random permutation of range(size) sends `position`, in O(1) memory.
 
-    Source: Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
+    **Source** Feistel network with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite
     domains", 2002), four rounds.
     """
     half_bits = max(1, math.ceil((size - 1).bit_length() / 2))

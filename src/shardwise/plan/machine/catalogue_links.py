@@ -68,105 +68,73 @@ def _nvlink4() -> Link:
 
 
 _ALL_LINKS = (
-    Link(
-        "nvlink2", 150e9, *_NVLINK_STEPS, _AS_CURVE,
+    Link("nvlink2", 150e9, *_NVLINK_STEPS, _AS_CURVE,
         f"{_BANDWIDTH} table NVLink; {_STEPS}; curve: vTrain trace/v100/AR_GPU8_1M_1024M_LUT "
         "(groups of 2 and 4 of these boards reach 17 and 64 % of it, which is not modelled)",
-        _V100_CURVE,
-    ),
+        _V100_CURVE),
     NVLINK3,
-    Link(
-        "nvlink3-a800", 200e9, *_NVLINK_STEPS, _AS_CURVE,
+    Link("nvlink3-a800", 200e9, *_NVLINK_STEPS, _AS_CURVE,
         "A800 datasheet: NVLink 400 GB/s both ways; curve: NVLink 3's, scaled",
-        NVLINK3.scaled(200 / 300).curve,
-    ),
+        NVLINK3.scaled(200 / 300).curve),
     _nvlink4(),
-    Link(
-        "nvlink5", 900e9, *_NVLINK_STEPS, _AS_CURVE,
+    Link("nvlink5", 900e9, *_NVLINK_STEPS, _AS_CURVE,
         f"{_BANDWIDTH} table NVLink; {_STEPS}; curve: same chapter, table of all_reduce on 1 and 4 "
         "P6-B200 nodes, column 1 node",
-        _B200_CURVE,
-    ),
-    Link(
-        "xgmi", 448e9, *_NVLINK_STEPS, 312.912 / 448,
+        _B200_CURVE),
+    Link("xgmi", 448e9, *_NVLINK_STEPS, 312.912 / 448,
         f"{_BANDWIDTH} table XGMI, and its all_reduce of 4 GiB on 8 MI300X, 312.9 GB/s; latencies: "
-        "as NVLink's. Pairs reach 64 GB/s only, which is not modelled",
-    ),
-    Link(
-        "ici-v5p", 540e9, *_NVLINK_STEPS, 0.8,
+        "as NVLink's. Pairs reach 64 GB/s only, which is not modelled"),
+    Link("ici-v5p", 540e9, *_NVLINK_STEPS, 0.8,
         "github:jax-ml/scaling-book at 0819a7d8, tpus.md: 90 GB/s one way per link, 6 links; "
-        "latencies and efficiency: as NVLink's (stas: about 80 % of the one-way figure)",
-    ),
+        "latencies and efficiency: as NVLink's (stas: about 80 % of the one-way figure)"),
     *(
-        Link(
-            name, rate, *_PCIE_STEPS, 0.88,
+        Link(name, rate, *_PCIE_STEPS, 0.88,
             f"{_BANDWIDTH} table PCIe; {_STEPS}; efficiency: 55.4 of 63 GB/s, same chapter "
-            "(8 H200, host to device)",
-        )
+            "(8 H200, host to device)")
         for name, rate in (("pcie4", 31e9), ("pcie5", 63e9), ("pcie6", 121e9))
     ),
-    Link(
-        "pcie3", 15.75e9, *_PCIE_STEPS, 12 / 15.75,
+    Link("pcie3", 15.75e9, *_PCIE_STEPS, 12 / 15.75,
         "PCI Express 3.0: 8 GT/s x 16 lanes x 128/130; efficiency: 12 GB/s per GPU, arXiv "
-        f"2104.07857 slides; {_STEPS}",
-    ),
-    Link(
-        "nvlink-c2c", 450e9, *_PCIE_STEPS, 359.05 / 450,
-        f"{_BANDWIDTH} NVLink-C2C, measured 359 of 450 GB/s there; latencies: as PCIe's",
-    ),
+        f"2104.07857 slides; {_STEPS}"),
+    Link("nvlink-c2c", 450e9, *_PCIE_STEPS, 359.05 / 450,
+        f"{_BANDWIDTH} NVLink-C2C, measured 359 of 450 GB/s there; latencies: as PCIe's"),
     *(
-        Link(
-            name, rate, *_NET_STEPS, 0.92,
+        Link(name, rate, *_NET_STEPS, 0.92,
             f"InfiniBand: {speed} Gb/s per port; {_STEPS}; efficiency: 46 to 48 of 50 GB/s per NIC "
-            "(NVIDIA/nccl-tests#290), 91 of 100 GB/s (NVIDIA/nccl-tests#100)",
-        )
+            "(NVIDIA/nccl-tests#290), 91 of 100 GB/s (NVIDIA/nccl-tests#100)")
         for name, rate, speed in (
             ("infiniband-edr", 12.5e9, 100), ("infiniband-hdr", 25e9, 200),
             ("infiniband-ndr", 50e9, 400), ("infiniband-xdr", 100e9, 800),
         )
     ),
     *(
-        Link(
-            name, rate, *_NET_STEPS, 0.8,
+        Link(name, rate, *_NET_STEPS, 0.8,
             f"RoCE: {speed} Gb/s per port; {_STEPS}; efficiency: about 80 % of the advertised "
-            "speed (stas network/README.md, Multiple node training)",
-        )
+            "speed (stas network/README.md, Multiple node training)")
         for name, rate, speed in (
             ("roce-100", 12.5e9, 100), ("roce-200", 25e9, 200), ("roce-400", 50e9, 400),
         )
     ),
-    Link(
-        "efa-v1", 12.5e9, *_NET_STEPS, 340 / 400,
-        f"{_BANDWIDTH} EFA: P4d, 4 x 100 Gb/s, 340 of 400 in all_reduce; {_STEPS}",
-    ),
-    Link(
-        "efa-v2", 12.5e9, *_NET_STEPS, 340 / 400,
-        f"{_BANDWIDTH} EFA: P5, 32 x 100 Gb/s; efficiency: as EFA v1's; {_STEPS}",
-    ),
-    Link(
-        "efa-v3", 25e9, *_NET_STEPS, 364.87 / 400,
+    Link("efa-v1", 12.5e9, *_NET_STEPS, 340 / 400,
+        f"{_BANDWIDTH} EFA: P4d, 4 x 100 Gb/s, 340 of 400 in all_reduce; {_STEPS}"),
+    Link("efa-v2", 12.5e9, *_NET_STEPS, 340 / 400,
+        f"{_BANDWIDTH} EFA: P5, 32 x 100 Gb/s; efficiency: as EFA v1's; {_STEPS}"),
+    Link("efa-v3", 25e9, *_NET_STEPS, 364.87 / 400,
         f"{_BANDWIDTH} EFA: P5en, 16 x 200 Gb/s; efficiency: 364.87 of 400 GB/s on 4 nodes of 8 "
-        f"H200, same chapter; {_STEPS}",
-    ),
-    Link(
-        "efa-v4", 50e9, *_NET_STEPS, _AS_CURVE,
+        f"H200, same chapter; {_STEPS}"),
+    Link("efa-v4", 50e9, *_NET_STEPS, _AS_CURVE,
         f"{_BANDWIDTH} EFA: P6-B200, 8 x 400 Gb/s; {_STEPS}; curve: same chapter, table of "
         "all_reduce on 1 and 4 P6-B200 nodes, column 4 nodes",
-        _EFA_CURVE, (8, 4), _NVLINK_STEPS[0],
-    ),
+        _EFA_CURVE, (8, 4), _NVLINK_STEPS[0]),
     *(
-        Link(
-            f"ethernet-{speed}", speed / 8 * 1e9, 55 * _US, 55 * _US, 0.8,
+        Link(f"ethernet-{speed}", speed / 8 * 1e9, 55 * _US, 55 * _US, 0.8,
             f"Ethernet with TCP: {speed} Gb/s; latency: half of a round trip of 110 us "
-            "(serverfault.com, question 791539); efficiency: as RoCE's",
-        )
+            "(serverfault.com, question 791539); efficiency: as RoCE's")
         for speed in (1, 10, 25, 100)
     ),
-    Link(
-        "loopback", 2e9, 55 * _US, 55 * _US, 0.8,
+    Link("loopback", 2e9, 55 * _US, 55 * _US, 0.8,
         "a place-holder for processes on one host: measure with `shardwise bench --calibrate`; "
-        "latency and efficiency: as Ethernet's",
-    ),
+        "latency and efficiency: as Ethernet's"),
 )  # fmt: skip
 
 LINKS: Mapping[str, Link] = {link.name: link for link in _ALL_LINKS}

@@ -58,8 +58,8 @@ def rotary_tables(num_positions: int, head_dim: int, device: torch.device) -> tu
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + E / 2]) by the angle of its position.
 
-    Shapes: x [B, heads, T, E], cos and sin [T, E / 2] -> [B, heads, T, E], dtype of x.
-    Source: RoFormer (arXiv:2104.09864), halves instead of neighbours as in Llama.
+    **Shapes** x [B, heads, T, E], cos and sin [T, E / 2] -> [B, heads, T, E], dtype of x.
+    **Source** RoFormer (arXiv:2104.09864), halves instead of neighbours as in Llama.
     """
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -175,7 +175,7 @@ class PlainDecoder(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V], or with targets their mean cross-entropy, fp32, in nats.
 
-        Shapes: ids and targets int64 [B, T].
+        **Shapes** ids and targets int64 [B, T].
         """
         x = self.embedding(ids)
         if self.positions is not None:
