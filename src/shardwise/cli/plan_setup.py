@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.plan_write import planned_optimizer, train_config_of
+from shardwise.cli.plan_write import ALIKE, planned_optimizer, train_config_of
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.candidate import DEGREES, Candidate, Offload
 from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
 from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster
@@ -147,8 +147,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         ),
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if to_train else _offloads(setup),
-        degrees=setup.degrees
-        or ((base.tensor_parallel, base.pipeline_parallel, base.context_parallel),),
+        degrees=setup.degrees or (base.degrees,),
     )
 
 
@@ -201,10 +200,7 @@ def _foreign(request: ModelRequest) -> ForeignSettings | None:
 
 def _of_train(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a run of `shardwise train` in the names of a request."""
-    names = (
-        *("stage", "layout", "precision", "reduce_every", "replicas", "units", "prefetch_bytes"),
-        *("bucket_bytes", "micro_batch", "accumulation", "global_batch", "ranks"),
-    )
+    names = (*ALIKE, "replicas", "global_batch", "ranks")
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)
@@ -239,11 +235,7 @@ def _cluster(
 
 
 def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
-    names = {
-        *("stage", "layout", "units", "reduce_every", "prefetch_bytes", "bucket_bytes"),
-        *("activation_checkpointing", "micro_batch", "accumulation", "optimizer", "precision"),
-        *("tensor_parallel", "pipeline_parallel", "context_parallel"),
-    }
+    names = (*ALIKE, "activation_checkpointing", "optimizer", *DEGREES)
     chosen = {k: v for k, v in {**_DEFAULTS, **values}.items() if k in names}
     offload: Offload = values.get("offload", Offload())
     offload = replace(

@@ -14,6 +14,10 @@ from shardwise.train.config import TrainConfig, dump_config
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
 _WRITABLE = ("adamw", "adam", "sgd")  # names that a plan and a run share
+ALIKE = (  # settings of a candidate that a run has under the same names
+    *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
+    *("micro_batch", "accumulation"),
+)
 
 
 def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
@@ -95,17 +99,9 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     made = config.model_copy(
         update={
             **other,
-            "stage": candidate.stage,
-            "layout": candidate.layout,
-            "precision": candidate.precision,
-            "reduce_every": candidate.reduce_every,
+            **{name: getattr(candidate, name) for name in ALIKE},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
             "replicas": candidate.num_replicas,
-            "units": candidate.units,
-            "prefetch_bytes": candidate.prefetch_bytes,
-            "bucket_bytes": candidate.bucket_bytes,
-            "micro_batch": candidate.micro_batch,
-            "accumulation": candidate.accumulation,
             "global_batch": None,
             "ranks": candidate.world_size,
             "seq": plan.seq,

@@ -1,6 +1,7 @@
 """One way to run a model: everything that a search may vary, as one frozen value."""
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Literal
 
 from shardwise.precisions import plain_precision
@@ -8,6 +9,7 @@ from shardwise.quantities import format_bytes
 
 OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
+DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ class Candidate:
     @property
     def world_size(self) -> int:
         """Number of ranks in all."""
-        return (
-            self.data_parallel
-            * self.tensor_parallel
-            * self.pipeline_parallel
-            * self.context_parallel
-        )
+        return self.data_parallel * prod(self.degrees)
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """The degrees of tensor, pipeline and context parallelism."""
+        return self.tensor_parallel, self.pipeline_parallel, self.context_parallel
 
     @property
     def engine_runs_it(self) -> bool:
@@ -93,10 +95,9 @@ class Candidate:
             parts.append(f"buckets {format_bytes(self.bucket_bytes)}")
         if self.reduce_every is not None:
             parts.append(f"reduce every {self.reduce_every}".replace("_", "-"))
-        for name in ("tensor", "pipeline", "context"):
-            degree = getattr(self, f"{name}_parallel")
+        for name, degree in zip(DEGREES, self.degrees, strict=True):
             if degree > 1:
-                parts.append(f"{name} {degree}")
+                parts.append(f"{name.removesuffix('_parallel')} {degree}")
         offload = self.offload
         if offload.params != "device":
             parts.append(f"parameters on {offload.params} (not in the engine yet)")

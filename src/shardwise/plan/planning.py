@@ -216,14 +216,9 @@ def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
 
 def _num_groups(candidate: Candidate) -> int:
     """Count the process groups of a rank that have communicators on the device."""
-    degrees = (
-        candidate.num_shards * candidate.context_parallel,
-        candidate.num_replicas,
-        candidate.tensor_parallel,
-        candidate.pipeline_parallel,
-        candidate.context_parallel,
-    )
-    return sum(degree > 1 for degree in degrees)
+    shards = candidate.num_shards * candidate.context_parallel
+    sizes = shards, candidate.num_replicas, *candidate.degrees
+    return sum(size > 1 for size in sizes)
 
 
 def _sentence(assumption: Assumption) -> str:

@@ -13,10 +13,11 @@ second, cheaper model of time.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Literal
+from math import prod
+from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.candidate import DEGREES, Candidate, Offload
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer
 from shardwise.plan.model.tape import full_bytes
@@ -28,6 +29,15 @@ from shardwise.stages import STAGES
 _POWERS_OF_TWO = [1 << i for i in range(17)]
 _ALREADY_TOO_LARGE = "a smaller micro-batch is too large already"
 _MAY_BE_EMPTY = ("num_shards", "micro_batches")
+_TRIED = {  # settings of a candidate, and the field of the space that has their values
+    "stage": "stages",
+    "layout": "layouts",
+    "units": "units",
+    "bucket_bytes": "bucket_bytes",
+    "reduce_every": "reduce_every",
+    "activation_checkpointing": "activation_checkpointing",
+    "offload": "offloads",
+}
 
 
 @dataclass(frozen=True)
@@ -164,47 +174,25 @@ def _check(space: Space, limits: Limits) -> None:
 def _families(space: Space, cluster: Cluster) -> Iterator[tuple[Candidate, int | None]]:
     """Yield candidates without a micro-batch, each with the number of units to prefetch."""
     for degrees in space.degrees:
-        model_parallel = degrees[0] * degrees[1] * degrees[2]
-        if cluster.num_ranks % model_parallel:
+        ranks, rest = divmod(cluster.num_ranks, prod(degrees))
+        if rest:
             continue
-        ranks = cluster.num_ranks // model_parallel
         for num_shards in space.num_shards or _splits(ranks, cluster.node.num_accelerators):
             if ranks % num_shards:
                 continue
-            for values in product(
-                space.stages,
-                space.layouts,
-                space.units,
-                space.bucket_bytes,
-                space.reduce_every,
-                space.activation_checkpointing,
-                space.offloads,
-                space.prefetch_units,
-            ):
-                stage, layout, units, bucket, reduce_every, checkpointing, offload, ahead = values
-                if offload.params != "device" and not STAGES[stage].frees_after_backward:
+            sizes = {"num_shards": num_shards, "num_replicas": ranks // num_shards}
+            placed: dict[str, Any] = {**sizes, **dict(zip(DEGREES, degrees, strict=True))}
+            tried = product(*(getattr(space, name) for name in _TRIED.values()))
+            for values, ahead in product(tried, space.prefetch_units):
+                settings: dict[str, Any] = dict(zip(_TRIED, values, strict=True))
+                candidate = replace(space.base, **placed, **settings)
+                stage = STAGES[candidate.stage]
+                if candidate.offload.params != "device" and not stage.frees_after_backward:
                     continue  # only a stage that frees parameters can have them elsewhere
-                gathers = num_shards > 1 and STAGES[stage].shards_state
+                gathers = num_shards > 1 and stage.shards_state
                 if not gathers and ahead != space.prefetch_units[0]:
                     continue  # nothing to prefetch, whatever the setting
-                yield (
-                    replace(
-                        space.base,
-                        stage=stage,
-                        layout=layout,
-                        units=units,
-                        bucket_bytes=bucket,
-                        reduce_every=reduce_every,
-                        activation_checkpointing=checkpointing,
-                        offload=offload,
-                        num_shards=num_shards,
-                        num_replicas=ranks // num_shards,
-                        tensor_parallel=degrees[0],
-                        pipeline_parallel=degrees[1],
-                        context_parallel=degrees[2],
-                    ),
-                    ahead,
-                )
+                yield candidate, ahead
 
 
 def _splits(ranks: int, ranks_per_node: int) -> list[int]:
