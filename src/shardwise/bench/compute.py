@@ -34,7 +34,7 @@ def matmul_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
                 stream = F.linear(stream, weight)
             return stream
 
-        return watch.parts(_both_ways(watch, forward, [start, *weights]))
+        return watch.parts(both_ways(watch, forward, [start, *weights]))
 
     curves = {}
     found = watch.sweep([16 << i for i in range(10)], measure)
@@ -55,7 +55,7 @@ def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
         def forward() -> Tensor:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-        return watch.parts(_both_ways(watch, forward, [query, key, value]))
+        return watch.parts(both_ways(watch, forward, [query, key, value]))
 
     found = watch.sweep([32 << i for i in range(9)], measure)
     flops = [2.0 * _HEADS * _HEAD_DIM * length**2 for length, _ in found]
@@ -85,7 +85,7 @@ def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
     return {name.format(way): Curve.through("bytes", found) for way, found in points.items()}
 
 
-def _both_ways(
+def both_ways(
     watch: Stopwatch, forward: Callable[[], Tensor], leaves: Sequence[Tensor]
 ) -> Callable[[], tuple[float, float]]:
     """Return work that times a forward and a backward pass."""

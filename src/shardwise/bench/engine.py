@@ -5,7 +5,6 @@ Its blocks are small, so that little else takes time, but their products large e
 host's code is not in the caches when its turn comes: it takes three times as long then.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.bench.compute import both_ways
 from shardwise.bench.stopwatch import Stopwatch
 from shardwise.engine.api import shard
 
@@ -62,28 +62,16 @@ def host_seconds(watch: Stopwatch) -> HostSeconds:
         watch.device.type, (watch.num_ranks, 1), mesh_dim_names=("replicate", "shard")
     )
     shard(sharded, stage=3, mesh=mesh["shard"], bucket_bytes=1)
-    (forward, backward), both, of_engine = (
-        watch.parts(_passes(watch, model)) for model in (plain, checkpointed, sharded)
-    )
+    start = torch.ones(_TOKENS, _WIDTH, device=watch.device, requires_grad=True)
+
+    def measure(model: nn.Module) -> list[float]:
+        leaves = [*model.parameters()]
+        return watch.parts(both_ways(watch, lambda: model(start).sum(), leaves))
+
+    (forward, backward), both, of_engine = map(measure, (plain, checkpointed, sharded))
     again = sum(both) - forward - backward - forward  # beyond running the forward once more
     return HostSeconds(
         max(0.0, of_engine[0] - forward) / _NUM_BLOCKS,
         max(0.0, of_engine[1] - backward) / _NUM_BLOCKS,
         max(0.0, again) / _NUM_BLOCKS,
     )
-
-
-def _passes(watch: Stopwatch, model: nn.Module) -> Callable[[], tuple[float, float]]:
-    start = torch.ones(_TOKENS, _WIDTH, device=watch.device, requires_grad=True)
-
-    def work() -> tuple[float, float]:
-        begin = watch.now()
-        output = model(start).sum()
-        middle = watch.now()
-        output.backward()
-        end = watch.now()
-        for param in model.parameters():
-            param.grad = None
-        return middle - begin, end - middle
-
-    return work
