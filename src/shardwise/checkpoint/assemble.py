@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 import torch
 
 from shardwise import __version__
-from shardwise.checkpoint.container import element_bytes, memory_of
-from shardwise.checkpoint.digest import CHUNK_BYTES, digest_of
+from shardwise.checkpoint.container import memory_of
+from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_BYTES, digest_of
 from shardwise.checkpoint.manifest import (
     LayoutRow,
     Manifest,
@@ -26,8 +26,7 @@ from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Box
 
-_DIGEST_BYTES = 16
-_NOT_ALIKE = bytes(_DIGEST_BYTES)  # in the place of a digest: this rank has what others have not
+_NOT_ALIKE = bytes(DIGEST_BYTES)  # in the place of a digest: this rank has what others have not
 
 
 def assemble(control: Control, table: Table, run: str, step: int | None) -> tuple[Manifest, Part]:
@@ -149,7 +148,7 @@ def _writer(info: TensorInfo, number: int, ranks: Sequence[int]) -> int:
 
     Every rank reads all of them: a thousand step counts must not be a thousand files to open.
     """
-    is_large = info.numel * element_bytes(info.dtype) >= CHUNK_BYTES
+    is_large = info.num_bytes >= CHUNK_BYTES
     return ranks[number % len(ranks)] if is_large else ranks[0]
 
 
@@ -170,7 +169,7 @@ def _exchange(control: Control, table: Table, digests: Sequence[str]) -> list[by
     data = digest_of(b"".join(map(bytes.fromhex, digests)))
     mine = bytes.fromhex(names) if table.is_alike else _NOT_ALIKE
     rows = control.exchange(mine + bytes.fromhex(data))
-    said = [row[:_DIGEST_BYTES] for row in rows]
+    said = [row[:DIGEST_BYTES] for row in rows]
     if _NOT_ALIKE in said:
         return None
     other = [n for n, row in enumerate(said) if row != said[0]]
@@ -190,5 +189,5 @@ def _differing(control: Control, digests: Sequence[str], said: Sequence[bytes]) 
     return [
         number
         for number in range(len(digests))
-        if len({row[_DIGEST_BYTES * number :][:_DIGEST_BYTES] for row in all_digests}) > 1
+        if len({row[DIGEST_BYTES * number :][:DIGEST_BYTES] for row in all_digests}) > 1
     ]

@@ -17,6 +17,7 @@ import xxhash
 
 CHUNK_BYTES = 1 << 20
 DIGEST_CHARS = 22  # of a chunk
+DIGEST_BYTES = 16
 
 
 def digest_of(data: bytes | memoryview) -> str:

@@ -5,7 +5,6 @@ What may be removed: Note [What may be removed] in `leftovers`.
 
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Collection, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from shardwise.checkpoint.commit import check_presence
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.files import Entry, Files, Lock, is_unreadable, read_text
-from shardwise.checkpoint.leftovers import LOCK_ATTEMPTS, LOCK_RETRY_S, remove_checkpoint
+from shardwise.checkpoint.leftovers import LOCK_ATTEMPTS, LOCK_RETRY_S, STEP, remove_checkpoint
 from shardwise.checkpoint.manifest import Manifest, parse_manifest
 from shardwise.checkpoint.rank_index import parse_index, two_saves
 from shardwise.checkpoint.read import read_small
@@ -25,7 +24,6 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 LOCK = ".shardwise.lock"
 MAX_LOOKS = 100  # so often a checkpoint may vanish or change while it is looked at or read
-_STEP = re.compile(r"step-([0-9]{8,12})")
 _LOCK_CHARS = 4096
 
 
@@ -40,7 +38,7 @@ def steps_in(files: Files, folder: Path) -> list[int]:
         entries = files.list(folder)
     except FileNotFoundError:
         return []
-    names = [_STEP.fullmatch(entry.name) for entry in entries if entry.kind == "folder"]
+    names = [STEP.fullmatch(entry.name) for entry in entries if entry.kind == "folder"]
     return sorted((int(n[1]) for n in names if n and step_name(int(n[1])) == n[0]), reverse=True)
 
 
@@ -75,7 +73,7 @@ def _manifest_now(files: Files, path: Path) -> bytes | None:
 def _check_against(files: Files, path: Path, data: bytes) -> Manifest:
     """Check a folder against the bytes of its manifest; return what they say."""
     manifest = parse_manifest(data, str(path / MANIFEST))
-    named = _STEP.fullmatch(path.name)
+    named = STEP.fullmatch(path.name)
     if named and manifest.step is not None and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(f"{path}: it is the checkpoint of step {manifest.step}")
     try:

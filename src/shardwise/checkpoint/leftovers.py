@@ -41,7 +41,7 @@ _LOCKED = ".lock"
 _LEFTOVER = re.compile(
     rf"({re.escape(_TEMPORARY)}|{re.escape(_REMOVED)})(?P<target>.+)-(?P<nonce>[0-9a-f]{{8}})"
 )
-_STEP = re.compile(r"step-[0-9]{8,12}")
+STEP = re.compile(r"step-([0-9]{8,12})")
 _OTHER_FILES = "-other-files"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NFS_REMOVED = ".nfs"  # a removed file that somebody has open, on NFS; it goes by itself
@@ -94,7 +94,7 @@ def is_held(files: Files, folder: Path) -> bool:
 
 def is_step(name: str) -> bool:
     """Tell whether this is the name of a step's checkpoint."""
-    return _STEP.fullmatch(name) is not None
+    return STEP.fullmatch(name) is not None
 
 
 def _lock_of(folder: Path) -> Path:

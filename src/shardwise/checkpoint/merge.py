@@ -14,7 +14,7 @@ from reprlib import repr as shown
 from typing import Any, NamedTuple
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.digest import digest_of
+from shardwise.checkpoint.digest import DIGEST_BYTES, digest_of
 from shardwise.checkpoint.manifest import LayoutRow, MeshRow, OptimizerRow, TensorRow
 from shardwise.checkpoint.pieces import is_grid
 from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, validated
@@ -25,7 +25,6 @@ from shardwise.comm.watch import name_ranks
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Region, full_region
 
-_DIGEST_BYTES = 16
 _HINT = "Was an optimizer stepped on some ranks only?"
 
 
@@ -119,7 +118,7 @@ def merge(control: Control, table: Table, digests: Sequence[str]) -> Merged:
         said.append(seal(_describe(control, table, digests)))
         return bytes.fromhex(digest_of(said[0]))
 
-    rows = on_all_ranks(control, describe, _DIGEST_BYTES)
+    rows = on_all_ranks(control, describe, DIGEST_BYTES)
     groups: dict[bytes, list[int]] = {}
     for rank, row in enumerate(rows):
         groups.setdefault(row, []).append(rank)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ class Place:
         return self.param.form.like(local)
 
 
-class Host(Protocol):
+class Host:
     """The model that is loaded into, between whose passes that is."""
 
     rank: int
@@ -108,6 +108,7 @@ class Host(Protocol):
 
     def failed(self, error: Exception) -> Exception:
         """Return the error of a load that broke off after `begin`."""
+        return error
 
     def end(self, names: set[str], path: Path) -> None:
         """Note that they are whole again. **Raises** CheckpointError when others are not."""
@@ -126,17 +127,17 @@ def host_of(model: nn.Module) -> Host:
         return _Plain(model)
 
 
-class _Sharded:
+class _Sharded(Host):
     """A sharded model; its engine refuses to run what is half loaded."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
         engine.rest("load()")
-        self.control: Control = engine.everyone
+        self.control = engine.everyone
         self.rank, self.num_ranks = self.control.rank, self.control.num_ranks
         self.device = engine.comm.device
         params = [param for unit in engine.units for param in unit.params]
-        self.places: Sequence[Place] = [place for param in params for place in _places_of(param)]
+        self.places = [place for param in params for place in _places_of(param)]
         self.elsewhere = self._names_elsewhere(model)
 
     def _names_elsewhere(self, model: nn.Module) -> frozenset[str]:
@@ -156,9 +157,6 @@ class _Sharded:
         self._engine.finish_reductions()
         why = f"a load of {path} did not come to its end; load a whole checkpoint first"
         self._engine.conditions.begin_load(names, why)
-
-    def failed(self, error: Exception) -> Exception:
-        return error
 
     def end(self, names: set[str], path: Path) -> None:
         left = self._engine.conditions.end_load(names)
@@ -193,13 +191,13 @@ def _places_of(param: ShardedParam) -> list[Place]:
     ]
 
 
-class _Plain:
+class _Plain(Host):
     """A model that is not sharded, which nobody can keep from running."""
 
     elsewhere: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module) -> None:
-        self.control: Control = SoloControl()
+        self.control = SoloControl()
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if in_group else 0
         self.num_ranks = dist.get_world_size() if in_group else 1
@@ -212,7 +210,7 @@ class _Plain:
                     "into; call model.to_empty(device=...) first"
                 )
         self.device = next((param.device for param in names), torch.device("cpu"))
-        self.places: Sequence[Place] = [
+        self.places = [
             Place(
                 tuple(name + suffix for name in of_param),
                 param,
@@ -230,12 +228,6 @@ class _Plain:
             for number, (suffix, part) in enumerate(parts.items())
         ]
 
-    def check(self) -> None:
-        return None
-
-    def begin(self, names: set[str], path: Path) -> None:
-        return None
-
     def failed(self, error: Exception) -> Exception:
         if isinstance(error, CheckpointError):
             kind = DamagedCheckpoint if isinstance(error, DamagedCheckpoint) else CheckpointError
@@ -244,9 +236,3 @@ class _Plain:
                 "has succeeded"
             )
         return error
-
-    def end(self, names: set[str], path: Path) -> None:
-        return None
-
-    def stop(self, why: str) -> None:
-        return None

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from shardwise.checkpoint.container import element_bytes
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,6 +33,11 @@ class TensorInfo:
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return self.numel * element_bytes(self.dtype)
 
     @property
     def key(self) -> str:

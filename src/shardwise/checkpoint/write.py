@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.commit import commit, discard, prepare
 from shardwise.checkpoint.container import Stored, build_header, place
-from shardwise.checkpoint.digest import CHUNK_BYTES, chunk_digests, digest_of
+from shardwise.checkpoint.digest import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, digest_of
 from shardwise.checkpoint.files import Files, Writer
 from shardwise.checkpoint.leftovers import temporary
 from shardwise.checkpoint.manifest import IndexRow, Manifest, TensorRow
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from shardwise.comm.control import Control
 
 NONCE_BYTES = 4
-_DIGEST_BYTES = 16
-_ROW = Struct(f"<3Q{_DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
+_ROW = Struct(f"<3Q{DIGEST_BYTES}s")  # bytes of the index, files, their bytes, digest of the index
 _BATCH_BYTES = 8 * CHUNK_BYTES
 _BATCH_BUFFERS = 256
 
@@ -116,7 +115,7 @@ def write_checkpoint(
 
     with ExitStack() as held:  # of rank 0: the lock of the temporary folder
         try:
-            rows = on_all_ranks(control, begin, NONCE_BYTES + _DIGEST_BYTES)
+            rows = on_all_ranks(control, begin, NONCE_BYTES + DIGEST_BYTES)
             folder = temporary(target, rows[0][:NONCE_BYTES])
             _check_same(rows, NONCE_BYTES)
             rows = on_all_ranks(

@@ -5,7 +5,6 @@ Exit codes: 0 all is well; 1 damage was found, or it failed; 2 it was asked for 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,7 +65,9 @@ def inspect(
         is_run = kind_of(files, path) == "run"
         facts = run_facts(files, path) if is_run else checkpoint_facts(files, path, tensors)
         if as_json:
-            _print_json(facts)
+            from shardwise.cli.flags import print_json
+
+            print_json(facts)
         else:
             from shardwise.cli.tables import open_console, show_checkpoint, show_run
 
@@ -93,7 +94,9 @@ def verify(path: _Path, as_json: _Json = False) -> None:
             found = _verify_all(files, paths, progress)
         facts = _verified_facts(path, found, perf_counter() - started_s)
         if as_json:
-            _print_json(facts)
+            from shardwise.cli.flags import print_json
+
+            print_json(facts)
         else:
             for verified in found.verified:
                 show_verified(console, verified)
@@ -160,7 +163,6 @@ def import_(
     with _told("import"):
         if not source.exists():  # told before torch is loaded
             raise ConfigError(f"{source} cannot be read: there is no such file or folder")
-        from shardwise.checkpoint.container import element_bytes
         from shardwise.checkpoint.files import Files
         from shardwise.convert.detect import FORMATS, open_any
         from shardwise.convert.importing import import_source, left_out_of, without_prefix
@@ -170,7 +172,7 @@ def import_(
         _say(f"reading {source} as {FORMATS[found]}")
         if strip_prefix is not None:
             opened = without_prefix(opened, strip_prefix)
-        total = sum(t.numel * element_bytes(t.dtype) for t in opened.tensors)
+        total = sum(t.num_bytes for t in opened.tensors)
         with byte_bar("import", total) as progress:
             written = import_source(opened, target, files=Files(), step=step, progress=progress)
         _say_written(written.path, len(opened.tensors), written.num_bytes)
@@ -290,7 +292,6 @@ def _open(path: Path, step: int | None) -> Checkpoint:
 def _export_weights(
     checkpoint: Checkpoint, target: Path, max_bytes: int, dtype: str | None, config: Path | None
 ) -> None:
-    from shardwise.checkpoint.container import element_bytes
     from shardwise.checkpoint.files import Files
     from shardwise.convert.export import export_huggingface
     from shardwise.progress import byte_bar
@@ -298,7 +299,7 @@ def _export_weights(
     dtype = _DTYPES.get(dtype.lower(), dtype) if dtype is not None else None
     infos = [t for t in checkpoint.tensors if t.kind in ("param", "buffer")]
     # With a cast the bytes are known only as they are written.
-    total = None if dtype else sum(t.numel * element_bytes(t.dtype) for t in infos)
+    total = None if dtype else sum(t.num_bytes for t in infos)
     with byte_bar("export", total) as progress:
         done = export_huggingface(
             checkpoint,
@@ -317,12 +318,11 @@ def _export_weights(
 
 
 def _export_state(checkpoint: Checkpoint, target: Path) -> None:
-    from shardwise.checkpoint.container import element_bytes
     from shardwise.convert.export import export_dcp
 
     infos = [t for t in checkpoint.tensors if t.kind != "extra"]
     export_dcp(checkpoint, target)
-    _say_written(target, len(infos), sum(t.numel * element_bytes(t.dtype) for t in infos))
+    _say_written(target, len(infos), sum(t.num_bytes for t in infos))
 
 
 def _parse_size(text: str) -> int:
@@ -369,7 +369,3 @@ def _shown(text: Any) -> str:
     from shardwise.cli.tables import printable
 
     return printable(text)
-
-
-def _print_json(facts: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(facts, indent=2) + "\n")

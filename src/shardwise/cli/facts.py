@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.checkpoint.all_ranks import explain
-from shardwise.checkpoint.container import element_bytes
 from shardwise.checkpoint.files import Entry, Files
 from shardwise.checkpoint.folder import (
     LOCK,
@@ -183,15 +182,14 @@ def _of_tensor(manifest: Manifest, rows: list[TensorRow]) -> dict[str, Any]:
 
 
 def _described(row: TensorRow, layout: str, num_parts: int) -> dict[str, Any]:
-    numel = row.info.numel
     return {
         "name": row.name,
         "state": row.state,
         "kind": row.kind,
         "dtype": row.dtype,
         "shape": list(row.info.shape),
-        "numel": numel,
-        "num_bytes": numel * element_bytes(row.dtype),
+        "numel": row.info.numel,
+        "num_bytes": row.info.num_bytes,
         "layout": layout,
         "num_parts": num_parts,
     }

@@ -142,7 +142,7 @@ def export_dcp(source: Source, target: Path) -> None:
     # Here, as it takes long to import and few need it.
     from torch.distributed import checkpoint as dcp
 
-    total_bytes = sum(t.numel * element_bytes(t.dtype) for t in source.tensors if t.kind != "extra")
+    total_bytes = sum(t.num_bytes for t in source.tensors if t.kind != "extra")
     with _new_folder(Files(), target, total_bytes) as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
         try:

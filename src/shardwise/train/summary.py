@@ -47,15 +47,10 @@ def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
     return StateBytes(
         param_bytes=stats.param_shard_bytes + stats.param_full_bytes,
         grad_bytes=stats.grad_shard_bytes + stats.grad_partial_bytes,
-        optimizer_bytes=sum(_full_bytes(local_of(state)) for state in states),
-        replicated_bytes=2 * sum(_full_bytes(p) for p in params)
-        + sum(_full_bytes(state) for state in states),
+        optimizer_bytes=sum(local_of(state).nbytes for state in states),
+        replicated_bytes=2 * sum(p.nbytes for p in params) + sum(state.nbytes for state in states),
         num_params=sum(p.numel() for p in params),
     )
-
-
-def _full_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @dataclass
