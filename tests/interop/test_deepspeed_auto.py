@@ -19,7 +19,6 @@ from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.report import Report
 from shardwise.train.config import TrainConfig, load_config, resolve_batch
 from shardwise.train.launch import RankPlace
-from shardwise.train.schedule import learning_rate
 
 # transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.
 HUGGING_FACE: dict[str, Any] = {
@@ -100,7 +99,7 @@ def test_flags_fill_what_is_auto_and_the_curve_is_that_of_the_same_numbers(
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-4)
     scheduler = from_deepspeed(said).scheduler(optimizer)
     for step in range(1, 21):
-        assert learning_rate(config, step) == scheduler.get_last_lr()[0]
+        assert config.learning_rate(step) == scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
     assert (config.precision, config.stage, config.micro_batch) == ("bf16", 3, 2)
@@ -134,7 +133,7 @@ def test_without_flags_defaults_decide_and_every_auto_is_reported(tmp_path: Path
         assert getattr(config, name) == getattr(ours, name)
     assert config.loss_scale_window == 1000  # for a run that turns fp16 on
     # As Trainer's warmup_steps=0 does in DeepSpeed: a warm-up of 0 is one of 2.
-    assert [learning_rate(config, step) for step in (1, 2, 3)] == [0.0, 0.0, ours.lr]
+    assert [config.learning_rate(step) for step in (1, 2, 3)] == [0.0, 0.0, ours.lr]
     told = report.auto | report.ignored
     assert leaves_at_auto(hugging_face("WarmupDecayLR")) <= told.keys()
     assert not [text for text in report.auto.values() if "from_deepspeed" in text or "()" in text]

@@ -18,7 +18,7 @@ from shardwise.plan.report.page import full_page, plans_html
 from shardwise.plan.report.pictures import memory_svg, step_svg
 from shardwise.plan.searching import Limits, SearchResult, Space, search
 from shardwise.plan.timing.goodput import expected_goodput
-from shardwise.plan.timing.scaling import ScalingPoint, scaling_rows
+from shardwise.plan.timing.scaling import ScalingRow, scaling_rows
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario
 
 HOSTILE = "</title><script>alert('&\"')</script>"
@@ -61,7 +61,7 @@ def all_facts(made: Plan, searched: SearchResult) -> list[Any]:
     scenario = Scenario(
         num_shards=8, failures=Failures(1000, 60, 300), checkpoints=Checkpoints(600, 1, 2, 60)
     )
-    rows = scaling_rows([ScalingPoint(8, 0.1, 100, 0.01, 1000), ScalingPoint(16, 0.1, 200)])
+    rows = scaling_rows([ScalingRow(8, 0.1, 100, 0.01, 1000), ScalingRow(16, 0.1, 200)])
     return [
         plan_facts(made),
         search_facts(searched),

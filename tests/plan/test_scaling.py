@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan.timing.scaling import (
-    ScalingPoint,
     ScalingRow,
     scaling_rows,
     scaling_svg,
@@ -19,24 +18,25 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_efficiency_is_throughput_per_rank_beside_the_smallest() -> None:
-    rows = scaling_rows([ScalingPoint(32, 2.5, 32_000, 0.5, 7), ScalingPoint(8, 2.0, 8_000)])
+    rows = scaling_rows([ScalingRow(32, 2.5, 32_000, 0.5, 7), ScalingRow(8, 2.0, 8_000)])
     assert rows == (
-        ScalingRow(8, 2.0, 4000.0, 1.0, 0.0, 0),
-        ScalingRow(32, 2.5, 12800.0, 0.8, 0.2, 7),
+        ScalingRow(8, 2.0, 8_000, efficiency=1.0),
+        ScalingRow(32, 2.5, 32_000, 0.5, 7, efficiency=0.8),
     )
+    assert [(row.tokens_per_s, row.exposed) for row in rows] == [(4000.0, 0.0), (12800.0, 0.2)]
 
 
 @pytest.mark.parametrize(
     ("points", "message"),
     [
         ([], "at least one"),
-        ([ScalingPoint(8, 1, 1), ScalingPoint(8, 2, 1)], "8 ranks are there twice"),
-        ([ScalingPoint(0, 1, 1)], "num_ranks=0"),
-        ([ScalingPoint(1, float("nan"), 1)], "step_s=nan"),
-        ([ScalingPoint(1, 1, -1)], "tokens_per_step=-1"),
+        ([ScalingRow(8, 1, 1), ScalingRow(8, 2, 1)], "8 ranks are there twice"),
+        ([ScalingRow(0, 1, 1)], "num_ranks=0"),
+        ([ScalingRow(1, float("nan"), 1)], "step_s=nan"),
+        ([ScalingRow(1, 1, -1)], "tokens_per_step=-1"),
     ],
 )
-def test_points_that_cannot_be_are_refused(points: list[ScalingPoint], message: str) -> None:
+def test_points_that_cannot_be_are_refused(points: list[ScalingRow], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         scaling_rows(points)
 
@@ -65,7 +65,7 @@ curves = st.lists(
 def test_any_curve_is_drawn_inside_the_picture_without_labels_on_labels(
     points: list[tuple[int, float]],
 ) -> None:
-    rows = scaling_rows(ScalingPoint(n, step_s, 1000 * n) for n, step_s in points)
+    rows = scaling_rows(ScalingRow(n, step_s, 1000 * n) for n, step_s in points)
     root = ElementTree.fromstring(scaling_svg(rows))
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     for line in root.iter(f"{SVG}polyline"):
@@ -79,7 +79,7 @@ def test_any_curve_is_drawn_inside_the_picture_without_labels_on_labels(
 
 
 def test_the_picture_tells_readers_who_do_not_see_it_what_it_shows() -> None:
-    rows = scaling_rows([ScalingPoint(8, 1, 8000), ScalingPoint(16, 1.25, 16000)])
+    rows = scaling_rows([ScalingRow(8, 1, 8000), ScalingRow(16, 1.25, 16000)])
     root = ElementTree.fromstring(scaling_svg(rows, title="a <b> & c"))
     assert root.attrib["role"] == "img"
     ids = [

@@ -13,7 +13,7 @@ from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
 from shardwise.plan.timing.scenario import Scenario, Straggler
 from shardwise.plan.timing.simulate import Simulated, simulate
-from shardwise.plan.timing.timeline import chrome_trace, chrome_trace_json
+from shardwise.plan.timing.timeline import chrome_trace
 
 MATMUL = Compute((Cost("matmul", "bfloat16", 1000, 10, 2), Cost("memory", "bfloat16", 5, 30, 1)))
 GATHER = Collective("all_gather", "shard", 800, 700)
@@ -72,7 +72,7 @@ def check_format(trace: dict[str, Any]) -> None:
 
 
 def test_the_text_is_json_in_the_trace_event_format() -> None:
-    trace = json.loads(chrome_trace_json(made()))
+    trace = json.loads(json.dumps(chrome_trace(made())))
     assert trace["displayTimeUnit"] in ("ms", "ns")
     assert trace["otherData"]["simulated_s"] == pytest.approx(made().step_s)
     assert trace["otherData"]["num_simulated_micro_batches"] == 1

@@ -1,5 +1,6 @@
 """What `shardwise simulate` does with a request: scenario, one step or a sweep, what is written."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import SimulateRequest
 from shardwise.plan.timing.goodput import Goodput, expected_goodput
-from shardwise.plan.timing.scaling import ScalingPoint, ScalingRow, scaling_rows, scaling_svg
+from shardwise.plan.timing.scaling import ScalingRow, scaling_rows, scaling_svg
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
-from shardwise.plan.timing.timeline import chrome_trace_json
+from shardwise.plan.timing.timeline import chrome_trace
 from shardwise.progress import step_bar
 
 
@@ -30,8 +31,8 @@ def simulate_request(name: str | None, request: SimulateRequest) -> int:
     goodput = _goodput(made, request)
     rows = _sweep(setup, request) if request.sweep else ()
     if request.trace is not None:
-        text = chrome_trace_json(made.simulated, made.candidate.accumulation)
-        write_file("trace", request.trace, text)
+        trace = chrome_trace(made.simulated, made.candidate.accumulation)
+        write_file("trace", request.trace, json.dumps(trace))
     if request.svg is not None:
         write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
     _show(made, goodput, rows, request)
@@ -120,7 +121,7 @@ def _sweep(setup: Setup, request: SimulateRequest) -> tuple[ScalingRow, ...]:
         for number, each in enumerate(setups):
             made = _simulated(each, request)
             points.append(
-                ScalingPoint(
+                ScalingRow(
                     counts[number],
                     made.step_s,
                     made.tokens_per_step,

@@ -5,6 +5,7 @@ that it is shown in. `load_config` merges a YAML file with flags and answers wit
 written for people.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -270,6 +271,22 @@ class TrainConfig(BaseModel):
             options = {"total_num_steps": "auto", **options}
         filled = {k: ours.get(k, v) if v == "auto" else v for k, v in options.items()}
         return make_curve(self.schedule, filled, "schedule_options")
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step; the first one is 1.
+
+        The warm-up rises in `warmup_steps` equal parts and reaches `lr` on its last step; the decay
+        reaches `min_lr` on the last step of the run. A curve of DeepSpeed has its own options.
+        """
+        if self.curve is not None:
+            return self.curve.learning_rate(step - 1, self.lr)
+        if step <= self.warmup_steps:
+            return self.lr * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        remaining = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.min_lr + (self.lr - self.min_lr) * remaining
 
 
 def load_config(

@@ -29,7 +29,6 @@ from shardwise.train.metrics import MetricsFile, ProgressBar
 from shardwise.train.picture import write_picture
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import Resumed, RunCheckpoints
-from shardwise.train.schedule import learning_rate
 from shardwise.train.setup import Run, join_ranks, of_all_ranks, prepare_run
 from shardwise.train.summary import RunResult, StateBytes, count_state
 from shardwise.train.windows import rank_indices, read_windows
@@ -241,7 +240,7 @@ def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False
 
 def _compute_step(run: Run, step: int) -> LocalStep:
     config, model, optimizer = run.config, run.model, run.optimizer
-    lr = learning_rate(config, step)
+    lr = config.learning_rate(step)
     betas = config.curve.betas(step - 1) if config.curve is not None else None
     for group in optimizer.param_groups:
         group["lr"] = lr

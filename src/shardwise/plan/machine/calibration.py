@@ -14,7 +14,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -23,6 +22,7 @@ from pydantic import Field
 
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value
+from shardwise.spelling import did_you_mean
 
 FORMAT = "shardwise-calibration"
 VERSION = 1
@@ -129,10 +129,9 @@ class Calibration:
     def curve(self, name: str) -> Curve:
         """Return the curve of this name. **Raises** ConfigError where it was not measured."""
         if name not in self.curves:
-            near = get_close_matches(name, self.curves, n=1)
-            hint = f"; the nearest that was is {near[0]!r}" if near else ""
+            hint = did_you_mean(name, self.curves) or "."
             raise ConfigError(
-                f"calibration {self.where or self.measured_at}: {name!r} was not measured{hint}. "
+                f"calibration {self.where or self.measured_at}: {name!r} was not measured{hint} "
                 "Measure again with `shardwise bench --calibrate`"
             )
         return self.curves[name]

@@ -1,7 +1,7 @@
 """How throughput grows with the number of ranks: a table, and a picture of it as SVG text."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, isfinite, log2, log10
 
 from shardwise import svg
@@ -16,32 +16,31 @@ _LEGEND = (("line", "simulated, % of ideal", ""), ("ideal", "ideal", "5 4"))
 
 
 @dataclass(frozen=True)
-class ScalingPoint:
-    """What was found for one number of ranks; ``tokens_per_step`` are those of all ranks."""
+class ScalingRow:
+    """What was found for one number of ranks; ``tokens_per_step`` are those of all ranks.
+
+    ``efficiency`` is throughput per rank, relative to the first line's of the table.
+    """
 
     num_ranks: int
     step_s: float
     tokens_per_step: float
     exposed_s: float = 0.0
     memory_bytes: int = 0
+    efficiency: float = 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Throughput of all ranks."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which communication is not hidden."""
+        return self.exposed_s / self.step_s
 
 
-@dataclass(frozen=True)
-class ScalingRow:
-    """One line of the table; ``efficiency`` is throughput per rank, relative to the first line's.
-
-    ``exposed`` is the share of the step in which communication is not hidden.
-    """
-
-    num_ranks: int
-    step_s: float
-    tokens_per_s: float
-    efficiency: float
-    exposed: float
-    memory_bytes: int
-
-
-def scaling_rows(points: Iterable[ScalingPoint]) -> tuple[ScalingRow, ...]:
+def scaling_rows(points: Iterable[ScalingRow]) -> tuple[ScalingRow, ...]:
     """Return the table of a scaling curve, ordered by the number of ranks.
 
     **Raises** ConfigError: no points, a number of ranks twice, a time that is not above 0.
@@ -56,19 +55,8 @@ def scaling_rows(points: Iterable[ScalingPoint]) -> tuple[ScalingRow, ...]:
             value = getattr(point, name)
             if not (value > 0 and isfinite(value)):
                 raise ConfigError(f"points: {name}={value!r}: expected a number above 0")
-    first = ordered[0]
-    per_rank = first.tokens_per_step / first.step_s / first.num_ranks
-    return tuple(
-        ScalingRow(
-            point.num_ranks,
-            point.step_s,
-            point.tokens_per_step / point.step_s,
-            point.tokens_per_step / point.step_s / point.num_ranks / per_rank,
-            point.exposed_s / point.step_s,
-            point.memory_bytes,
-        )
-        for point in ordered
-    )
+    best = ordered[0].tokens_per_s / ordered[0].num_ranks
+    return tuple(replace(p, efficiency=p.tokens_per_s / p.num_ranks / best) for p in ordered)
 
 
 def scaling_svg(rows: Sequence[ScalingRow], title: str = "Scaling") -> str:

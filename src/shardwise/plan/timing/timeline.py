@@ -10,7 +10,6 @@ Source: Trace Event Format (Google, the trace-event profiling tool): JSON object
 events X, metadata events M, flow events s and f; times in microseconds.
 """
 
-import json
 from typing import Any, get_args
 
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Stream, Transfer
@@ -51,11 +50,6 @@ def chrome_trace(simulated: Simulated, num_micro_batches: int | None = None) -> 
         },
         "traceEvents": events,
     }
-
-
-def chrome_trace_json(simulated: Simulated, num_micro_batches: int | None = None) -> str:
-    """Return the trace as the text of a ``.json`` file."""
-    return json.dumps(chrome_trace(simulated, num_micro_batches))
 
 
 def _process_events(run: RankRun, order: int, title: str) -> list[Event]:
