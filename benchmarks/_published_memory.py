@@ -318,7 +318,7 @@ def _states(setup: Setup, tape: Tape) -> tuple[float, float]:
 
 def _adapter_states(setup: Setup, params: int) -> tuple[float, float]:
     shape, system = setup.shape, setup.system
-    linear = shape.layers * (shape.attention_params + shape.ffn_params)
+    linear = shape.layers * (shape.attention_params + shape.ffn_params())
     per_linear = _QUANTIZED if _quantized(setup.row) else 2
     base = linear * per_linear + (params - linear) * 2
     widths = 4 * shape.q_dim + 2 * (shape.dim + shape.kv_dim) + 3 * (shape.dim + shape.ffn)
@@ -344,7 +344,7 @@ def _full_copies(setup: Setup, tape: Tape) -> float:
     if setup.run.pipeline > 1:
         # A pipeline gathers its stage once a step, and reduces float32 gradients at its end.
         return (size + 4) * tape.num_params
-    layer = setup.shape.layer_params / setup.run.tp
+    layer = setup.shape.layer_params() / setup.run.tp
     if setup.adapters and _quantized(setup.row):
         layer *= _QUANTIZED / size
     root = setup.shape.vocab * setup.shape.dim / setup.run.tp

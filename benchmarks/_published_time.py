@@ -194,7 +194,7 @@ def _exposed(row: Timed) -> float:
     if not system.reduces_at_end or candidate.data_parallel == 1:
         return 0.0
     shape, node = row.setup.shape, row.cluster.node
-    params = (shape.layer_params * run.layers_here(shape) + shape.embedding_params) / run.tp
+    params = (shape.layer_params() * run.layers_here(shape) + shape.embedding_params) / run.tp
     group = place(candidate.data_parallel, run.tp, node.num_accelerators)
     size = DTYPE_BYTES[run.dtype] * params
     reduced = collective_seconds("all_reduce", size, group, node)

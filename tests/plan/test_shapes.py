@@ -91,8 +91,15 @@ def test_a_mixture_has_more_parameters_than_a_token_meets() -> None:
     }
     shape = shape_from_config(config)
     assert shape.num_params == 46_702_792_704  # Mixtral-8x7B
-    idle = shape.layers * (shape.ffn_params - shape.active_ffn_params)
+    idle = shape.layers * (shape.ffn_params() - shape.active_ffn_params())
     assert shape.num_params - idle == pytest.approx(12.88e9, rel=1e-3)
+    experts = shape.experts
+    assert experts is not None
+    mixed = replace(shape, experts=replace(experts, shared=2, dense_layers=3))
+    one = 3 * shape.dim * experts.ffn  # an expert's three matrices
+    router = shape.dim * experts.num
+    changed = 2 * one * (shape.layers - 3) + 3 * (3 * shape.dim * shape.ffn - 8 * one - router)
+    assert mixed.num_params - shape.num_params == changed
 
 
 # -- FLOPs

@@ -111,7 +111,6 @@ class OptionalUnits:
                 self.visit_backward(call)
 
 
-
 def _of_one_module(call: Call) -> Iterator[Call]:
     """Yield a call and those of the same module's units inside it, outermost first."""
     yield call

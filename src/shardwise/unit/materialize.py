@@ -149,6 +149,7 @@ class Materializer:
             facts = [(t.dtype, t.dtype.is_floating_point, t.requires_grad) for t in tensors]
             found = group_by_dtypes(params, facts, precision.master, precision.param)
             yield from ((dtypes, members) for (dtypes, _), members in found.items())
+
     def _build_apart(self, unit: Unit, params: list[ParamSpec]) -> RowsApart:
         """Add parameters of one dtype that define their own gather to a unit, cut by rows."""
         axis, device, precision = unit.comm.axes.shard, self._comm.device, unit.precision

@@ -164,4 +164,4 @@ def line_bytes(
 def ffn_width(shape: DecoderShape) -> int:
     """Return the feed-forward's width that a token meets."""
     experts = shape.experts
-    return shape.ffn if experts is None else experts.ffn * experts.top_k
+    return shape.ffn if experts is None else experts.ffn * (experts.top_k + experts.shared)

@@ -30,7 +30,7 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     products, core = shape.layer_flops_per_token(run.seq, causal=causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
     made, stream = sum(layer_bytes(shape, run).values()), stream_bytes(shape, run)
-    weights = shape.layer_params * size // tp
+    weights = shape.layer_params() * size // tp
     matmul = run.matmul_dtype or run.dtype
     eager = run.dropout or run.implementation.startswith("eager")
     kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS

@@ -111,7 +111,7 @@ def _root(shape: DecoderShape, run: Execution) -> UnitFacts:
 def _layer(shape: DecoderShape, run: Execution) -> UnitFacts:
     norms = 2 * shape.norm_params
     attention = shape.attention_params // run.tp
-    ffn = shape.ffn_params // run.tp
+    ffn = shape.ffn_params() // run.tp
     params = (
         ParamFacts("norms", (norms,), "float32"),
         ParamFacts("attention", (attention // shape.dim, shape.dim), "float32"),

@@ -20,11 +20,16 @@ NormKind = Literal["layer", "rms"]
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts feed-forward; ``ffn`` is one expert's width."""
+    """A mixture-of-experts feed-forward; ``ffn`` is one expert's width.
+
+    The first ``dense_layers`` have the shape's plain one; ``shared`` experts see all tokens.
+    """
 
     num: int
     top_k: int
     ffn: int
+    shared: int = 0
+    dense_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,26 +83,25 @@ class DecoderShape:
         up = 2 if self.gated else 1
         return (up + 1) * self.dim * width + self.bias * (up * width + self.dim)
 
-    @property
-    def ffn_params(self) -> int:
-        """Parameters of a layer's feed-forward, router included."""
+    def ffn_params(self, layer: int = -1) -> int:
+        """Parameters of a layer's feed-forward (default: the last layer's), router included."""
         experts = self.experts
-        if experts is None:
+        if experts is None or 0 <= layer < experts.dense_layers:
             return self._ffn_params(self.ffn)
-        return experts.num * (self._ffn_params(experts.ffn) + self.dim)
+        routed = experts.num * self._ffn_params(experts.ffn) + self.dim * experts.num
+        return routed + experts.shared * self._ffn_params(experts.ffn)
 
-    @property
-    def active_ffn_params(self) -> int:
+    def active_ffn_params(self, layer: int = -1) -> int:
         """Parameters of a layer's feed-forward that a token meets."""
         experts = self.experts
-        if experts is None:
+        if experts is None or 0 <= layer < experts.dense_layers:
             return self._ffn_params(self.ffn)
-        return experts.top_k * self._ffn_params(experts.ffn) + experts.num * self.dim
+        met = experts.top_k + experts.shared
+        return met * self._ffn_params(experts.ffn) + self.dim * experts.num
 
-    @property
-    def layer_params(self) -> int:
+    def layer_params(self, layer: int = -1) -> int:
         """Parameters of one decoder layer with its two norms."""
-        return self.attention_params + self.ffn_params + 2 * self.norm_params
+        return self.attention_params + self.ffn_params(layer) + 2 * self.norm_params
 
     @property
     def embedding_params(self) -> int:
@@ -112,12 +116,12 @@ class DecoderShape:
     @property
     def num_params(self) -> int:
         """All parameters, tied ones counted once."""
-        layers = self.layers * self.layer_params
+        layers = sum(self.layer_params(i) for i in range(self.layers))
         return layers + self.embedding_params + self.head_params + self.norm_params
 
     def layer_flops_per_token(self, seq: int, *, causal: bool = False) -> tuple[int, int]:
         """Return one layer's forward FLOPs per token: (matrix products, attention core)."""
-        products = 2 * (self.dim * 2 * (self.q_dim + self.kv_dim) + self.active_ffn_params)
+        products = 2 * (self.dim * 2 * (self.q_dim + self.kv_dim) + self.active_ffn_params())
         return products, 4 * seq * self.q_dim // (2 if causal else 1)
 
     @property
