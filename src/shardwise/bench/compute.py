@@ -74,8 +74,7 @@ def memory_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
     """
     name = f"memory.{{}}.{_name(dtype)}"
     points: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
-    quick = watch.pace.num_windows == 1
-    for numel in _GLUE_NUMELS[:3] if quick else _GLUE_NUMELS:
+    for numel in _GLUE_NUMELS[:2] if watch.pace.is_rough else _GLUE_NUMELS:
         chain = Chain(watch, numel, dtype)
         for way, (costs, seconds) in zip(points, chain.measure(), strict=True):
             glue = [c for c in costs if c.kind == "memory"]

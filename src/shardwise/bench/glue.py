@@ -22,6 +22,7 @@ from shardwise.plan.model.tracking import Tracker
 
 _BLOCKS = 64  # at most, and no more than keep so many bytes alive: as many as a model's step does
 _ALIVE_BYTES = 128 << 20
+_ROUGH_BLOCKS = 8
 _SAVED_PER_BLOCK = 16
 _WIDEST = 256
 _PRODUCTS = 3
@@ -43,7 +44,8 @@ class Chain:
 
         self._start = random(tokens, dim)
         alive = self._start.nbytes * _SAVED_PER_BLOCK
-        num_blocks = min(_BLOCKS, max(2, _ALIVE_BYTES // alive))
+        most = _ROUGH_BLOCKS if watch.pace.is_rough else _BLOCKS
+        num_blocks = min(most, max(2, _ALIVE_BYTES // alive))
         self._norms = [random(dim) for _ in range(num_blocks)]
         self._weights = [[random(dim, dim) for _ in range(_PRODUCTS)] for _ in range(num_blocks)]
         angles = torch.rand(tokens, dim // 2, device=watch.device)

@@ -22,19 +22,24 @@ from shardwise.comm.collectives import all_reduce_scalars
 class Pace:
     """How long to measure: a window, how many at most, how long in all.
 
-    A sweep of sizes ends with the first call that takes ``longest_call_s``.
+    A window lasts for ``calls_per_window`` at least: a call that it cuts off is not counted, so let
+    that be one of several. A sweep of sizes ends with the first call that takes ``longest_call_s``.
     """
 
     window_s: float
     num_windows: int
     most_s: float
     longest_call_s: float
+    calls_per_window: int
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether a measurement is made only once."""
+        return self.num_windows == 1
 
 
-_CALLS_PER_WINDOW = 6  # a call that a window cuts off is not counted; let it be one of several
-
-FULL = Pace(0.05, 5, 0.5, 0.03)
-QUICK = Pace(0.005, 1, 0.05, 0.002)
+FULL = Pace(0.05, 5, 0.5, 0.03, 6)
+QUICK = Pace(0.005, 1, 0.05, 0.002, 1)
 
 
 class Stopwatch:
@@ -69,7 +74,7 @@ class Stopwatch:
         work()
         pace = self.pace
         (call_s,) = self.mean([sum(work())])
-        window_s = max(pace.window_s, _CALLS_PER_WINDOW * call_s)
+        window_s = max(pace.window_s, pace.calls_per_window * call_s)
         num_windows = max(1, min(pace.num_windows, int(pace.most_s / window_s)))
         if in_step:
             count = max(1, math.ceil(window_s / call_s))
