@@ -1,19 +1,18 @@
 """Versions of other libraries: read rightly, named when untested, missed with a remedy."""
 
 import warnings
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from shardwise import fully_shard, shard
+from shardwise import fully_shard, shard, versions
 from shardwise.errors import ConfigError
 from shardwise.versions import TESTED, load_neighbour, minor_of, warn_if_untested
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(metadata, "version", lambda package: version)
+    monkeypatch.setattr(versions, "installed_version", lambda package: version)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.3"])

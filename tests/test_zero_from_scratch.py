@@ -22,7 +22,7 @@ WORLD_SIZES = [1, 2, 3, 4]
 STAGES = [0, 1, 2, 3]
 EXAMPLE = Path(zero.__file__)
 
-adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True)
 
 
 class OddModel(zero.TinyModel):

@@ -23,7 +23,10 @@ Steps = Sequence[Sequence[Sequence[Any]]]  # steps[step][micro_batch][rank] is o
 Loss = Callable[[nn.Module, Any], Tensor]
 State = dict[str, dict[str, Any]]
 
-adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+# Over lists of parameters: the same bits as torch's loop over parameters, in fewer calls.
+adamw = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True)
+adamw_loop = partial(adamw, foreach=False)
+adamw_fused = partial(adamw, foreach=False, fused=True)
 sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 STAGES = [{"stage": stage} for stage in range(4)]

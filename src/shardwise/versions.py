@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import cache
 from importlib import import_module, metadata
 from types import ModuleType
 
@@ -41,7 +42,7 @@ def warn_if_untested(package: str) -> None:
     """Warn, once per place, when the installed version is outside the tested range."""
     first, last = TESTED[package]
     try:
-        version = metadata.version(package)
+        version = installed_version(package)
     except metadata.PackageNotFoundError:  # imported from a checkout that was not installed
         warnings.warn(
             f"{package}: its version is unknown; Shardwise was tested with {first} to {last}",
@@ -54,6 +55,12 @@ def warn_if_untested(package: str) -> None:
             f"({first} to {last}); if something is odd, try one of those first",
             stacklevel=3,
         )
+
+
+@cache
+def installed_version(package: str) -> str:
+    """Return what the package's metadata say: a file that takes milliseconds to parse."""
+    return metadata.version(package)
 
 
 def minor_of(version: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in FOLDERS)]
 import test_models_calls as calls  # noqa: E402
 import test_models_checkpointing as checkpointing  # noqa: E402
 import test_models_parameters as parameters  # noqa: E402
+import test_stream_order as streams  # noqa: E402
 
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
@@ -62,6 +63,11 @@ def test_every_optimizer_at_every_stage_and_layout(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_draw_at_every_stage(world_size: int) -> None:
     run_ranks(draws.check_draws, world_size, every=True)
+
+
+@pytest.mark.parametrize("name", streams.ON_ONE_AXIS)
+def test_every_scenario_of_the_order_of_streams_on_one_rank(name: str) -> None:
+    run_ranks(streams.check_scenario, 1, name, True)
 
 
 FAMILIES = (

@@ -115,7 +115,8 @@ class Run:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, eps=SMOOTH_EPS)
+    options = {"lr": 0.02, "weight_decay": 0.1, "eps": SMOOTH_EPS}
+    return torch.optim.AdamW(model.parameters(), **options, foreach=True)
 
 
 def build(

@@ -21,6 +21,8 @@ from trainer import (
     STAGES,
     Trained,
     adamw,
+    adamw_fused,
+    adamw_loop,
     assert_same_grads,
     assert_same_run,
     backward_all,
@@ -63,13 +65,13 @@ def test_four_ranks_have_the_bits_of_the_plain_loop() -> None:
 @pytest.mark.parametrize(
     "optimizer_factory",
     [
-        partial(adamw, foreach=True),
+        adamw_loop,
         sgd,
         partial(sgd, foreach=True, nesterov=True),
         partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
         partial(torch.optim.RMSprop, lr=1e-3, centered=True),
     ],
-    ids=["foreach adamw", "sgd", "foreach nesterov", "amsgrad", "rmsprop"],
+    ids=["adamw over a loop", "sgd", "foreach nesterov", "amsgrad", "rmsprop"],
 )
 def test_elementwise_optimizers_of_torch_take_the_same_steps_on_shards(
     optimizer_factory: Any,
@@ -92,7 +94,7 @@ def compare_fused(rank: int, world_size: int) -> None:
         EvenModel,
         HALVES[world_size % 2],
         zero.next_byte_loss,
-        partial(adamw, fused=True),
+        adamw_fused,
         token_batch,
     )
 
@@ -107,7 +109,7 @@ def test_the_fused_optimizer_has_the_same_bits_where_slices_are_whole_vectors(
 def compare_fused_odd(rank: int, world_size: int) -> None:
     """The fused kernel's scalar tail rounds differently from its vector body."""
     steps = make_steps(world_size, 3, make_batch=token_batch)
-    fused = partial(adamw, fused=True, eps=SMOOTH_EPS)
+    fused = partial(adamw_fused, eps=SMOOTH_EPS)
     torch.manual_seed(0)
     truth = train_plain(OddModel(), steps, zero.next_byte_loss, fused)
     for options in HALVES[0]:

@@ -20,6 +20,7 @@ from trainer import (
     Steps,
     Trained,
     adamw,
+    adamw_fused,
     assert_same_run,
     assert_same_state,
     backward_all,
@@ -217,7 +218,7 @@ def train_with_scaler(
 
 def overflow_on_one_rank(rank: int, world_size: int, fused: bool) -> None:
     steps = make_steps(world_size, 4, make_batch=token_batch)
-    optimizer = partial(adamw, fused=fused)
+    optimizer = adamw_fused if fused else adamw
     for options in HALVES[world_size % 2]:
         scales, parameters, state = train_with_scaler(rank, steps, optimizer, True, **options)
         assert scales == [512.0, 256.0, 256.0, 256.0], f"{options}: {scales}"

@@ -14,7 +14,7 @@ from shardwise import shard
 from shardwise.engine.api import engine_of
 from shardwise.engine.replicas import check_replicas
 from shardwise.errors import ReplicaError, StateError
-from trainer import SPREAD, adamw
+from trainer import SPREAD, adamw, adamw_fused
 
 NAME = "blocks.1.up.weight"
 ENDING = "test that rank's machine"
@@ -39,7 +39,7 @@ def build(rank: int, num_steps: int = 1, fused: bool = False, **options: Any) ->
     """Return a model and its optimizer after some steps on this rank's own data."""
     torch.manual_seed(0)
     model = shard(Noisy(), **options)
-    optimizer = adamw(model.parameters(), fused=fused)
+    optimizer = (adamw_fused if fused else adamw)(model.parameters())
     random = torch.Generator().manual_seed(rank)
     for _ in range(num_steps):
         model(torch.randn(4, 8, generator=random)).square().sum().backward()
