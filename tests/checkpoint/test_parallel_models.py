@@ -93,11 +93,10 @@ def build(how: How) -> tuple[nn.Module, torch.optim.Optimizer]:
             units=Block,
             placements=placements or None,
         )
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():  # as a step would
+        moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        optimizer.state[param] = {"step": torch.zeros(()), **moments}
     return model, optimizer
 
 
@@ -111,41 +110,43 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Ten
 
 
 @torch.no_grad()
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, save: int) -> None:
-    """Give each element a number of its own, the same however it is cut."""
+def numbers_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return a number for each element that this rank has, the same however it is cut."""
+    found = []
     for number, tensor in enumerate(tensors(model, optimizer).values()):
-        whole = torch.arange(tensor.numel()).view(tensor.shape) + 1000 * number + 10**5 * save
+        whole = torch.arange(tensor.numel()).view(tensor.shape) + 1000 * number
         cut = getattr(tensor, "_cut", None)
         if cut is not None:
-            tensor.to_local().copy_(cut.slice_of(whole))  # type: ignore[attr-defined]
+            whole = cut.slice_of(whole)
         elif isinstance(tensor, DTensor):
             spec = tensor.device_mesh, tensor.placements
             made = DTensor.from_local(whole, spec[0], [Replicate()] * spec[0].ndim)
-            tensor.to_local().copy_(made.redistribute(*spec).to_local())
-        else:
-            tensor.copy_(whole)
+            whole = made.redistribute(*spec).to_local()
+        found.append(whole)
+    return found
 
 
-def full(tensor: Any) -> Tensor:
-    found: Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-    return found.clone()
+def here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {name: full(tensor) for name, tensor in tensors(model, optimizer).items()}
+@torch.no_grad()
+def fill(
+    model: nn.Module, optimizer: torch.optim.Optimizer, save: int, numbers: list[Tensor]
+) -> None:
+    """Give each element its number in this save."""
+    for tensor, own in zip(tensors(model, optimizer).values(), numbers, strict=True):
+        here(tensor).copy_(own + 10**5 * save)
 
 
-def wrong(found: dict[str, Tensor], save: int) -> list[str]:
-    """Return what is not as `fill` made it."""
+def wrong(
+    model: nn.Module, optimizer: torch.optim.Optimizer, save: int, numbers: list[Tensor]
+) -> list[str]:
+    """Return what of this rank is not as `fill` made it."""
     return [
         name
-        for number, (name, tensor) in enumerate(found.items())
-        if not same(
-            tensor,
-            (torch.arange(tensor.numel()) + 1000 * number + 10**5 * save)
-            .view(tensor.shape)
-            .to(tensor.dtype),
-        )
+        for (name, tensor), own in zip(tensors(model, optimizer).items(), numbers, strict=True)
+        if not same(here(tensor).detach(), (own + 10**5 * save).to(tensor.dtype))
     ]
 
 
@@ -154,12 +155,13 @@ def save_as(rank: int, world_size: int, hows: list[How], folder: Path) -> list[i
     formats = []
     for number, how in enumerate(hows):
         model, optimizer = build(how)
-        fill(model, optimizer, number)
+        numbers = numbers_of(model, optimizer)
+        fill(model, optimizer, number, numbers)
         path = folder / str(hows.index(how))
         shardwise.save(path / "once", model, optimizer, extra={"rank": rank})
         with shardwise.Checkpoints(path / "run", model, optimizer) as checkpoints:
             saving = checkpoints.save(1, extra={"rank": rank})
-            fill(model, optimizer, 99)  # in the background older values are written
+            fill(model, optimizer, 99, numbers)  # in the background older values are written
             saving.wait()
         if rank == 0:
             for each in (path / "once", path / "run" / "step-00000001"):
@@ -179,10 +181,11 @@ def load_as(
     problems = []
     for number, how in enumerate(hows):
         model, optimizer = build(how)
+        numbers = numbers_of(model, optimizer)
         for save, ranks, path in saves[(number + world_size) % every :: every]:
-            fill(model, optimizer, 98)
+            fill(model, optimizer, 98, numbers)
             loaded = shardwise.load(path, model, optimizer)
-            found = wrong(everything(model, optimizer), save)
+            found = wrong(model, optimizer, save, numbers)
             problems += [f"{path} in {how}: {name}" for name in found]
             if loaded.extra != {"rank": rank % ranks}:
                 problems.append(f"{path} in {how}: extra {loaded.extra}")
@@ -245,4 +248,4 @@ def test_a_plain_model_in_one_process_loads_pieces(saves: list[tuple[int, int, P
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         shardwise.load(path, model, optimizer)
-        assert not wrong(everything(model, optimizer), save)
+        assert not wrong(model, optimizer, save, numbers_of(model, optimizer))
