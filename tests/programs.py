@@ -31,6 +31,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -53,7 +54,8 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script (a path) or a module (a name) to its end; with ranks, as torchrun would.
 
-    What ``launches`` ranks itself, by torch's agent, gets them by forks.
+    What ``launches`` ranks itself, by torch's agent or by `torch.multiprocessing.spawn`, gets them
+    by forks.
 
     The exit code is that of the first process that failed. After it, or after HANG_S, the others
     are killed.
@@ -225,6 +227,8 @@ def _fork_what_is_launched() -> None:
             self._child_created = True
 
     subprocess_handler.Popen = Forked  # type: ignore[misc]
+    start = torch.multiprocessing.start_processes
+    torch.multiprocessing.spawn = partial(start, start_method="fork")
 
 
 def _fork_on_demand(pipe: connection.Connection) -> None:

@@ -181,6 +181,8 @@ def _same(ours: Any, theirs: Any) -> bool:
         return False
     if ours.is_quantized or (ours.dtype.itemsize == 1 and ours.dtype.is_floating_point):
         return True
+    if torch.equal(ours, theirs):
+        return True
     # Sixteen elements near 1: no function of them has a hundred roundings.
     return torch.allclose(ours, theirs, rtol=apart(100), atol=apart(100), equal_nan=True)
 

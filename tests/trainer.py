@@ -246,11 +246,14 @@ def compare(
     loss_fn: Loss = mean_square,
     optimizer_factory: Callable[..., torch.optim.Optimizer] = adamw,
     make_batch: Callable[[torch.Generator], Any] = float_batch,
-    num_steps: int = 3,
+    num_steps: int = 2,
     num_micro_batches: int = 1,
     num_replicas: int = 1,
 ) -> None:
-    """Check that every setting takes the oracle's steps; raise one error with all that do not."""
+    """Check that every setting takes the oracle's steps; raise one error with all that do not.
+
+    In the second step units are gathered in the order that the first one showed.
+    """
     steps = make_steps(world_size, num_steps, num_micro_batches, make_batch)
     truths: dict[bool, Trained] = {}
     failures = []

@@ -78,7 +78,7 @@ FAMILIES = (
 
 @pytest.mark.parametrize("make_model", FAMILIES)
 def test_every_model_of_the_families_at_every_stage_and_layout(make_model: Any) -> None:
-    run_ranks(compare, 3, make_model, LAYOUTS)
+    run_ranks(compare, 3, make_model, LAYOUTS, num_steps=4)
 
 
 def test_every_adapter_in_every_setting() -> None:

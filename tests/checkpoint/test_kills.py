@@ -54,7 +54,7 @@ class Campaign:
 def campaigns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Campaign]]:
     """Start both at once: a power cut mostly waits for what the system writes back by itself."""
     kill, power = (tmp_path_factory.mktemp(name) for name in ("kill", "power"))
-    started = {"kill": Campaign("kill", 25, 2, 1, kill, "--spread")}
+    started = {"kill": Campaign("kill", 17, 2, 1, kill, "--spread")}
     if not os.geteuid():
         started["power"] = Campaign("power", 6, 3, 2, power, "--spread")
     yield started
@@ -68,7 +68,7 @@ def test_kills_in_every_phase_of_a_save_leave_the_old_or_the_new_one(
     found = campaigns["kill"].found()
     assert set(found) <= {"A", "B", "B after save had returned"}
     # A tenth of the moments are before any save can have ended, a tenth after all have.
-    assert found["A"] >= 2 and found["B after save had returned"] >= 2
+    assert found["A"] >= 1 and found["B after save had returned"] >= 1
 
 
 def test_power_cuts_in_the_middle_of_a_save_and_after_it_leave_the_old_or_the_new_one(

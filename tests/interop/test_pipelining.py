@@ -28,6 +28,7 @@ from shardwise import shard
 from shardwise.engine.api import engine_of, is_sharded
 from shardwise.unit.states import GradState, ParamState
 
+STEPS = 2
 ROWS, BATCHES = 4, 2  # of each data-parallel rank in a step, in so many micro-batches
 LOSS = nn.functional.mse_loss
 LOOPING = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
@@ -124,16 +125,34 @@ def is_at_rest(part: nn.Module) -> None:
     assert not engine.is_in_window and not engine.is_running()
 
 
-def steps(schedule: Any, mesh: DeviceMesh, num: int, stage: int) -> None:
+def steps_of_torchs_own(schedule: Any, mesh: DeviceMesh, num: int) -> list[list[Tensor]]:
+    """Return FSDP2's gradients of two steps."""
+    theirs = Pipeline(schedule, mesh, num, functools.partial(torchs_own, mesh=mesh["dp"]))
+    found = []
+    for number in range(STEPS):
+        theirs.step(*batch_of(number, mesh["dp"].get_local_rank()))
+        found.append(theirs.grads())
+        forget_grads(theirs.parts)
+    return found
+
+
+def forget_grads(parts: list[nn.Module]) -> None:
+    for part in parts:
+        for param in part.parameters():
+            param.grad = None
+
+
+def steps(
+    schedule: Any, mesh: DeviceMesh, num: int, stage: int, torchs_own: list[list[Tensor]]
+) -> None:
     """Two steps: gradients of one process over the whole batch, and the bits of FSDP2's."""
     dp = mesh["dp"]
     ours = Pipeline(schedule, mesh, num, functools.partial(shard, stage=stage, mesh=dp))
-    theirs = Pipeline(schedule, mesh, num, functools.partial(torchs_own, mesh=dp))
     for part in ours.parts:
         assert isinstance(part, FSDPModule) and isinstance(part, Part)
         if schedule is ScheduleGPipe:  # those that loop open and close their stages
             part.set_reshard_after_forward(False)
-    for number in range(2):
+    for number in range(STEPS):
         x, y = batch_of(number, dp.get_local_rank())
         before = gathers_of(ours.parts)
         ours.step(x, y)
@@ -141,20 +160,19 @@ def steps(schedule: Any, mesh: DeviceMesh, num: int, stage: int) -> None:
             assert all(part.num_inferred for part in ours.parts)
         if number and stage == 3 and dp.size() > 1 and schedule is not Schedule1F1B:
             assert gathers_of(ours.parts) - before == 3 * len(ours.parts)
-        theirs.step(x, y)
         reference = whole(num)
         batches = [batch_of(number, rank) for rank in range(dp.size())]
         xs, ys = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
         LOSS(reference(xs), ys).backward()
         expected = [p.grad for index in ours.indices for p in reference[index].parameters()]
         roundings = of_gradient(*(8, 11) * 2 * num, over=ROWS * dp.size())
-        for mine, torchs, wanted in zip(ours.grads(), theirs.grads(), expected, strict=True):
+        for mine, torchs, wanted in zip(
+            ours.grads(), torchs_own[number], expected, strict=True
+        ):
             assert_rounded_alike(mine, wanted, roundings)
             if dp.size() < 3:
                 assert torch.equal(mine, torchs)
-        for part in (*ours.parts, *theirs.parts):
-            for param in part.parameters():
-                param.grad = None
+        forget_grads(ours.parts)
         for part in ours.parts:
             is_at_rest(part)
 
@@ -162,11 +180,13 @@ def steps(schedule: Any, mesh: DeviceMesh, num: int, stage: int) -> None:
 def on_ranks(rank: int, world: int, num_stages: int, stages: tuple[int, ...]) -> None:
     shape = (num_stages, world // num_stages)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
-    for stage in stages:
-        for schedule in (ScheduleGPipe, Schedule1F1B):
-            steps(schedule, mesh, num_stages, stage)
-        for schedule in LOOPING if num_stages > 1 else ():
-            steps(schedule, mesh, 2 * num_stages, stage)
+    schedules = [(schedule, num_stages) for schedule in (ScheduleGPipe, Schedule1F1B)]
+    if num_stages > 1:
+        schedules += [(schedule, 2 * num_stages) for schedule in LOOPING]
+    for schedule, num in schedules:
+        expected = steps_of_torchs_own(schedule, mesh, num)
+        for stage in stages:
+            steps(schedule, mesh, num, stage, expected)
 
 
 @pytest.mark.parametrize(
