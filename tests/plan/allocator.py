@@ -62,7 +62,9 @@ def traced() -> Iterator[AllocatorTrace]:
         yield trace
     blocks: dict[int, int] = {}
     total = 0
-    events = [*_walk(profiler.kineto_results.experimental_event_tree())]
+    events = profiler.kineto_results.experimental_event_tree()
+    for event in events:  # which grows
+        events += event.children
     for event in sorted(events, key=lambda e: e.start_time_ns):
         kind, _ = event.typed
         if kind == torch._C._profiler._EventType.Allocation:
@@ -79,9 +81,3 @@ def traced() -> Iterator[AllocatorTrace]:
         elif event.name.startswith("window "):
             span = (event.start_time_ns, event.end_time_ns)
             trace.windows[event.name.removeprefix("window ")] = span
-
-
-def _walk(events):  # type: ignore[no-untyped-def]
-    for event in events:
-        yield event
-        yield from _walk(event.children)

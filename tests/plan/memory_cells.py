@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allocator import traced
+from allocator import AllocatorTrace, traced
 from shardwise import shard, stats
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.models import huggingface_source, module_source
@@ -151,10 +152,10 @@ def build(cell: Cell) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return model.train(), loss_of
 
 
-def measure(cell: Cell) -> dict[str, Any]:
-    """Return the counts of the second step, and its peak by the allocator's own trace."""
+def measure(cell: Cell, traces: bool = True) -> dict[str, Any]:
+    """Return the counts of the second step, and its peak by the allocator's own trace, if any."""
     plain, loss_of = build(cell)
-    with traced() as allocator:
+    with traced() if traces else nullcontext(AllocatorTrace()) as allocator:
         model = shard(plain, stage=cell.stage, precision=cell.precision)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -179,10 +180,10 @@ def measure(cell: Cell) -> dict[str, Any]:
         "sent_bytes": dict(Counter(after.sent_bytes) - Counter(before.sent_bytes)),
         "num_collectives": dict(Counter(after.num_collectives) - Counter(before.num_collectives)),
         "param_full": after.param_full_peak_bytes,
-        "peak": allocator.peak("step"),
+        "peak": allocator.peak("step") if traces else None,
     }
 
 
 def measure_all(rank: int, num_ranks: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return what this rank measures in each cell."""
-    return [measure(cell) for cell in cells]
+    """Return what this rank measures in each cell; a peak on rank 0 alone."""
+    return [measure(cell, traces=rank == 0) for cell in cells]

@@ -7,6 +7,7 @@ model has one or two cells of the eight, so that every cell is some model's; `ma
 
 import importlib.util
 import itertools
+from dataclasses import replace
 
 import pytest
 from torch import Tensor, nn
@@ -63,9 +64,10 @@ def test_peaks_in_fp32_are_within_a_percent_and_the_engines_lines_exact(model: s
 def test_peaks_in_bf16_are_within_a_percent_and_the_engines_lines_exact(
     model: str, checkpointed: bool
 ) -> None:
-    """In one cell each: most processors have no fast products in bf16."""
+    """In one cell each, on few rows: most processors have no fast products in bf16."""
     needs_transformers(model)
-    check([c for c in sample_of(model, "bf16") if c.checkpointed is checkpointed])
+    cells = [c for c in sample_of(model, "bf16") if c.checkpointed is checkpointed]
+    check([replace(cell, micro_batch=1) for cell in cells])
 
 
 def layer_by_layer(rank: int, world_size: int, model: str) -> list[tuple[int, int]]:

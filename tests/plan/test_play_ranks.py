@@ -1,6 +1,7 @@
 """A played step against real ranks: bytes sent, collectives, what is held, the allocator's peak."""
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -150,10 +151,12 @@ def run_step(
     return grads, sum(getattr(t, "_local_tensor", t).nbytes for t in state)
 
 
-def measure(name: str, candidate: Candidate) -> tuple[dict[str, Any], AllocatorTrace]:
-    """Return counts of a step, and the allocator's trace of this and the next ones."""
+def measure(
+    name: str, candidate: Candidate, traces: bool = True
+) -> tuple[dict[str, Any], AllocatorTrace]:
+    """Return counts of a step, and the allocator's trace, if any, of this and the next ones."""
     plain = make_model(name)  # what sharding broadcasts is freed by a thread of the transport
-    with traced() as allocator:
+    with traced() if traces else nullcontext(AllocatorTrace()) as allocator:
         model = shard(
             plain,
             stage=candidate.stage,
@@ -220,10 +223,12 @@ def play_it(name: str, candidate: Candidate) -> tuple[dict[str, Any], Played]:
 def measure_all(
     rank: int, world_size: int, cases: list[tuple[str, Candidate]]
 ) -> list[dict[str, Any]]:
-    """Return what this rank measures in each case."""
+    """Return what rank 0 measures in each case; the others only take part."""
     found = []
     for name, candidate in cases:
-        real, allocator = measure(name, candidate)
+        real, allocator = measure(name, candidate, traces=rank == 0)
+        if rank:
+            continue
         steps = [f"step {i}" for i in range(NUM_WINDOWS)]
         real["rest"] = min(allocator.before(step) for step in steps)
         real["peak"] = min(allocator.peak(step) for step in steps)
