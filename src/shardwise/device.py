@@ -65,6 +65,14 @@ def memory_in_use_bytes(device: torch.device) -> int:
     return resident_pages * resource.getpagesize()
 
 
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed what initialisers draw from: the device's generator, and the host's."""
+    if device.type == "cpu":  # torch.manual_seed formats the stack for each kind of device there is
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def fork_rng_devices(device: torch.device) -> list[torch.device]:
     """Return the devices whose generators ``torch.random.fork_rng`` has to save."""
     return [device] if device.type == "cuda" else []

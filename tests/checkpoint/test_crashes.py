@@ -65,10 +65,11 @@ def cut_everywhere(
         k += 1
 
 
-@pytest.mark.parametrize(("ranks", "replace"), [(1, False), (1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(("ranks", "replace"), [(1, False), (1, True), (2, True)])
 def test_a_power_cut_at_any_operation_leaves_the_old_checkpoint_or_the_new_one(
     ranks: int, replace: bool
 ) -> None:
+    """At every one; more ranks are cut at operations that are drawn, see below."""
     old, new = outcomes(replace)
     verdicts, seen = Verdicts(ranks), set()
 

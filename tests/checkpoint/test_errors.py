@@ -50,8 +50,10 @@ from tables import (
 ERRNOS = (errno.ENOSPC, errno.EIO, errno.EFBIG, errno.EDQUOT)
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize(("who", "ranks"), [("all", 1), ("first", 3), ("last", 3), ("all", 3)])
+@pytest.mark.parametrize(
+    ("who", "ranks", "replace"),
+    [("all", 1, False), ("first", 3, True), ("last", 3, False), ("all", 3, True)],
+)
 def test_whichever_operation_fails_all_ranks_say_which_and_nothing_is_left(
     ranks: int, replace: bool, who: str
 ) -> None:

@@ -43,12 +43,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
-    """Load every model in several ways; save it; load what was saved."""
+    """Load every model in several ways; save it, in one file or in several; load what was saved."""
     settings: list[dict[str, Any]] = [
         {"stage": 3, "layout": "flat", "dtype": torch.bfloat16},
         {"stage": 3 if world_size == 2 else 1},
     ]
-    for name, path in paths.items():
+    for number, (name, path) in enumerate(paths.items()):
         for options in settings:
             model = from_pretrained(path, **options)
             plain = type(model).from_pretrained(
@@ -56,20 +56,20 @@ def compare_loaded(rank: int, world_size: int, paths: dict[str, Path]) -> None:
             )
             assert_same_model(model, plain)
             assert not model.training
-        for size in ("10KB", "1GB"):
-            out = path.parent / f"{name} on {world_size} {size}"
-            model.save_pretrained(out, max_shard_size=size)
-            assert (out / "model.safetensors").exists() == (size == "1GB")
-            again = type(model).from_pretrained(out)
-            assert_same_values(model, again)
-            assert_same_model(from_pretrained(out), again)
+        size = ("10KB", "1GB")[number % 2]
+        out = path.parent / f"{name} on {world_size} {size}"
+        model.save_pretrained(out, max_shard_size=size)
+        assert (out / "model.safetensors").exists() == (size == "1GB")
+        again = type(model).from_pretrained(out)
+        assert_same_values(model, again)
+        assert_same_model(from_pretrained(out), again)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_model_comes_from_files_and_goes_to_files_with_the_bits_of_a_plain_one(
     tmp_path: Path, world_size: int
 ) -> None:
-    names = ("gpt2", "vit", "bert", "mixtral") if world_size == 2 else ("llama", "mixtral", "t5")
+    names = ("gpt2", "vit", "bert") if world_size == 2 else ("llama", "mixtral", "t5")
     paths = {name: save_plain(name, tmp_path) for name in names}
     run_ranks(compare_loaded, world_size, paths)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.collectives import Comm, make_comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
-from shardwise.device import fork_rng_devices
+from shardwise.device import fork_rng_devices, seed_generators
 from shardwise.errors import ConfigError
 from shardwise.layout.memory import group_by_dtypes
 from shardwise.layout.placements import local_of
@@ -278,7 +278,7 @@ class Materializer:
     def _seeded(self, name: str) -> Iterator[None]:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=7).digest()
         with torch.random.fork_rng(fork_rng_devices(self._device)):
-            torch.manual_seed(int.from_bytes(digest))
+            seed_generators(self._device, int.from_bytes(digest))
             yield
 
     def _reset_of(self, module: nn.Module, name: str) -> Init:
