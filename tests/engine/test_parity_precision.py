@@ -1,7 +1,6 @@
 """Low precision against a plain loop that says by hand what is cast, and what is summed how."""
 
 import copy
-from functools import partial
 from itertools import pairwise
 from typing import Any
 

@@ -143,7 +143,7 @@ def forget_grads(parts: list[nn.Module]) -> None:
 
 
 def steps(
-    schedule: Any, mesh: DeviceMesh, num: int, stage: int, torchs_own: list[list[Tensor]]
+    schedule: Any, mesh: DeviceMesh, num: int, stage: int, of_torch: list[list[Tensor]]
 ) -> None:
     """Two steps: gradients of one process over the whole batch, and the bits of FSDP2's."""
     dp = mesh["dp"]
@@ -166,9 +166,7 @@ def steps(
         LOSS(reference(xs), ys).backward()
         expected = [p.grad for index in ours.indices for p in reference[index].parameters()]
         roundings = of_gradient(*(8, 11) * 2 * num, over=ROWS * dp.size())
-        for mine, torchs, wanted in zip(
-            ours.grads(), torchs_own[number], expected, strict=True
-        ):
+        for mine, torchs, wanted in zip(ours.grads(), of_torch[number], expected, strict=True):
             assert_rounded_alike(mine, wanted, roundings)
             if dp.size() < 3:
                 assert torch.equal(mine, torchs)
