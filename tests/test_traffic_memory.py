@@ -8,7 +8,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -132,8 +131,7 @@ def check_traffic(rank: int, world_size: int) -> None:
                 model = shard(Net(), stage=stage, layout=layout, prefetch_bytes=prefetch_bytes)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 num_params = len(list(model.parameters()))
-                for _ in range(2):
-                    one_step(model, optimizer)
+                one_step(model, optimizer)
                 for _ in range(2):
                     found = sent_in(model, lambda: one_step(model, optimizer))  # noqa: B023
                     sent, num = expected_traffic(stage, layout, world_size, rank, num_params)
@@ -145,11 +143,16 @@ def check_traffic(rank: int, world_size: int) -> None:
 
 
 def test_a_step_sends_the_bytes_of_the_formula_and_no_padding_in_so_many_collectives() -> None:
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         run_ranks(check_traffic, world_size)
 
 
-def model_bytes_per_rank(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+def model_bytes_per_rank(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Return the bytes that a step sends at each stage, and the model's."""
+    return [sent_at(stage, world_size) for stage in range(4)]
+
+
+def sent_at(stage: int, world_size: int) -> tuple[int, int]:
     model = shard(Even(), stage=stage, prefetch_bytes=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -181,8 +184,10 @@ def model_bytes(model: nn.Module) -> int:
 
 def test_with_even_shapes_a_rank_sends_two_or_three_models_times_n_minus_1_over_n() -> None:
     for world_size in (2, 3, 4):
-        for stage in (0, 1, 2, 3):
-            for sent, model in run_ranks(model_bytes_per_rank, world_size, stage):
+        for stage, by_rank in enumerate(
+            zip(*run_ranks(model_bytes_per_rank, world_size), strict=True)
+        ):
+            for sent, model in by_rank:
                 kept = model // 4 if stage == 3 else 0  # the last block stays for its backward
                 models = (3 if stage == 3 else 2) * model - kept
                 assert sent * world_size == models * (world_size - 1)
@@ -191,8 +196,8 @@ def test_with_even_shapes_a_rank_sends_two_or_three_models_times_n_minus_1_over_
 def check_hybrid(rank: int, world_size: int) -> None:
     """Two replicas of two shards: the shard axis as ever, and an all-reduce of the slices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for layout in ("rows", "flat"):
-        for stage in (0, 1, 2, 3):
+    for stages, layout in (((1, 3), "rows"), ((0, 2, 3), "flat")):
+        for stage in stages:
             model = shard(Net(), stage=stage, layout=layout, mesh=mesh)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             num_params = len(list(model.parameters()))
@@ -229,13 +234,15 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
 
 def check_persistent(rank: int, world_size: int) -> None:
     numel = sum(prod(s) for u in UNITS for s in u)
+    precisions = [("fp32", 4), ("bf16", 2)]
     for layout in ("rows", "flat"):
         for stage in (0, 1, 2, 3):
-            for precision, param_size in (("fp32", 4), ("bf16", 2)):
+            for precision, param_size in (
+                precisions if world_size > 1 else precisions[stage % 2 :][:1]
+            ):
                 model = shard(Net(), stage=stage, layout=layout, precision=precision)
-                optimizer = torch.optim.AdamW(model.parameters())
-                for _ in range(2):
-                    one_step(model, optimizer)
+                optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+                one_step(model, optimizer)
                 model(TOKENS).square().sum().backward()
                 params = list(model.parameters())
                 grads = [p.grad._local_tensor for p in params]  # type: ignore[union-attr]
@@ -329,10 +336,10 @@ def full_bytes(shapes: Shapes, layout: str, num_ranks: int) -> int:
 def check_peak(rank: int, world_size: int) -> None:
     for layout in ("rows", "flat"):
         root, block = (full_bytes(u, layout, world_size) for u in (ROOT, BLOCK))
-        for prefetch in (None, 0, block, 2 * block, 10**6):
+        for prefetch in (None, 0, 2 * block, 10**6):
             model = shard(Net(), stage=3, layout=layout, prefetch_bytes=prefetch)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(4):
+            for _ in range(3):
                 one_step(model, optimizer)
             peak = stats(model).param_full_peak_bytes
             budget = block if prefetch is None else prefetch
@@ -381,7 +388,7 @@ def num_calls_alive(model: nn.Module) -> int:
 def check_growth(rank: int, world_size: int, stage: int) -> None:
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     seen: list[tuple[int, int]] = []
     for step in range(1, 21):
         with accumulate(model, last=False):
@@ -470,10 +477,3 @@ def test_a_window_holds_partial_gradients_where_the_step_reduces_and_slices_wher
     None
 ):
     run_ranks(check_accumulation, 2)
-
-
-@pytest.mark.slow
-def test_with_many_units_stage_3_sends_three_models_less_one_unit() -> None:
-    for world_size in (2, 3):
-        for sent, model in run_ranks(model_bytes_per_rank, world_size, 3):
-            assert 2.7 * model < sent * world_size / (world_size - 1) < 3 * model
