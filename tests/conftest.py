@@ -29,7 +29,7 @@ settings.register_profile(
 settings.load_profile("shardwise")
 
 
-# Files that take long, for as few tests as they have; a worker that is left alone with one at the end would be late.
+# Files that take long; a worker that is left alone with one at the end would be late.
 FIRST = (
     "checkpoint/test_any_to_any.py",
     "checkpoint/test_crashes.py",

@@ -1,9 +1,6 @@
 """torch's own features on sharded models: compile, autocast, profiler, CUDA graphs, torch.func."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models import Block, Stack, stack_roundings
 from oracle import assert_same_bits
-from ranks import HANG_S, run_ranks
+from programs import run_program
+from ranks import run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
 from shardwise import gathered, shard, stats
 from shardwise.engine.api import engine_of
@@ -311,16 +309,13 @@ gc.collect()
 """
 
 
-def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process() -> None:
+def test_a_pass_that_is_cut_short_inside_a_profile_does_not_end_the_process(
+    tmp_path: Path,
+) -> None:
     """torch ends a span by writing into its profile, which may be gone by then."""
-    src = str(Path(__file__).parents[2] / "src")
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", CUT_SHORT],
-        env={**os.environ, "PYTHONPATH": src},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    program = tmp_path / "cut_short.py"
+    program.write_text(CUT_SHORT)
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
 
 
