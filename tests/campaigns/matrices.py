@@ -66,8 +66,9 @@ def test_every_draw_at_every_stage(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("name", streams.ON_ONE_AXIS)
-def test_every_scenario_of_the_order_of_streams_on_one_rank(name: str) -> None:
-    run_ranks(streams.check_scenario, 1, name, True)
+def test_every_scenario_of_the_order_of_streams_has_the_bits_of_a_plain_run(name: str) -> None:
+    for world_size in (1, 2):
+        run_ranks(streams.check_scenario, world_size, name, True)
 
 
 FAMILIES = (
