@@ -134,7 +134,9 @@ def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_end_to_end(tiny: Path) -> None:
-    code, out, err = finish(command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3))
+    code, out, err = finish(
+        command("train", tiny, "--ranks", 2, "--steps", 6, "--eval-every", 3, "--check-gradients")
+    )
     assert code == 0, err
     assert re.fullmatch(r"(step .* left\n)*step 6 of 6: loss .* tokens/s, took .*\n", err), err
     run = tiny.parent / "run"
@@ -145,6 +147,7 @@ def test_two_ranks_train_end_to_end(tiny: Path) -> None:
     assert all(line["state_bytes"] > 0 and line["sent_bytes"] > 0 for line in steps)
     assert steps[-1]["tokens"] == 6 * 2 * 2 * 32
     assert yaml.safe_load((run / "config.yaml").read_text())["global_batch"] == 4
+    assert "21 gradients are those of one process with the whole batch" in out
     assert "unigram entropy" in out and "plain data parallelism" in out
     picture = (run / "loss.svg").read_text()
     assert f"loss curve    {run / 'loss.svg'}" in out

@@ -96,8 +96,8 @@ class GradientReport:
             return "the gradient has elements that are not finite"
         if check.rest > self.tolerance:
             return (
-                f"{check.rest:.1%} of the gradient is no multiple of the right one: a rank's "
-                "batch is left out or counted twice, or a partial gradient was not summed"
+                "the gradient is no multiple of the right one: a rank's batch is left out or "
+                "counted twice, or a partial gradient was not summed"
             )
         larger = check.scale > 1
         factor = check.scale if larger else 1 / check.scale
@@ -249,7 +249,7 @@ def _take_weights(plain: nn.Module, composed: nn.Module) -> None:
     """Give one process the weights and buffers of the composed model; all ranks take part."""
     device = next((p.device for p in composed.parameters()), torch.device("cpu"))
     if any(p.is_meta for p in plain.parameters()):
-        plain.to_empty(device=device)
+        _to_empty(plain, device)
     plain.to(device)
     places = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     for name, tensor in (*composed.named_parameters(), *composed.named_buffers()):
@@ -261,6 +261,18 @@ def _take_weights(plain: nn.Module, composed: nn.Module) -> None:
                 f"{found}. compose= must keep names and shapes"
             )
         place.copy_(value)
+
+
+def _to_empty(plain: nn.Module, device: torch.device) -> None:
+    """Give a model on meta its memory; tied weights stay tied, which torch's call alone forgets."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in plain.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    plain.to_empty(device=device)
+    for first, *others in names.values():
+        for name in others:
+            path, _, attribute = name.rpartition(".")
+            setattr(plain.get_submodule(path), attribute, plain.get_parameter(first))
 
 
 def _compare(plain: nn.Module, composed: nn.Module) -> Iterator[GradientCheck]:

@@ -102,6 +102,11 @@ class TrainConfig(BaseModel):
     replicas: int = key(
         1, "Sharding", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
     )
+    check_gradients: bool = key(
+        False,
+        "Sharding",
+        "compare one pass with one process that has all windows, before step 1",
+    )
     units: tuple[str, ...] | None = key(
         None,
         "Sharding",

@@ -24,6 +24,7 @@ from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import generate
+from shardwise.train.gradients import check_run_gradients
 from shardwise.train.launch import RankPlace, StopRequest
 from shardwise.train.metrics import MetricsFile, ProgressBar
 from shardwise.train.picture import write_picture
@@ -74,11 +75,14 @@ def train(
 
     **Raises** ConfigError when the run cannot start, NonFiniteLossError when the loss is not a
     number, CheckpointError when a checkpoint could not be saved or loaded, ReplicaError or
-    ReplayError when bits differ that must not.
+    ReplayError when bits differ that must not, GradientError before the first step.
     """
     started_s = time.perf_counter()
     with join_ranks(place, config.threads) as device:
-        result = train_prepared(prepare_run(config, place, device), stop, say)
+        run = prepare_run(config, place, device)
+        if config.check_gradients:
+            say(str(check_run_gradients(run)))
+        result = train_prepared(run, stop, say)
     result.wall_s = time.perf_counter() - started_s
     return result
 

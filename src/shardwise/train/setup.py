@@ -114,17 +114,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model: nn.Module = Decoder(config, config.vocab or tokenizer.vocab)
-    model = shardwise.shard(
-        model,
-        stage=config.stage,
-        precision=config.precision,
-        layout=config.layout,
-        reduce_every=config.reduce_every,
-        mesh=_hybrid_mesh(config, place, device),
-        units=config.units,
-        prefetch_bytes=config.prefetch_bytes,
-        bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
-    )
+    model = shard_decoder(config, place, device, model)
     torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
     scaler = torch.amp.GradScaler(
         device.type,
@@ -136,6 +126,23 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     return Run(
         *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
         base_memory_bytes,
+    )
+
+
+def shard_decoder(
+    config: TrainConfig, place: RankPlace, device: torch.device, model: nn.Module
+) -> nn.Module:
+    """Shard a model as the keys of a run say."""
+    return shardwise.shard(
+        model,
+        stage=config.stage,
+        precision=config.precision,
+        layout=config.layout,
+        reduce_every=config.reduce_every,
+        mesh=hybrid_mesh(config, place, device),
+        units=config.units,
+        prefetch_bytes=config.prefetch_bytes,
+        bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
     )
 
 
@@ -158,7 +165,7 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         ) from None
 
 
-def _hybrid_mesh(config: TrainConfig, place: RankPlace, device: torch.device) -> DeviceMesh | None:
+def hybrid_mesh(config: TrainConfig, place: RankPlace, device: torch.device) -> DeviceMesh | None:
     """Return the mesh of replicas of shard groups, neighbours in a group; None without replicas."""
     if config.replicas == 1:
         return None

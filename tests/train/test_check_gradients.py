@@ -1,0 +1,58 @@
+"""`--check-gradients`: a run's gradients are those of one process, and the run is not touched."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise.train.gradients as gradients
+from ranks import run_ranks
+from resumes import prepared, write_text
+from shardwise.errors import GradientError
+
+SETTINGS: list[tuple[int, dict[str, Any]]] = [
+    (1, {"stage": 2, "precision": "fp16", "dropout": 0.1}),
+    (2, {"stage": 1, "precision": "bf16", "layout": "flat", "replicas": 2}),
+    (3, {"stage": 3, "activation_checkpointing": True, "tied_head": True}),
+]
+
+
+def is_content(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+    run = prepared(rank, world_size, flags)
+    before = torch.get_rng_state(), [p.to_local().clone() for p in run.model.parameters()]  # type: ignore[operator]
+    report = gradients.check_run_gradients(run)
+    assert not report.wrong
+    assert len(report.checks) == len(before[1])
+    assert torch.equal(torch.get_rng_state(), before[0])
+    for param, value in zip(run.model.parameters(), before[1], strict=True):
+        assert torch.equal(param.to_local(), value)  # type: ignore[operator]
+        assert param.grad is None
+
+
+@pytest.mark.parametrize("case", range(len(SETTINGS)))
+def test_gradients_of_runs_are_right_and_looking_at_them_changes_nothing(
+    tmp_path: Any, case: int
+) -> None:
+    world_size, flags = SETTINGS[case]
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run", **flags}
+    run_ranks(is_content, world_size, flags)
+
+
+def finds_a_wrong_scale(rank: int, world_size: int, flags: dict[str, Any]) -> None:
+    run = prepared(rank, world_size, flags)
+    shard_decoder: Any = gradients.shard_decoder
+
+    def summed(*arguments: Any) -> Any:
+        model = shard_decoder(*arguments)
+        model.set_gradient_divide_factor(1.0)
+        return model
+
+    gradients.shard_decoder = summed
+    with pytest.raises(GradientError, match="3 is data-parallel ranks: summed and not divided"):
+        gradients.check_run_gradients(run)
+    gradients.shard_decoder = shard_decoder
+
+
+def test_a_wrong_scale_ends_the_run(tmp_path: Any) -> None:
+    flags = {"data": write_text(tmp_path), "output": tmp_path / "run"}
+    run_ranks(finds_a_wrong_scale, 3, flags)
