@@ -67,7 +67,7 @@ def device_bytes(setup: Setup, memory: Memory) -> float:
     if setup.system.memory == "device" and setup.system.overhead.constant:
         return total
     if setup.system.memory == "allocated":
-        total *= 1 + FRAGMENTATION["caching"].expected
+        total *= 1 + FRAGMENTATION.expected
     groups = sum(setup.row.count(name, 1) > 1 for name in ("tp", "pp", "cp"))
     groups += setup.row.data_parallel > 1
     return total + CONTEXT_BYTES.expected + groups * COMMUNICATOR_BYTES.expected

@@ -293,7 +293,7 @@ def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters
             with torch.device("meta"):
                 decoder = Decoder(config.model_copy(update={"layers": 1}), config.vocab)
             shape = preset.shape
-            expected = shape.num_params - (shape.layers - 1) * shape.layer_params
+            expected = shape.num_params - (shape.layers - 1) * shape.layer_params()
             assert sum(p.numel() for p in decoder.parameters()) == expected
     assert {"demo", "llama-3-8b", "mistral-7b", "smollm-135m"} <= set(found)
     assert not {"gpt2", "qwen2.5-7b", "qwen3-8b", "gemma-7b", "mpt-7b"} & set(found)

@@ -53,6 +53,7 @@ _OTHERS = {
     "(ranks)": "which ranks have a part of the model",
     "(seed)": "the seed of the parameters",
     "(tensor)": "a whole tensor",
+    "(tokens)": "how many tokens each rank has",
 }
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
