@@ -53,6 +53,29 @@ def said_of(**arguments: Any) -> str:
     return str(caught.value)
 
 
+class Odd(nn.Module):
+    """Tied weights, names like those of wrappers, and a tensor of integers that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(WIDTH, WIDTH)
+        self.submodule = nn.Linear(WIDTH, WIDTH)
+        self.submodule.weight = self.module.weight
+        self.codes = nn.Parameter(torch.ones(WIDTH, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.submodule(torch.tanh(self.module(x))) * self.codes
+        return found
+
+
+def odd_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = Odd()
+    del model.codes
+    model.codes = 1  # type: ignore[assignment]
+    return model
+
+
 def right_ones_pass(rank: int, num_ranks: int) -> None:
     torch.manual_seed(rank)  # weights differ from call to call and rank to rank, which is no matter
     batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -60,6 +83,9 @@ def right_ones_pass(rank: int, num_ranks: int) -> None:
     assert not report.wrong
     assert len(report.checks) == 8
     shardwise.check_gradients(Net, (batch,), compose=lambda m: fully_shard(m))
+    assert len(shardwise.check_gradients(Odd, batch).checks) == 3
+    shardwise.check_gradients(Odd, batch, compose=nn.parallel.DistributedDataParallel)
+    assert len(shardwise.check_gradients(odd_on_meta, batch).checks) == 3
     shardwise.check_gradients(Net, batch, micro_batches=2)
     shardwise.check_gradients(
         Net, batch, compose=lambda m: shardwise.shard(m, stage=1, precision="bf16")
@@ -122,6 +148,16 @@ def wrong_ones_are_explained(rank: int, num_ranks: int) -> None:
     assert said.splitlines()[1:] == [
         "layers.1.up.bias: there is no gradient; in one process there is"
     ]
+
+    def times(factor: float) -> Any:
+        return lambda model, rows: (
+            model(rows).square().mean() * (factor if len(rows) < ROWS else 1.0)
+        )
+
+    said = said_of(batch=batch, loss=times(0.0))
+    assert "up.bias (2 parameters): the gradient is zero; in one process it is not" in said
+    said = said_of(batch=batch, loss=times(-2.0))
+    assert "the gradient is -2 times the right one: its sign is wrong" in said
 
     def not_a_number(model: nn.Module, rows: Tensor) -> Tensor:
         poison = float("nan") if len(rows) < ROWS and rank == 0 else 1.0

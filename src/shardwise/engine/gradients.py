@@ -32,13 +32,13 @@ from shardwise.engine.api import find_engine, shard
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
 
-_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MAX_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """One parameter: ``scale`` and ``rest`` are |s| and |r| / |g| of Note [How ... compared].
+    """One parameter: ``scale`` and ``rest`` are s and |r| / |g| of Note [How ... compared].
 
     ``missing`` says on which side there is no gradient: "composed" or "one process".
     """
@@ -99,6 +99,10 @@ class GradientReport:
                 "the gradient is no multiple of the right one: a rank's batch is left out or "
                 "counted twice, or a partial gradient was not summed"
             )
+        if not check.scale:
+            return "the gradient is zero; in one process it is not"
+        if check.scale < 0:
+            return f"the gradient is {check.scale:.4g} times the right one: its sign is wrong"
         larger = check.scale > 1
         factor = check.scale if larger else 1 / check.scale
         said = f"the gradient is {factor:.4g} times too {'large' if larger else 'small'}"
@@ -234,9 +238,8 @@ def _default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def _plain_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """Leave wrappers out, on both sides: a model may have a module of such a name itself."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,7 +254,8 @@ def _take_weights(plain: nn.Module, composed: nn.Module) -> None:
     if any(p.is_meta for p in plain.parameters()):
         _to_empty(plain, device)
     plain.to(device)
-    places = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    named = (*plain.named_parameters(), *plain.named_buffers())
+    places = {_plain_name(name): tensor for name, tensor in named}
     for name, tensor in (*composed.named_parameters(), *composed.named_buffers()):
         value, place = _full(tensor), places.get(_plain_name(name))
         if place is None or place.shape != value.shape:
@@ -276,7 +280,7 @@ def _to_empty(plain: nn.Module, device: torch.device) -> None:
 
 
 def _compare(plain: nn.Module, composed: nn.Module) -> Iterator[GradientCheck]:
-    theirs = dict(plain.named_parameters())
+    theirs = {_plain_name(name): param for name, param in plain.named_parameters()}
     for wrapped, param in composed.named_parameters():
         name = _plain_name(wrapped)
         wanted, grad = theirs[name].grad, param.grad
@@ -300,7 +304,7 @@ def _compare(plain: nn.Module, composed: nn.Module) -> Iterator[GradientCheck]:
 
 def _tolerance(composed: nn.Module) -> float:
     """See Note [How gradients are compared]."""
-    dtypes = {p.dtype for p in composed.parameters()}
+    dtypes = {p.dtype for p in composed.parameters() if p.is_floating_point() or p.is_complex()}
     engine = find_engine(composed)
     for unit in () if engine is None else engine.units:
         dtypes |= {d for d in (unit.precision.param, unit.precision.reduce) if d is not None}
