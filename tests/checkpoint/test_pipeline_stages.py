@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import shardwise
 from models import Block
@@ -127,6 +132,50 @@ def test_stages_make_one_checkpoint_that_any_other_model_loads(
 ) -> None:
     run_ranks(stages_are_saved_as_one, num_ranks, tmp_path, by)
     one_process_reads(tmp_path)
+
+
+def stages_train_beside_a_save(rank: int, num_ranks: int, folder: Path) -> None:
+    axes = shardwise.Axes(pp=2)
+    model = stage_of(axes, [0, 2], "shard")
+    optimizer = trained(model)
+    x = torch.ones(2, 8)
+    with shardwise.Checkpoints(folder / "run", model, optimizer) as checkpoints:
+        checkpoints.save(1)
+        if rank == 1:  # a stage's pass begins when the stage before has ended its own
+            torch.distributed.recv(x, 0)
+        y = model(x)
+        if rank == 0:
+            torch.distributed.send(y.detach(), 1)
+        y.square().mean().backward()
+        checkpoints.check()
+
+
+def test_no_stage_waits_for_others_inside_its_pass_while_a_save_is_in_flight(
+    tmp_path: Path,
+) -> None:
+    run_ranks(stages_train_beside_a_save, 2, tmp_path)
+
+
+def one_stage_alone_is_tensor_parallel(rank: int, num_ranks: int, folder: Path) -> None:
+    axes = shardwise.Axes(pp=2, tp=2)
+    place = axes["pp"].get_local_rank()
+    model: Any = Net(range(2 * place, 2 * place + 2))
+    for block in model.layers.values() if place == 1 else ():
+        linears = [name for name, each in block.named_modules() if isinstance(each, nn.Linear)]
+        parallelize_module(
+            block, axes["tp"], {linears[0]: ColwiseParallel(), linears[-1]: RowwiseParallel()}
+        )
+    model = shardwise.shard(model, mesh=axes)
+    assert engine_of(model).everyone.members == list(range(num_ranks))
+    shardwise.save(folder / "mixed", model)
+
+
+def test_all_ranks_are_found_where_one_stage_alone_is_tensor_parallel(tmp_path: Path) -> None:
+    run_ranks(one_stage_alone_is_tensor_parallel, 4, tmp_path)
+    whole = Whole([0, 2])
+    shardwise.load(tmp_path / "mixed", whole)
+    wanted = dict(Net().named_parameters())
+    assert all(torch.equal(param, wanted[name]) for name, param in whole.named_parameters())
 
 
 def a_flipped_bit_is_named(rank: int, num_ranks: int) -> None:

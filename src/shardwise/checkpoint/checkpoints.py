@@ -46,7 +46,8 @@ class Checkpoints:
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     Ranks learn at slightly different moments how a save ended. One that raised at once would leave
     the others in a collective that it never joins. So while a save is in flight, every forward pass
-    that trains exchanges a byte, and all ranks raise in the same pass.
+    that trains exchanges a byte, and all ranks raise in the same pass. Not so stages of a pipeline:
+    one would wait inside its pass for another that waits for what this pass is to send.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Checkpoints:
         except BaseException:
             self._leave_folder()
             raise
-        self._end_checks = self._engine.conditions.before_each_pass(self.check)
+        self._end_checks = self._engine.conditions.before_each_pass(self._check_in_pass)
 
     def _enter_folder(self) -> None:
         if self._control.rank == 0:
@@ -127,8 +128,9 @@ class Checkpoints:
         """Copy the state and write it behind the training that follows; ``wait`` until it is done.
 
         One save is in flight: a second one waits for it first (``waited_s``). A failure in the
-        background is raised by the next forward pass or call here, on every rank at once, see Note
-        [News from the background]; no checkpoint of that step is left then.
+        background is raised by the next forward pass or call here (of a pipeline: the next call),
+        on every rank at once, see Note [News from the background]; no checkpoint of that step is
+        left then.
 
         **Cost** one copy of this rank's state into memory that is held (`reserve`).
 
@@ -203,6 +205,12 @@ class Checkpoints:
     def check_when_asked(self) -> None:
         """Let the engine call `check` no more: whoever trains does."""
         self._end_checks()
+
+    def _check_in_pass(self) -> None:
+        if self._engine.comm.axes.stages is None:
+            self.check()
+        else:
+            self._warn_of_unread()
 
     def check(self) -> None:
         """Raise what went wrong in the background, on every rank; the engine calls it in each pass.

@@ -106,7 +106,8 @@ class Engine:
     def _all_ranks(self) -> list[int] | None:
         """All ranks that hold a part of the model, where they are more than the mesh has.
 
-        A rank knows those along its own axes, and hears of theirs. **Cost** a collective for each.
+        A rank knows those along its own axes, and hears of theirs; twice, as another stage may have
+        tensor parallelism where this one has none. **Cost** a collective for each.
         """
         cuts = [p.cut for unit in self.units for p in unit.params if p.cut is not None]
         axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
@@ -117,7 +118,7 @@ class Engine:
             return None
         known = torch.zeros(dist.get_world_size(), dtype=torch.uint8, device=self.comm.device)
         known[own] = 1
-        for axis in axes.values():
+        for axis in (*axes.values(), *axes.values()):
             known = self.comm.max(known, axis, _RANKS)
         found: list[int] = known.nonzero().flatten().tolist()
         return None if len(found) == own.numel() else found
