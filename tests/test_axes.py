@@ -139,6 +139,10 @@ def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
     for others in grads[1:]:
         for a, b in zip(grads[0], others, strict=True):
             assert torch.equal(a, b)
+    swapped = init_device_mesh(
+        "cpu", (copies, num_ranks // copies), mesh_dim_names=("cp", "dp_shard")
+    )
+    assert shardwise.describe(shardwise.shard(model(), mesh=swapped)).num_shards == num_ranks
     with pytest.raises(ConfigError, match="name none to shard over"):
         shardwise.shard(model(), mesh=plain["tp"])
     with pytest.raises(ConfigError, match=f"is not the {num_ranks} ranks"):

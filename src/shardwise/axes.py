@@ -173,7 +173,7 @@ def data_of(mesh: DeviceMesh) -> DeviceMesh:
     Copies on one rank are no axis: they would cost a collective.
     """
     names = mesh.mesh_dim_names or ()
-    sharding = tuple(name for name in _SHARDING if name in names)
+    sharding = tuple(name for name in names if name in _SHARDING)
     copies = "dp_replicate" in names and mesh["dp_replicate"].size() > 1
     if not sharding:
         raise ConfigError(
