@@ -181,6 +181,12 @@ def clip_reports(rank: int, world_size: int) -> list[Any]:
         for stage in (0, 3) if layout == "rows" else (3,):
             models = pair(layout, stage)
             sharded = models[1]
+            give_grads(models, 3)
+            counts = [
+                float(nn.utils.get_total_norm([p.grad for p in m.parameters()], 0.0))
+                for m in models
+            ]
+            assert counts[0] == counts[1] > 0, f"{layout}, stage {stage}, norm 0"
             for norm_type, foreach in WAYS_TO_CLIP:
                 give_grads(models, 3)
                 label = f"{layout}, stage {stage}, norm {norm_type}, foreach {foreach}"

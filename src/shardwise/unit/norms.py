@@ -92,6 +92,8 @@ class LazyNorm(torch.Tensor):
     def total(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the norm of the norms; each kind is put together before it is completed."""
         flat = self._partial.reshape(-1)
+        if self._kinds[0].order == 0:  # how many are not 0, which no rank's part alone tells
+            return torch.linalg.vector_norm(self.resolve().reshape(-1), *args, **kwargs)
         found = [
             kind.combine(torch.linalg.vector_norm(flat[places], *args, **kwargs))
             for kind, places in self._by_kind()
