@@ -133,6 +133,30 @@ def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path
     run_ranks(trains_as_one_process_does, num_ranks, CELLS[num_ranks], tmp_path)
 
 
+def tied_weights_stay_tied(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(tp=2)
+
+    def tied() -> Any:
+        config = transformers.Qwen3Config(**SHAPE, head_dim=4, tie_word_embeddings=True)
+        return transformers.Qwen3ForCausalLM(config)
+
+    ids = torch.randint(VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    model = parallelize(tied(), axes)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with pytest.raises(ConfigError, match=r"is a DTensor already; call parallelize\(\) once"):
+        parallelize(model, axes)
+    shardwise.check_gradients(
+        tied,
+        {"input_ids": ids, "labels": ids},
+        axes,
+        compose=lambda model: shardwise.shard(parallelize(model, axes), mesh=axes),
+    )
+
+
+def test_tied_embeddings_stay_tied_and_nothing_is_cut_twice() -> None:
+    run_ranks(tied_weights_stay_tied, 2)
+
+
 def test_what_has_no_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear has no plan"):
         parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))  # type: ignore[arg-type]

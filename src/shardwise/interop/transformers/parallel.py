@@ -28,7 +28,8 @@ def parallelize(model: PreTrainedModel, axes: Axes) -> PreTrainedModel:
 
     By the model's own ``tp_plan`` and ``ep_plan``, with transformers' own layers. Call it before
     `shardwise.shard`, to which ``experts=`` names the experts where ``ep`` is not 1. Ranks of one
-    tensor-parallel group get the same batch. Axes of one rank change nothing.
+    tensor-parallel group get the same batch. Axes of one rank change nothing. Weights that several
+    modules have (tied embeddings) stay whole on every rank.
 
     **State** parameters become DTensors, in place; modules get another ``forward``.
 
@@ -40,19 +41,35 @@ def parallelize(model: PreTrainedModel, axes: Axes) -> PreTrainedModel:
         )
     if axes.tp == 1 and axes.ep == 1:
         return model
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"model: parameter '{name}' is a DTensor already; call parallelize() once, on a "
+                "model that is whole, before it is sharded"
+            )
     try:
         config = DistributedConfig(tp_size=axes.tp, ep_size=axes.ep, fsdp_size=axes.data.size())
         tp_plan, ep_plan, _ = model._resolve_parallel_plans(config)
     except ValueError as error:
         raise ConfigError(f"model: {type(model).__name__} over {axes}: {error}") from error
     summed = [name for name, style in tp_plan.items() if style == _SUMMED]
-    others = {name: style for name, style in tp_plan.items() if style != _SUMMED}
+    apart = {*summed, *_tied(model)}
+    others = {name: style for name, style in tp_plan.items() if name not in apart}
     if axes.tp > 1:
         _install(_SummedGrads(), model, axes["tp"], summed)
         apply_tensor_parallelism(model, axes["tp"], others)
     if axes.ep > 1:
         apply_expert_parallelism(model, axes["ep"], axes["tp"], ep_plan)
     return model
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Return the names of parameters that several modules have, and of these modules."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        places.setdefault(param, []).append(name)
+    names = {name for names in places.values() if len(names) > 1 for name in names}
+    return names | {name.rpartition(".")[0] for name in names}
 
 
 def _install(
