@@ -145,6 +145,12 @@ def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
     assert shardwise.describe(shardwise.shard(model(), mesh=swapped)).num_shards == num_ranks
     with pytest.raises(ConfigError, match="name none to shard over"):
         shardwise.shard(model(), mesh=plain["tp"])
+    for axes in (Axes(dp_replicate=copies), Axes(ep=num_ranks)):
+        with pytest.raises(ConfigError, match="experts: 'no' is the name of no parameter"):
+            shardwise.shard(model(), mesh=axes, experts="no")
+    if num_ranks > 1:  # nothing has spread it: each rank would train one of its own
+        with pytest.raises(ConfigError, match=r"experts: '2.weight' is no DTensor on axes\['ep'\]"):
+            shardwise.shard(model(), mesh=Axes(ep=num_ranks), experts="2")
     with pytest.raises(ConfigError, match=f"is not the {num_ranks} ranks"):
         shardwise.shard(model(), mesh=Axes(dp_shard=5))
 

@@ -161,4 +161,4 @@ def test_what_has_no_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear has no plan"):
         parallelize(nn.Linear(2, 2), shardwise.Axes(tp=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="which ranks share an expert"):
-        shardwise.layout.placements.with_experts(None, "*.experts", None)  # type: ignore[attr-defined]
+        shardwise.layout.placements.with_experts((), None, "*.experts", None)  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ def shard(
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
-        specs = place_params(specs, with_experts(placements, experts, mesh), axes, config.layout)
+        specs = place_params(specs, with_experts(specs, placements, experts, mesh), axes, layout)
         adoption = Adoption(optimizer, specs)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)

@@ -19,11 +19,16 @@ Placements = Mapping[str, Placement] | Callable[[str, nn.Parameter], Placement |
 
 
 def with_experts(
-    placements: Placements | None, experts: str | Sequence[str], mesh: object
+    specs: Sequence[UnitSpec],
+    placements: Placements | None,
+    experts: str | Sequence[str],
+    mesh: object,
 ) -> Placements | None:
     """Place what ``experts`` names on the expert mesh of `Axes`, before other placements.
 
     Where ``ep`` is 1 an expert is a module like any other.
+
+    **Raises** ConfigError for a name that fits nothing, and for experts that are not spread.
     """
     if not experts:
         return placements
@@ -34,6 +39,21 @@ def with_experts(
     if placements is not None and not isinstance(placements, Mapping):
         raise ConfigError("experts: placements is a function; let it return axes.experts for them")
     names = [experts] if isinstance(experts, str) else list(experts)
+    params = [param for spec in specs for param in spec.params]
+    for name in names:
+        found = [param for param in params if _fits(name, param)]
+        if not found:
+            raise ConfigError(
+                f"experts: '{name}' is the name of no parameter and of no module that has some; "
+                f"the model has '{params[0].name}' and others"
+            )
+        plain = next((param for param in found if not isinstance(param.param, DTensor)), None)
+        if mesh.ep > 1 and plain is not None:
+            raise ConfigError(
+                f"experts: '{plain.name}' is no DTensor on axes['ep'], so each of the {mesh.ep} "
+                "ranks there would train one of its own: spread it first, for a model of "
+                "transformers by parallelize(model, axes)"
+            )
     if mesh.ep == 1:
         return placements
     return {**dict.fromkeys(names, mesh.experts), **(placements or {})}
