@@ -234,10 +234,10 @@ def test_every_cited_note_exists() -> None:
     titles = {
         match
         for text in texts.values()
-        for match in re.findall(r"^Note \[([^\]]+)\]$", text, re.MULTILINE)
+        for match in re.findall(r"^ *Note \[([^\]]+)\]$", text, re.MULTILINE)
     }
     for name, text in texts.items():
-        for cited in re.findall(r"[Ss]ee Note \[([^\]]+)\]", text):
+        for cited in re.findall(r"[Ss]ee Note\s+\[([^\]]+)\]", text):
             wanted = cited.removesuffix(" ...")
             assert any(title.startswith(wanted) for title in titles), f"{name}: Note [{cited}]"
 
