@@ -202,3 +202,42 @@ def test_powers_products_and_plain_numbers_are_told_apart() -> None:
     assert finding(1 / 15) == "w: the gradient is 15 times too small: 15 is dp_shard x tp"
     assert finding(1.1) == "w: the gradient is 1.1 times too large"
     assert "allowed: 1.0e-03" in str(GradientReport((GradientCheck("w"),), 1e-3, degrees))
+
+
+class Attention(nn.Module):
+    """The gradient of the key's bias is zero but for rounding: softmax takes no notice of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(len(x), -1, WIDTH)
+        scores = self.query(rows) @ self.key(rows).transpose(1, 2)
+        return torch.softmax(scores, dim=-1) @ rows
+
+
+def said_of_attention(batch: Tensor, loss: Any) -> str:
+    with pytest.raises(GradientError) as caught:
+        shardwise.check_gradients(Attention, batch, loss=loss)
+    return str(caught.value)
+
+
+def noise_is_no_matter(rank: int, num_ranks: int) -> None:
+    batch = torch.randn(ROWS, 4 * WIDTH, generator=torch.Generator().manual_seed(1))
+    report = shardwise.check_gradients(Attention, batch)
+    (bias,) = (check for check in report.checks if check.name == "key.bias")
+    assert bias.is_rounding
+
+    def halves(model: nn.Module, rows: Tensor) -> Tensor:
+        found: Tensor = model(rows).square().mean()
+        return found * (2 if len(rows) < ROWS else 1)
+
+    assert "key.weight: the gradient is 2 times too large" in said_of_attention(batch, halves)
+    rows = {"local_batch": lambda whole: whole[: 3 if rank else 4], "micro_batches": 2}
+    with pytest.raises(ConfigError, match=r"another rank cannot cut|\(3, 48\) has no rows"):
+        shardwise.check_gradients(Attention, batch, **rows)  # type: ignore[arg-type]
+
+
+def test_what_is_rounding_alone_is_no_alarm_and_ranks_refuse_together() -> None:
+    run_ranks(noise_is_no_matter, 3)

@@ -31,7 +31,7 @@ def clip_grad_norm_(
     parameters may lie on any meshes, and be DTensors, ShardTensors or plain tensors, which are
     taken to be alike on all ranks. Return the norm before, a plain tensor, the same on all ranks.
     ``foreach`` is torch's, and changes nothing here. Of a model on `Axes` with a pipeline it is the
-    norm over all stages; the ranks of all of them call it.
+    norm over all stages; ranks of all call it, each with parameters of its stage, frozen or not.
 
     **Cost** one collective of a number over each axis of each mesh that parameters are cut over.
     Every rank must pass the same parameters; one that has no gradient of a parameter adds nothing.
