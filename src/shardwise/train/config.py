@@ -102,11 +102,6 @@ class TrainConfig(BaseModel):
     replicas: int = key(
         1, "Sharding", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
     )
-    check_gradients: bool = key(
-        False,
-        "Sharding",
-        "compare one pass with one process that has all windows, before step 1",
-    )
     units: tuple[str, ...] | None = key(
         None,
         "Sharding",
@@ -177,6 +172,11 @@ class TrainConfig(BaseModel):
     )
     save_in_background: bool = key(
         True, "Checkpoints", "write checkpoints behind the steps that follow"
+    )
+    check_gradients: bool = key(
+        False,
+        "Checkpoints",
+        "compare one pass with one process that has all windows, before step 1",
     )
     check_replicas_every: int = key(
         0, "Checkpoints", "steps between comparisons of what ranks hold alike; 0: never", ge=0
