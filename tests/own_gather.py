@@ -8,19 +8,24 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 
+def wrapper_of(cls: type, like: Tensor) -> Any:
+    """Return a tensor of a class, without memory, of the shape and dtype of another."""
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=like.device,
+    )
+
+
 class HalfSent(Tensor):
     """Values in fp32 that are gathered in bf16; it has no ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls, values: Tensor) -> "HalfSent":
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            values.shape,
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            device=values.device,
-        )
+        return wrapper_of(cls, values)
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
@@ -61,14 +66,7 @@ class Sum(Tensor):
 
     @staticmethod
     def __new__(cls, wide: Tensor, shift: Tensor) -> "Sum":
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            wide.shape,
-            strides=wide.stride(),
-            storage_offset=wide.storage_offset(),
-            dtype=wide.dtype,
-            device=wide.device,
-        )
+        return wrapper_of(cls, wide)
 
     def __init__(self, wide: Tensor, shift: Tensor) -> None:
         self.wide, self.shift = wide, shift

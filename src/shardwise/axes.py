@@ -145,7 +145,6 @@ class Axes:
         if name == "loss":
             return joined(self.mesh, ("dp_replicate", *_SHARDING), "loss")
         region = joined(self.mesh, (*_SHARDING, "tp"), "dp_shard_cp_tp")
-        self.over(self.mesh.size())._check_experts()
         pair = region._unflatten(0, (region.size() // self.ep, self.ep), ("efsdp", "ep"))
         self._views.update(efsdp=pair["efsdp"], ep=pair["ep"])
         return self._views[name]

@@ -129,6 +129,23 @@ class Nested(Dropped):
         return self.heads[task](self.norm(x))
 
 
+def run_steps(model: nn.Module, random: torch.Generator, num: int) -> None:
+    """Take steps of two micro-batches, look at the loss after each, and once run no layer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(num):
+        for last in (False, True):
+            with accumulate(model, last=last):
+                loss_of(model, draw_batch(random)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, draw_batch(random))
+        if step == 1:  # nothing but what always runs
+            x, _, task, targets = draw_batch(random)
+            skipped = [False] * Dropped.num_layers
+            loss_of(model, (x, skipped, task, targets)).backward()
+
+
 def events_of_ranks(rank, world_size, checkpoints):
     """Train a few steps in each setting; return what was sent, in order."""
     found = []
@@ -139,19 +156,7 @@ def events_of_ranks(rank, world_size, checkpoints):
             Nested(checkpoints), stage=stage, units=[Inner, nn.Linear], optional=[Inner, nn.Linear]
         )
         events = events_of(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(4):
-            for last in (False, True):
-                with accumulate(model, last=last):
-                    loss_of(model, draw_batch(random)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                loss_of(model, draw_batch(random))
-            if step == 1:  # nothing but what always runs
-                x, _, task, targets = draw_batch(random)
-                skipped = [False] * Dropped.num_layers
-                loss_of(model, (x, skipped, task, targets)).backward()
+        run_steps(model, random, 4)
         found.append([(kind, unit) for kind, unit, _ in events])
     return found
 
@@ -235,18 +240,7 @@ def events_on_meshes(rank, world_size, checkpoints, waits):
     events = []
     for number, comm in enumerate(engine_of(model).comms):
         comm.traffic.events = _Numbered(events, number)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(5):
-        for last in (False, True):
-            with accumulate(model, last=last):
-                loss_of(model, draw_batch(random)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(model, draw_batch(random))
-        if step == 1:
-            x, _, task, targets = draw_batch(random)
-            loss_of(model, (x, [False] * Dropped.num_layers, task, targets)).backward()
+    run_steps(model, random, 5)
     return events
 
 

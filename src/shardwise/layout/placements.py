@@ -41,12 +41,7 @@ def with_experts(
     names = [experts] if isinstance(experts, str) else list(experts)
     params = [param for spec in specs for param in spec.params]
     for name in names:
-        found = [param for param in params if _fits(name, param)]
-        if not found:
-            raise ConfigError(
-                f"experts: '{name}' is the name of no parameter and of no module that has some; "
-                f"the model has '{params[0].name}' and others"
-            )
+        found = _named("experts", name, params)
         plain = next((param for param in found if not isinstance(param.param, DTensor)), None)
         if mesh.ep > 1 and plain is not None:
             raise ConfigError(
@@ -115,11 +110,7 @@ def _chooser(
     for pattern in rules:
         if not isinstance(pattern, str):
             raise ConfigError(f"placements: {pattern!r} is no name of a parameter or a module")
-        if not any(_fits(pattern, param) for param in params):
-            raise ConfigError(
-                f"placements: '{pattern}' is the name of no parameter and of no module that has "
-                f"some; the model has '{params[0].name}' and others"
-            )
+        _named("placements", pattern, params)
     return lambda param: next((p for name, p in rules.items() if _fits(name, param)), None)
 
 
@@ -134,6 +125,17 @@ def _answer(
             f"placements: the function raised {type(error).__name__} for '{param.name}': {error}. "
             "It is called with a parameter's name and the parameter"
         ) from error
+
+
+def _named(setting: str, pattern: str, params: Sequence[ParamSpec]) -> list[ParamSpec]:
+    """Return the parameters that a pattern names. **Raises** ConfigError where there is none."""
+    found = [param for param in params if _fits(pattern, param)]
+    if not found:
+        raise ConfigError(
+            f"{setting}: '{pattern}' is the name of no parameter and of no module that has some; "
+            f"the model has '{params[0].name}' and others"
+        )
+    return found
 
 
 def _fits(pattern: str, param: ParamSpec) -> bool:

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from shardwise.device import fork_rng_devices
 from shardwise.engine.gradients import GradientReport, check_gradients
-from shardwise.train.decoder import Decoder
-from shardwise.train.setup import Run, hybrid_mesh, shard_decoder
+from shardwise.train.setup import Run, hybrid_mesh, make_decoder, shard_decoder
 from shardwise.train.windows import rank_indices, read_windows
 
 
@@ -33,18 +32,13 @@ def check_run_gradients(run: Run) -> GradientReport:
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
     ids, targets = read_windows(run.stream, windows, config.seq)
 
-    def make() -> nn.Module:
-        torch.manual_seed(config.seed)
-        with torch.device("meta"):
-            return Decoder(config, config.vocab or run.tokenizer.vocab)
-
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, wanted = batch
         return F.cross_entropy(model(inputs).float().transpose(1, 2), wanted)
 
     with torch.random.fork_rng(fork_rng_devices(run.device)):
         return check_gradients(
-            make,
+            lambda: make_decoder(config, run.tokenizer),
             (ids.to(run.device), targets.to(run.device)),
             hybrid_mesh(config, run.place, run.device),
             compose=lambda model: shard_decoder(config, run.place, run.device, model),

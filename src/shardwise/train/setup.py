@@ -111,10 +111,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     stream = open_stream(config.output)
     sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
     base_memory_bytes = reset_peak_memory(device)
-    torch.manual_seed(config.seed)
-    with torch.device("meta"):
-        model: nn.Module = Decoder(config, config.vocab or tokenizer.vocab)
-    model = shard_decoder(config, place, device, model)
+    model = shard_decoder(config, place, device, make_decoder(config, tokenizer))
     torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
     scaler = torch.amp.GradScaler(
         device.type,
@@ -127,6 +124,13 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
         *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
         base_memory_bytes,
     )
+
+
+def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
+    """Make the model of a run on meta. **State** torch's generator begins with the run's seed."""
+    torch.manual_seed(config.seed)
+    with torch.device("meta"):
+        return Decoder(config, config.vocab or tokenizer.vocab)
 
 
 def shard_decoder(
