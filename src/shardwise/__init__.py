@@ -19,6 +19,7 @@ Reading order, which is also the import order (a file imports only from what sta
     comm/                     collectives on flat tensors
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
+    parallel/                 parts of sequences, experts: models over other axes
     plan/                     before the run: bytes, time, search, simulation
     bench/                    what this machine does, measured
     checkpoint/               state on disk: written, committed, found, checked, read

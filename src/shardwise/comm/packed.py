@@ -63,7 +63,7 @@ class Packed:
         if not items:
             return Pending(meeting_of(collective, axis), ())
         is_gloo = "gloo" in axis.backend
-        if is_gloo and transfer is None and _GATHER is _gather_function() and not _is_traced():
+        if is_gloo and transfer is None and _GATHER is gather_function() and not _is_traced():
             return point_to_point.start_all_gather(items, axis, collective, traffic)
         as_bytes = len({item.full.dtype for item in items}) > 1
         sources = [_flat(item.source, as_bytes) for item in items]
@@ -163,18 +163,18 @@ def _all_gather(
 ) -> Any:
     if transfer is not None:
         return transfer(output_tensor=output, input_tensor=packed, group=group, async_op=True)
-    return _gather_function()(output, packed, group=group, async_op=True)
+    return gather_function()(output, packed, group=group, async_op=True)
 
 
-def _gather_function() -> Callable[..., Any]:
-    # Torch renamed it in 2.13; the old name warns there, and 2.11 has no other.
+def gather_function() -> Callable[..., Any]:
+    """Return torch's all-gather into one tensor; the old name warns in 2.13, 2.11 has no other."""
     found: Callable[..., Any] = (
         getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     )
     return found
 
 
-_GATHER = _gather_function()  # another one at run time is somebody's who counts
+_GATHER = gather_function()  # another one at run time is somebody's who counts
 
 
 def _is_traced() -> bool:

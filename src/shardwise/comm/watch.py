@@ -46,12 +46,14 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
 # What small collectives are of, by the name in the place of a unit's.
 _OTHERS = {
+    "(experts)": "tokens and their experts",
     "(gathered)": "what gathered() writes back",
     "(generator)": "a random generator's state",
     "(norm)": "a norm",
     "(number)": "the model's number",
     "(ranks)": "which ranks have a part of the model",
     "(seed)": "the seed of the parameters",
+    "(sequence)": "parts of sequences",
     "(tensor)": "a whole tensor",
     "(tokens)": "how many tokens each rank has",
 }

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
+from shardwise.comm.exchange import Exchange
 from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
@@ -276,7 +277,10 @@ def stats(model: nn.Module) -> Stats:
     in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
     partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
-    traffics = {id(t): t for t in (engine.comm.traffic, *(u.comm.traffic for u in engine.units))}
+    here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
+    found = (module.__dict__.get("exchange") for module in model.modules())
+    here += [each.traffic for each in found if isinstance(each, Exchange)]
+    traffics = {id(each): each for each in here}
     sent_bytes: Counter[str] = Counter()
     num_collectives: Counter[str] = Counter()
     for traffic in traffics.values():

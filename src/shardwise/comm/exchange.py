@@ -1,0 +1,107 @@
+"""Collectives on activations, which autograd goes through: parts of sequences, experts' tokens."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.packed import gather_function
+from shardwise.comm.pending import CollectiveId, meeting_of, meets
+from shardwise.mesh import Axis
+from shardwise.trace import Traffic
+
+
+class Exchange:
+    """What the ranks of one axis hand each other in forward, and what comes back in backward.
+
+    A module keeps it as its attribute ``exchange``, so that `stats()` counts its `traffic`.
+    ``name`` tells errors what is exchanged, in parentheses as the watch lists it.
+    """
+
+    def __init__(self, axis: Axis, name: str) -> None:
+        self.axis = axis
+        self.name = name
+        self.traffic = Traffic()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return one of the same ranks for a copy of the module, with counts of its own."""
+        return type(self)(self.axis, self.name)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts, which have one shape, stacked in rank order.
+
+        **Cost** sends numel x (ranks - 1); its gradient, summed in rank order in fp32, as much.
+        """
+        if self.axis.size == 1:
+            return part[None]
+        gathered: Tensor = _Gather.apply(part, self)
+        return gathered
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send ``sent[r]`` rows to each rank r, in this order; return what all sent to this one.
+
+        **Cost** sends all rows but this rank's own; the gradient goes the way back.
+        """
+        if self.axis.size == 1:
+            return rows
+        arrived: Tensor = _AllToAll.apply(rows, self, sent, received)
+        return arrived
+
+    def _gather(self, part: Tensor) -> Tensor:
+        gathered = part.new_empty(self.axis.size, *part.shape)
+        self._count("all_gather", part.nbytes * (self.axis.size - 1))
+        with meets(meeting_of(CollectiveId("all-gather", self.name, 0), self.axis)):
+            gather_function()(gathered.view(-1), part.contiguous().view(-1), group=self.axis.group)
+        return gathered
+
+    def _swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        row_bytes = rows.element_size() * rows.shape[1:].numel()
+        self._count("all_to_all", row_bytes * (sum(sent) - sent[self.axis.rank]))
+        with meets(meeting_of(CollectiveId("all-to-all", self.name, 0), self.axis)):
+            dist.all_to_all_single(
+                arrived, rows.contiguous(), list(received), list(sent), self.axis.group
+            )
+        return arrived
+
+    def _count(self, kind: str, num_bytes: int) -> None:
+        self.traffic.add(f"{self.axis.name}.{kind}", self.name, num_bytes)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather; backward sums what all ranks say of this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._gather(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ones = [1] * len(grad)
+        arrived = ctx.exchange._swap(grad, ones, ones)
+        return arrived.sum(0, dtype=_sum_dtype(grad.dtype)).to(grad.dtype), None
+
+
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of rows; backward sends the gradients of the rows back to where they came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, exchange: Exchange, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.exchange, ctx.sent, ctx.received = exchange, sent, received
+        return exchange._swap(rows, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange._swap(grad, ctx.received, ctx.sent), None, None, None
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,1 @@
+"""Models over other axes than the data: parts of sequences, experts."""

@@ -1,0 +1,63 @@
+"""Collectives on activations: what arrives, what their gradients are, and what is counted."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from shardwise.comm.exchange import Exchange
+from shardwise.mesh import Axis
+
+
+def world(rank: int, num_ranks: int) -> Axis:
+    assert dist.group.WORLD is not None
+    return Axis("cp", dist.group.WORLD, rank, num_ranks, "gloo")
+
+
+def gathers_and_sums_gradients(rank: int, num_ranks: int) -> None:
+    exchange = Exchange(world(rank, num_ranks), "(sequence)")
+    for dtype in (torch.float32, torch.bfloat16):
+        parts = torch.randn(num_ranks, 2, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+        mine = parts[rank].clone().requires_grad_()
+        gathered = exchange.all_gather(mine)
+        assert torch.equal(gathered, parts)
+        weights = torch.randn(
+            num_ranks, *parts.shape, generator=torch.Generator().manual_seed(2)
+        ).to(dtype)
+        gathered.backward(weights[rank])
+        assert mine.grad is not None
+        wanted = weights[:, rank].float().sum(0).to(dtype)  # in rank order, rounded once
+        assert torch.equal(mine.grad, wanted)
+    sent = sum(2 * 3 * size for size in (4, 2)) * (num_ranks - 1)
+    calls = 2 if num_ranks > 1 else 0
+    assert exchange.traffic.sent_bytes["cp.all_gather"] == sent
+    assert exchange.traffic.sent_bytes["cp.all_to_all"] == sent
+    assert exchange.traffic.num_collectives["cp.all_gather"] == calls
+    assert copy.deepcopy(exchange).traffic.sent_bytes.total() == 0
+
+
+def rows_go_there_and_back(rank: int, num_ranks: int) -> None:
+    exchange = Exchange(world(rank, num_ranks), "(experts)")
+    counts = [[(3 * r + 2 * s) % 4 for s in range(num_ranks)] for r in range(num_ranks)]
+    counts[-1] = [0] * num_ranks if num_ranks > 1 else counts[-1]  # who has nothing to send
+    sent, received = counts[rank], [row[rank] for row in counts]
+    rows = (torch.arange(sum(sent) * 2.0).reshape(-1, 2) + 100 * rank).requires_grad_()
+    arrived = exchange.all_to_all(rows, sent, received)
+    wanted = []
+    for source in range(num_ranks):
+        theirs = torch.arange(sum(counts[source]) * 2.0).reshape(-1, 2) + 100 * source
+        wanted.append(theirs.split(counts[source])[rank])
+    assert torch.equal(arrived, torch.cat(wanted))
+    arrived.backward(arrived.detach() + 1)
+    assert rows.grad is not None and torch.equal(rows.grad, rows.detach() + 1)
+    away = sum(sent) - sent[rank]
+    back = sum(received) - received[rank]
+    assert exchange.traffic.sent_bytes.total() == (away + back) * 8
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_what_ranks_exchange_arrives_and_gradients_go_the_way_back(num_ranks: int) -> None:
+    run_ranks(gathers_and_sums_gradients, num_ranks)
+    run_ranks(rows_go_there_and_back, num_ranks)
