@@ -52,12 +52,14 @@ if TYPE_CHECKING:
     from shardwise.engine.uneven import join as join
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
+    from shardwise.parallel.context import ContextParallel as ContextParallel
     from shardwise.unit.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardwise.unit.tensor import ShardTensor as ShardTensor
 
 _HOMES = {
     "Axes": "shardwise.axes",
     "Checkpoints": "shardwise.checkpoint.checkpoints",
+    "ContextParallel": "shardwise.parallel.context",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",

@@ -38,14 +38,14 @@ def test_attention_equals_a_loop_over_heads(kv_heads: int) -> None:
     layer = Attention(llama_shape(1, 32, 4, kv_heads, 96, 11), out_std=0.02)
     for weight in layer.parameters():
         nn.init.normal_(weight, std=0.3)
-    x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(9, 8, torch.device("cpu"))
+    x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(torch.arange(9), 8)
     expected = naive_attention(layer, x, cos, sin)
     assert_rounded_alike(layer(x, cos, sin), expected, of_gradient(32, 8, 9, 32, over=0))
 
 
 def test_rotary_turns_complex_numbers() -> None:
     x = torch.randn(3, 7, 8)
-    cos, sin = rotary_tables(7, 8, torch.device("cpu"))
+    cos, sin = rotary_tables(torch.arange(7), 8)
     angles = torch.outer(torch.arange(7.0), 10_000.0 ** -(torch.arange(0, 8, 2) / 8))
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat([turned.real, turned.imag], dim=-1)
@@ -54,14 +54,14 @@ def test_rotary_turns_complex_numbers() -> None:
 
 
 def test_rotary_scores_depend_on_distance_only() -> None:
-    cos, sin = rotary_tables(12, 8, torch.device("cpu"))
+    cos, sin = rotary_tables(torch.arange(12), 8)
     query, key = (torch.randn(8).expand(12, 8) for _ in range(2))
     scores = apply_rotary(query, cos, sin) @ apply_rotary(key, cos, sin).T
     assert_rounded_alike(scores[5, 2], scores[9, 6], 12 + 8, scale=scores.abs().max().item())
 
 
 def test_rotary_keeps_the_dtype() -> None:
-    cos, sin = rotary_tables(3, 4, torch.device("cpu"))
+    cos, sin = rotary_tables(torch.arange(3), 4)
     assert apply_rotary(torch.randn(3, 4, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
 
 
@@ -184,7 +184,7 @@ def test_a_block_drops_probabilities_and_both_updates(
 def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up() -> None:
     block = Decoder(dropping(layers=1, dropout=0.5), vocab=11).blocks[0]
     nn.init.zeros_(block.attention.out.weight)  # leaves the feed-forward's update alone
-    x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(9, 8, torch.device("cpu"))
+    x, (cos, sin) = torch.randn(2, 9, 32), rotary_tables(torch.arange(9), 8)
     update = block.eval()(x, cos, sin) - x
     dropped = block.train()(x, cos, sin) - x
     kept = dropped != 0
@@ -197,7 +197,7 @@ def test_an_update_that_is_dropped_leaves_the_stream_and_the_rest_is_scaled_up()
 def test_the_mean_over_many_passes_with_dropout_is_the_pass_without() -> None:
     torch.manual_seed(0)
     layer = Attention(llama_shape(1, 32, 4, 2, 96, 11), out_std=0.3, dropout=0.5)
-    x, (cos, sin) = torch.randn(1, 6, 32), rotary_tables(6, 8, torch.device("cpu"))
+    x, (cos, sin) = torch.randn(1, 6, 32), rotary_tables(torch.arange(6), 8)
     with torch.no_grad():
         passes = torch.cat([layer(x, cos, sin) for _ in range(2000)])
         expected = layer.eval()(x, cos, sin)

@@ -17,7 +17,7 @@ from shardwise.trace import Traffic
 class Exchange:
     """What the ranks of one axis hand each other in forward, and what comes back in backward.
 
-    A module keeps it as its attribute ``exchange``, so that `stats()` counts its `traffic`.
+    A module keeps it as an attribute, so that `stats()` counts its `traffic`.
     ``name`` tells errors what is exchanged, in parentheses as the watch lists it.
     """
 

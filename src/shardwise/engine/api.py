@@ -278,8 +278,8 @@ def stats(model: nn.Module) -> Stats:
     partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
     here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
-    found = (module.__dict__.get("exchange") for module in model.modules())
-    here += [each.traffic for each in found if isinstance(each, Exchange)]
+    attributes = (each for module in model.modules() for each in vars(module).values())
+    here += [each.traffic for each in attributes if isinstance(each, Exchange)]
     traffics = {id(each): each for each in here}
     sent_bytes: Counter[str] = Counter()
     num_collectives: Counter[str] = Counter()

@@ -47,11 +47,10 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=_INIT_STD)
 
 
-def rotary_tables(num_positions: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, both fp32 [T, E / 2], of position times frequency."""
-    steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    positions = torch.arange(num_positions, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, _ROTARY_BASE**-steps)
+def rotary_tables(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, both fp32 [T, E / 2], of positions [T] times frequency."""
+    steps = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = torch.outer(positions.float(), _ROTARY_BASE**-steps)
     return angles.cos(), angles.sin()
 
 
@@ -88,10 +87,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
         """Attend: [B, T, D] -> [B, T, D]; ``rotary`` are cosines and sines, or nothing."""
-        batch, length, _ = x.shape
-        query = self.query(x).view(batch, length, self.heads, -1)
-        key = self.key(x).view(batch, length, self.kv_heads, -1)
-        value = self.value(x).view(batch, length, self.kv_heads, -1).transpose(1, 2)
+        of_heads = (-1, self.head_dim)  # as many heads as this rank has
+        query = self.query(x).unflatten(-1, of_heads)
+        key = self.key(x).unflatten(-1, of_heads)
+        value = self.value(x).unflatten(-1, of_heads).transpose(1, 2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)
@@ -103,7 +102,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.heads != self.kv_heads,
         )
-        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
 
 
@@ -172,18 +171,23 @@ class PlainDecoder(nn.Module):
         if shape.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Return logits [B, T, V], or with targets their mean cross-entropy, fp32, in nats.
 
-        **Shapes** ids and targets int64 [B, T].
+        **Shapes** ids and targets int64 [B, T]; ``positions`` int64 [T] or [1, T], 0 to T - 1
+        where they are not given.
         """
         x = self.embedding(ids)
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+            x = x + self.positions(positions)
         x = F.dropout(x, self.dropout, self.training)
         rotary: tuple[Tensor, ...] = ()
         if self.rotary:
-            rotary = rotary_tables(ids.shape[1], self.head_dim, x.device)
+            rotary = rotary_tables(positions.flatten(), self.head_dim)
         for block in self.blocks:
             if self.checkpointed and torch.is_grad_enabled():
                 x = checkpoint(block, x, *rotary, use_reentrant=False)

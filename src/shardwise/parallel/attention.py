@@ -1,0 +1,222 @@
+"""Attention over a sequence of which each rank has a part: what is exchanged, and what computed.
+
+Note [Gather or heads]
+``gather``: each rank receives the keys and values of all ranks, and computes its own queries. It
+sends ``2 x kv_heads`` vectors per token to each other rank, and holds those of the whole sequence.
+``heads`` (DeepSpeed-Ulysses, arXiv:2309.14509): each rank receives the whole sequence for its share
+of the heads, and sends the results back. It sends each of ``2 x heads + 2 x kv_heads`` vectors per
+token to one rank, so fewer bytes from some N on; N must divide the heads.
+
+B rows, T tokens of the whole sequence, t of this rank, H heads, K key/value heads, E of a head.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from shardwise.comm.exchange import Exchange
+from shardwise.errors import ConfigError
+from shardwise.parallel.sequences import SequenceCut
+
+Method = Literal["gather", "heads"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def over(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Tensor:
+        """Compute another query, key and value with the same options, by torch's kernels."""
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout_p,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
+
+
+def attend(call: AttentionCall, cut: SequenceCut, exchange: Exchange, method: Method) -> Tensor:
+    """Return this rank's part of attention over the whole sequence.
+
+    **Shapes** query [B, H, t, E], key and value [B, K, t, E] -> [B, H, t, E]. ``attn_mask``, where
+    there is one, is of the whole sequence: [..., T or 1, T].
+
+    **Cost** see Note [Gather or heads]; the gradient exchanges as much.
+
+    **Raises** ConfigError for heads that N does not divide, or a mask of another shape.
+    """
+    _check_mask(call, cut)
+    if exchange.axis.size == 1:
+        return _of_spans(call, cut, 0, call.query, call.key, call.value)
+    return _METHODS[method](call, cut, exchange)
+
+
+def _by_gather(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tensor:
+    rank, key_dim = exchange.axis.rank, call.key.shape[-1]
+    pairs = torch.cat([call.key, call.value], dim=-1).permute(2, 0, 1, 3)  # [t, B, K, E + E]
+    most = max(map(cut.num_tokens, range(cut.num_ranks)))
+    gathered = exchange.all_gather(F.pad(pairs, (0, 0) * 3 + (0, most - len(pairs))))
+    whole = _in_sequence(gathered.flatten(0, 1), cut, most).permute(1, 2, 0, 3)
+    key, value = whole.split([key_dim, whole.shape[-1] - key_dim], dim=-1)
+    return _of_spans(call, cut, rank, call.query, key, value)
+
+
+def _by_heads(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tensor:
+    num_ranks, rank = exchange.axis.size, exchange.axis.rank
+    key, value = _repeated(call, num_ranks)
+    heads, here = call.query.shape[1], call.query.shape[2]
+    parts = [_by_rank(x, num_ranks) for x in (call.query, key, value)]
+    mine, all_of = [here] * num_ranks, [cut.num_tokens(r) for r in range(num_ranks)]
+    rows = exchange.all_to_all(torch.cat(parts, dim=-1).flatten(0, 1), mine, all_of)
+    whole = _in_sequence(rows, cut)  # [T, B, channels of this rank's heads]
+    query, key, value = (
+        x.unflatten(-1, (-1, of.shape[-1])).permute(1, 2, 0, 3)
+        for x, of in zip(
+            whole.split([p.shape[-1] for p in parts], dim=-1),
+            (call.query, key, value),
+            strict=True,
+        )
+    )
+    mask = call.attn_mask
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
+        mask = mask.chunk(num_ranks, dim=-3)[rank]
+    alone = SequenceCut(cut.documents, 1)
+    mixed = _of_spans(replace(call, attn_mask=mask), alone, 0, query, key, value)
+    rows = _by_ranks_of(mixed.permute(2, 0, 1, 3).flatten(2), cut)
+    back = exchange.all_to_all(rows, all_of, mine)
+    back = back.view(num_ranks, here, len(call.query), heads // num_ranks, value.shape[-1])
+    return back.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+
+_METHODS: dict[str, Callable[[AttentionCall, SequenceCut, Exchange], Tensor]] = {
+    "gather": _by_gather,
+    "heads": _by_heads,
+}
+
+
+def _of_spans(
+    call: AttentionCall, cut: SequenceCut, rank: int, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Attend from a rank's queries to keys and values of the whole sequence.
+
+    No mask is made where a kernel can do without: a span sees its document up to its own end, so
+    its triangle is the lower right one.
+    """
+    spans = cut.spans[rank]
+    if not spans:  # no token, but a part in the exchanges of the backward pass all the same
+        return query[..., :1] * key.sum() + value.narrow(-2, 0, 0)[:, :1]
+    if call.attn_mask is not None or not (call.is_causal or len(cut.documents) > 1):
+        mask = call.attn_mask
+        if mask is not None and mask.shape[-2] != 1 and cut.num_ranks > 1:
+            mask = mask.index_select(-2, torch.tensor(cut.tokens(rank), device=mask.device))
+        return call.over(query, key, value, mask)
+    starts = {span.document for span in spans}
+    keys = _documents(key, cut, starts)
+    values = _documents(value, cut, starts)
+    mixed = []
+    queries = query.split([span.hi - span.lo for span in spans], dim=-2)
+    for part, span in zip(queries, spans, strict=True):
+        key, value = keys[span.document], values[span.document]
+        if not call.is_causal:
+            mixed.append(call.over(part, key, value))
+            continue
+        seen = span.hi - span.document
+        triangle: Any = causal_lower_right(part.shape[-2], seen)
+        key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
+        mixed.append(call.over(part, key, value, triangle))
+    return torch.cat(mixed, dim=-2)
+
+
+def _documents(x: Tensor, cut: SequenceCut, starts: set[int]) -> dict[int, Tensor]:
+    parts, start = {}, 0
+    for part in x.split(list(cut.documents), dim=-2):
+        if start in starts:
+            parts[start] = part
+        start += part.shape[-2]
+    return parts
+
+
+def _in_sequence(rows: Tensor, cut: SequenceCut, each: int | None = None) -> Tensor:
+    """Return the rows of all ranks, which lie rank after rank, in the order of the sequence.
+
+    With ``each``, every rank has so many, the last of which are empty. Splits and one copy, and so
+    is the gradient: an index would add up, a slice would fill all others with zeros.
+    """
+    lengths, places = [], []
+    for rank in range(cut.num_ranks):
+        for span in cut.spans[rank]:
+            lengths.append(span.hi - span.lo)
+            places.append(span.lo)
+        left = 0 if each is None else each - cut.num_tokens(rank)
+        if left:
+            lengths.append(left)
+            places.append(-1)
+    parts = rows.split(lengths)
+    order = sorted((place, i) for i, place in enumerate(places) if place >= 0)
+    return torch.cat([parts[i] for _, i in order])
+
+
+def _by_ranks_of(rows: Tensor, cut: SequenceCut) -> Tensor:
+    """Return rows that lie in the order of the sequence, rank after rank."""
+    spans = [span for mine in cut.spans for span in mine]
+    places = sorted(range(len(spans)), key=lambda i: spans[i].lo)
+    parts = rows.split([spans[i].hi - spans[i].lo for i in places])
+    by_span = dict(zip(places, parts, strict=True))
+    return torch.cat([by_span[i] for i in range(len(spans))])
+
+
+def _by_rank(x: Tensor, num_ranks: int) -> Tensor:
+    """Return [B, H, t, E] as [N, t, B, H / N x E]."""
+    return x.unflatten(1, (num_ranks, -1)).permute(1, 3, 0, 2, 4).flatten(3)
+
+
+def _repeated(call: AttentionCall, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values with as many heads as N divides, each repeated as often as it must."""
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    if heads % num_ranks:
+        raise ConfigError(
+            f"context parallelism by heads: cp={num_ranks} does not divide the {heads} heads that "
+            "a rank has; choose a cp that does, or method='gather'"
+        )
+    times = next(
+        n
+        for n in range(1, heads // kv_heads + 1)
+        if not (heads // kv_heads) % n and not (kv_heads * n) % num_ranks
+    )
+    if times == 1:
+        return call.key, call.value
+    return call.key.repeat_interleave(times, dim=1), call.value.repeat_interleave(times, dim=1)
+
+
+def _check_mask(call: AttentionCall, cut: SequenceCut) -> None:
+    if call.attn_mask is None:
+        return
+    if len(cut.documents) > 1:
+        raise ConfigError(
+            "attention: there is a mask beside documents=; leave one out (a mask as well says what "
+            "sees what)"
+        )
+    shape: Sequence[int] = call.attn_mask.shape
+    if shape[-1] != cut.length or shape[-2] not in (1, cut.length):
+        raise ConfigError(
+            f"attention: the mask has the shape {list(shape)}, but a mask of a sequence that is "
+            f"cut speaks of all its tokens: [..., {cut.length}, {cut.length}]. Leave it out where "
+            "attention is causal (is_causal=True)"
+        )

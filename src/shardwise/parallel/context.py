@@ -1,0 +1,137 @@
+"""Context parallelism: each rank computes a part of every sequence.
+
+Note [Attention is found where it is called]
+All of a decoder but attention sees one token at a time. While a sequence is cut, the name
+`torch.nn.functional.scaled_dot_product_attention` stands for a function of ours: calls whose
+queries and keys are this rank's part are computed over the whole sequence, in whatever module they
+are made. It is put back at the end. torch's own `context_parallel` does the same; a mode of torch
+(`TorchFunctionMode`) would change nothing that others see, but is not active in
+`Tensor.backward()`, where checkpointed blocks are computed again. A block in which no such call was
+seen raises: else a rank would attend to its own part only, and train on without a word.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, get_args
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.axes import Axes
+from shardwise.comm.exchange import Exchange
+from shardwise.engine.api import find_engine
+from shardwise.errors import ConfigError
+from shardwise.mesh import axis_of
+from shardwise.parallel.attention import AttentionCall, Method, attend
+from shardwise.parallel.sequences import SequenceCut, cut_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
+
+_ATTENTION = "scaled_dot_product_attention"
+_TORCHS = F.scaled_dot_product_attention
+
+
+class ContextParallel:
+    """A model whose sequences are cut over ``axes["cp"]``; `stats()` counts what attention sends.
+
+    ``method`` is "gather" or "heads", see Note [Gather or heads] in parallel/attention.py.
+
+    **Raises** ConfigError for another method, or a mesh without an axis "cp".
+    """
+
+    def __init__(
+        self, model: nn.Module, axes: Axes | DeviceMesh, method: Method = "gather"
+    ) -> None:
+        if method not in get_args(Method):
+            raise ConfigError(
+                f"method={method!r}: expected one of {', '.join(map(repr, get_args(Method)))}"
+            )
+        if isinstance(axes, DeviceMesh) and "cp" not in (axes.mesh_dim_names or ()):
+            raise ConfigError(f"mesh: its axes {axes.mesh_dim_names} name no 'cp'")
+        self.model, self.method = model, method
+        axis = axis_of(axes["cp"], 0, "cp")
+        self._function = torch.compiler.disable(self._over_parts)  # one, as compiled code guards it
+        # A module's attribute, and not the context's, so that stats() finds it.
+        self.exchange = model.__dict__.setdefault("context_exchange", Exchange(axis, "(sequence)"))
+
+    @contextmanager
+    def cut(
+        self, *tensors: Tensor, dim: int = 1, documents: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Give this rank's parts of tensors, and the positions of their tokens, for one step.
+
+        ``tensors`` are the same on all ranks of the axis, and whole: token ids, labels that are
+        shifted already, whatever has T tokens along ``dim``. The last one given is int64 [1, t]:
+        each token's place in its document, for position embeddings. ``documents``: lengths of
+        documents that are packed into the sequence, in order, none of which sees another. Forward
+        and backward both belong inside; outside the model computes whole sequences. Take
+        `mean_loss` for the loss, as ranks may have different numbers of tokens.
+
+        **Cost** none but the copies where the axis has one rank and there are no documents.
+
+        **Raises** ConfigError where lengths differ, where the model's gradients are not summed over
+        the axis, and at the end where no attention was computed.
+        """
+        cut = self._cut_of(tensors, dim, documents)
+        self._check_sums()
+        rank = self.exchange.axis.rank
+        device = tensors[0].device
+        places = torch.tensor(cut.tokens(rank), dtype=torch.int64, device=device)
+        starts = [span.document for span in cut.spans[rank] for _ in range(span.lo, span.hi)]
+        positions = (places - torch.tensor(starts, dtype=torch.int64, device=device))[None]
+        if cut.num_ranks == 1:
+            parts = tensors
+        else:
+            parts = tuple(each.index_select(dim, places) for each in tensors)
+        if cut.num_ranks == 1 and len(cut.documents) == 1:
+            yield (*parts, positions)
+            return
+        self._current, self._seen = cut, False
+        with mock.patch.object(F, _ATTENTION, self._function):
+            yield (*parts, positions)
+        if not self._seen and len(places):
+            raise ConfigError(
+                f"cut(): no attention over parts of {len(places)} tokens was computed inside, so "
+                "what was computed saw this rank's part only. Call the model inside; attention "
+                "must be torch.nn.functional.scaled_dot_product_attention"
+            )
+
+    def _over_parts(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the place of torch's function, which is in its own while it is computed."""
+        call = AttentionCall(*args, **kwargs)
+        here = self._current.num_tokens(self.exchange.axis.rank)
+        with mock.patch.object(F, _ATTENTION, _TORCHS):
+            if {call.query.shape[-2], call.key.shape[-2]} != {here}:
+                return _TORCHS(*args, **kwargs)  # an image, a whole sequence that is looked at
+            self._seen = True
+            return attend(call, self._current, self.exchange, self.method)
+
+    def _cut_of(
+        self, tensors: Sequence[Tensor], dim: int, documents: Sequence[int] | None
+    ) -> SequenceCut:
+        if not tensors:
+            raise ConfigError("cut(): give it the tensors that have a sequence, such as token ids")
+        lengths = [each.shape[dim] for each in tensors]
+        if len(set(lengths)) > 1:
+            raise ConfigError(
+                f"cut(): along dim {dim} the tensors have {lengths} tokens, not one number"
+            )
+        return cut_of(lengths[0], self.exchange.axis.size, documents)
+
+    def _check_sums(self) -> None:
+        engine = find_engine(self.model)
+        if engine is None:
+            return
+        peers = dist.get_process_group_ranks(self.exchange.axis.group)
+        if not set(peers) <= set(engine.comm.axes.mesh.mesh.flatten().tolist()):
+            raise ConfigError(
+                f"model: its gradients are not summed over the axis 'cp' (ranks {peers}), whose "
+                "ranks see different tokens; shard it over the same axes: shard(model, mesh=axes)"
+            )

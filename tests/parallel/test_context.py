@@ -1,0 +1,314 @@
+"""A sequence that is cut over ranks has the gradients of one process that has it whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from ranks import run_ranks
+from roundings import assert_all_rounded_alike, assert_rounded_alike, of_gradient
+from shardwise.errors import ConfigError
+from shardwise.interop.fsdp2 import fully_shard
+from shardwise.parallel.attention import AttentionCall, attend
+from shardwise.parallel.sequences import SequenceCut, cut_of
+from shardwise.plan.model.decoder import PlainDecoder
+from shardwise.plan.model.shapes import DecoderShape
+
+VOCAB, DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, ROWS = 23, 12, 2, 6, 3, 4, 16, 4
+IGNORED = -100
+SHAPE = DecoderShape(LAYERS, DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB)
+
+
+def of_one_document(mask: Tensor, documents: Sequence[int]) -> Tensor:
+    """Return where a query and a key are of one document."""
+    marks = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+    return mask & (marks[:, None] == marks[None])
+
+
+# -- which tokens lie where
+
+
+@given(documents=st.lists(st.integers(1, 40), min_size=1, max_size=8), num_ranks=st.integers(1, 9))
+def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(
+    documents: list[int], num_ranks: int
+) -> None:
+    cut = SequenceCut(tuple(documents), num_ranks)
+    tokens = [cut.tokens(rank) for rank in range(num_ranks)]
+    assert sorted(token for mine in tokens for token in mine) == list(range(sum(documents)))
+    counts = [cut.num_tokens(rank) for rank in range(num_ranks)]
+    assert counts == [len(mine) for mine in tokens]
+    assert max(counts) - min(counts) <= 1
+    starts = [sum(documents[:i]) for i in range(len(documents))]
+    for spans in cut.spans:
+        for span in spans:
+            inside = [lo for lo, n in zip(starts, documents, strict=True) if lo <= span.lo < lo + n]
+            assert inside == [span.document] and span.lo < span.hi
+            assert span.hi <= span.document + documents[starts.index(span.document)]
+
+
+@given(chunk=st.integers(1, 20), num_ranks=st.integers(1, 8))
+def test_ranks_have_as_many_pairs_of_a_query_and_a_key(chunk: int, num_ranks: int) -> None:
+    cut = cut_of(2 * num_ranks * chunk, num_ranks)
+    assert len({cut.num_products(rank) for rank in range(num_ranks)}) == 1
+    assert sum(map(cut.num_products, range(num_ranks))) == cut.length * (cut.length + 1) // 2
+
+
+def test_documents_that_are_not_the_sequence_are_refused() -> None:
+    with pytest.raises(ConfigError, match="their lengths sum to 7, but the sequence has 8 tokens"):
+        cut_of(8, 2, [3, 4])
+    with pytest.raises(ConfigError, match="expected their lengths, each at least 1"):
+        cut_of(8, 2, [8, 0])
+
+
+# -- attention
+
+
+def attention_is_that_of_the_whole_sequence(rank: int, num_ranks: int) -> None:
+    context = shardwise.ContextParallel(nn.Linear(1, 1), shardwise.Axes(cp=num_ranks))
+    for length, documents in ((24, None), (25, None), (24, (3, 1, 12, 8)), (2, None)):
+        for causal in (True, False):
+            for masked in (False, True) if documents is None else (False,):
+                check_attention(context, rank, length, documents, causal and not masked, masked)
+
+
+def check_attention(
+    context: shardwise.ContextParallel,
+    rank: int,
+    length: int,
+    documents: tuple[int, ...] | None,
+    causal: bool,
+    masked: bool,
+) -> None:
+    cut = cut_of(length, context.exchange.axis.size, documents)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(2, heads, length, 4) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    for x in whole[:3]:
+        x.requires_grad_()
+    sees = torch.ones(length, length, dtype=torch.bool)
+    sees = of_one_document(sees.tril() if causal else sees, documents or (length,))
+    bias = torch.randn(1, HEADS, length, length, generator=generator, dtype=torch.float64)
+    plain = F.scaled_dot_product_attention(
+        *whole[:3], attn_mask=bias if masked else sees, scale=0.3, enable_gqa=True
+    )
+    plain.backward(whole[3])
+    places = torch.tensor(cut.tokens(rank), dtype=torch.int64)
+    methods = ("gather", "heads") if HEADS % cut.num_ranks == 0 else ("gather",)
+    for method in methods:
+        parts = [x.detach().index_select(2, places).requires_grad_() for x in whole[:3]]
+        mask = bias if masked else None
+        call = AttentionCall(*parts, attn_mask=mask, is_causal=causal, scale=0.3, enable_gqa=True)
+        mixed = attend(call, cut, context.exchange, method)
+        roundings = 8 * length
+        wanted = plain.index_select(2, places)
+        scale = plain.abs().max().item()
+        assert_rounded_alike(mixed, wanted, roundings, method, scale=scale)
+        mixed.backward(whole[3].index_select(2, places))
+        for part, x in zip(parts, whole[:3], strict=True):
+            assert x.grad is not None
+            wanted, scale = x.grad.index_select(2, places), x.grad.abs().max().item()
+            assert part.grad is not None
+            assert_rounded_alike(part.grad, wanted, roundings, method, scale=scale)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_attention_over_parts_is_that_of_the_whole_sequence(num_ranks: int) -> None:
+    run_ranks(attention_is_that_of_the_whole_sequence, num_ranks)
+
+
+# -- models
+
+
+def make(checkpointed: bool = False) -> PlainDecoder:
+    torch.manual_seed(1)
+    return PlainDecoder(SHAPE, checkpointed)
+
+
+def loss_of(model: nn.Module, ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+    logits = model(ids, positions=positions)
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def whole_loss(model: nn.Module, ids: Tensor, labels: Tensor, documents: Sequence[int]) -> Tensor:
+    """Return the mean of one process, which has each document as a sequence of its own."""
+    total = torch.zeros(())
+    for part, wanted in zip(
+        ids.split(list(documents), 1), labels.split(list(documents), 1), strict=True
+    ):
+        total = total + loss_of(model, part, wanted, torch.arange(part.shape[1]))
+    return total / (labels != IGNORED).sum()
+
+
+def a_cut_step_is_that_of_one_process(
+    rank: int, num_ranks: int, cases: Sequence[tuple[Any, ...]]
+) -> None:
+    for axes, method, stage, documents, checkpointed in cases:
+        length = sum(documents)
+        generator = torch.Generator().manual_seed(7)
+        ids = torch.randint(VOCAB, (ROWS, length), generator=generator)
+        labels = torch.randint(VOCAB, (ROWS, length), generator=generator)
+        labels[:, : length // 3] = IGNORED  # ranks have different numbers of tokens
+        labels[0] = IGNORED
+        plain = make()
+        wanted = whole_loss(plain, ids, labels, documents)
+        wanted.backward()
+        model: Any = make(checkpointed)
+        if stage is None:
+            for block in model.blocks:
+                fully_shard(block, mesh=axes)
+            model = fully_shard(model, mesh=axes)
+        else:
+            model = shardwise.shard(model, mesh=axes, stage=stage)
+        context = shardwise.ContextParallel(model, axes, method=method)
+        group = axes.data.size() // axes.cp
+        each = ROWS // group
+        row = axes["dp_replicate"].get_local_rank() * axes["dp_shard"].size()
+        row = (row + axes["dp_shard"].get_local_rank()) * each
+        mine = slice(row, row + each)
+        packed = None if len(documents) == 1 else documents
+        with context.cut(ids[mine], labels[mine], documents=packed) as (part, labelled, positions):
+            total = loss_of(model, part, labelled, positions)
+            loss = shardwise.mean_loss(model, total, (labelled != IGNORED).sum())
+            loss.backward()
+        # Three sums over rows of 12 or 16 in each half block, softmax over the length, the head.
+        roundings = of_gradient(*[DIM, length, DIM, FFN] * LAYERS, DIM, over=length * ROWS)
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        theirs = {name: p.grad for name, p in plain.named_parameters()}
+        assert_all_rounded_alike(grads, theirs, roundings)
+        shown = torch.tensor([loss.item()])
+        torch.distributed.all_reduce(shown)
+        shown = shown / num_ranks
+        assert_rounded_alike(shown, wanted.detach().reshape(1), roundings, "loss")
+        check_bytes(context, method, documents, each, checkpointed)
+
+
+def check_bytes(
+    context: shardwise.ContextParallel,
+    method: str,
+    documents: Sequence[int],
+    rows: int,
+    checkpointed: bool,
+) -> None:
+    """Compare what `stats` counts with what the method says that a rank sends."""
+    ranks, rank = context.exchange.axis.size, context.exchange.axis.rank
+    cut = cut_of(sum(documents), ranks, documents)
+    counts = [cut.num_tokens(r) for r in range(ranks)]
+    here, others = counts[rank], sum(counts) - counts[rank]
+    vector = 4 * HEAD_DIM * rows * LAYERS
+    passes = 2 if checkpointed else 1  # forward, and again in the backward pass
+    if ranks == 1:
+        wanted = {}
+    elif method == "gather":
+        most = max(counts)  # shorter parts are filled up
+        sent = 2 * KV_HEADS * most * (ranks - 1) * vector
+        wanted = {"cp.all_gather": passes * sent, "cp.all_to_all": sent}
+    else:
+        kv_heads = KV_HEADS if KV_HEADS % ranks == 0 else HEADS
+        inputs, outputs = (HEADS + 2 * kv_heads) // ranks, HEADS // ranks
+        forward = inputs * here * (ranks - 1) + outputs * others
+        backward = inputs * others + outputs * here * (ranks - 1)
+        wanted = {"cp.all_to_all": (passes * forward + backward) * vector}
+    counted = shardwise.stats(context.model).sent_bytes
+    found = {kind: n for kind, n in counted.items() if kind.startswith("cp.")}
+    assert found == wanted, (method, found, wanted, documents, checkpointed)
+
+
+Axes = shardwise.Axes
+CASES = {
+    1: [(Axes(), "gather", 3, (12,), False), (Axes(), "heads", 3, (5, 7), True)],
+    2: [
+        (Axes(cp=2), "gather", 3, (16,), True),
+        (Axes(cp=2), "heads", 3, (15,), False),
+        (Axes(cp=2), "heads", None, (3, 9, 4), True),
+        (Axes(cp=2), "gather", 0, (17,), False),
+    ],
+    3: [
+        (Axes(cp=3), "heads", 1, (18,), False),
+        (Axes(cp=3), "gather", 3, (7, 2, 11), False),
+        (Axes(cp=3), "gather", None, (2,), False),  # a rank has no token
+        (Axes(cp=3), "heads", 2, (2,), False),
+    ],
+    4: [
+        (Axes(cp=2), "gather", 3, (12,), False),
+        (Axes(cp=2, dp_replicate=2), "heads", 3, (5, 11), False),
+        (Axes(cp=4), "gather", 2, (16,), False),
+        (Axes(cp=2, dp_replicate=2), "gather", None, (12,), False),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", sorted(CASES))
+def test_a_cut_step_has_the_gradients_of_one_process(num_ranks: int) -> None:
+    run_ranks(a_cut_step_is_that_of_one_process, num_ranks, CASES[num_ranks])
+
+
+def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
+    ids = torch.zeros(1, 12, dtype=torch.int64)
+    axes = shardwise.Axes(cp=num_ranks)
+    with pytest.raises(ConfigError, match="method='ring': expected one of 'gather', 'heads'"):
+        shardwise.ContextParallel(make(), axes, method="ring")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"its axes \('dp_shard',\) name no 'cp'"):
+        shardwise.ContextParallel(make(), shardwise.Axes()["dp_shard"])
+
+    # Weight gradients must be summed over cp, also where it is the only axis (torchtitan#685).
+    meshes = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("other", "own"))
+    apart = shardwise.shard(make(), mesh=meshes["own"])
+    with (
+        pytest.raises(ConfigError, match="its gradients are not summed over the axis 'cp'"),
+        shardwise.ContextParallel(apart, axes).cut(ids),
+    ):
+        pass
+
+    model = shardwise.shard(make(), mesh=axes)
+    context = shardwise.ContextParallel(model, axes, method="heads")
+    # A model whose attention is not found would train on its own part (torchtitan#2808).
+    with (
+        pytest.raises(ConfigError, match=f"no attention over parts of {12 // num_ranks} tokens"),
+        context.cut(ids) as (part, positions),
+    ):
+        assert part.shape == positions.shape == (1, 12 // num_ranks)
+    with (
+        pytest.raises(ConfigError, match=r"along dim 1 the tensors have \[12, 11\] tokens"),
+        context.cut(ids, ids[:, 1:]),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="give it the tensors"), context.cut():
+        pass
+    part = torch.zeros(1, 5, 12 // num_ranks, 4)
+    with (
+        pytest.raises(ConfigError, match=f"cp={num_ranks} does not divide the 5 heads"),
+        context.cut(ids),
+    ):
+        F.scaled_dot_product_attention(part, part, part)
+    mask = torch.ones(12 // num_ranks, 12 // num_ranks, dtype=torch.bool)
+    with (
+        pytest.raises(ConfigError, match="the mask has the shape .* of all its tokens"),
+        context.cut(ids),
+    ):
+        F.scaled_dot_product_attention(part, part, part, attn_mask=mask)
+    with (
+        pytest.raises(ConfigError, match="there is a mask beside documents="),
+        context.cut(ids, documents=[4, 8]),
+    ):
+        F.scaled_dot_product_attention(part, part, part, attn_mask=mask)
+    # Attention over something else inside is torch's, and so is all of it afterwards.
+    other = torch.randn(1, 5, 7, 4)
+    wanted = F.scaled_dot_product_attention(other, other, other, is_causal=True)
+    with pytest.raises(ConfigError, match="no attention over parts"), context.cut(ids):
+        found = F.scaled_dot_product_attention(other, other, other, is_causal=True)
+        assert torch.equal(found, wanted)
+    part = torch.randn(1, 5, 12 // num_ranks, 4)
+    assert F.scaled_dot_product_attention(part, part, part).shape == part.shape
+
+
+def test_what_would_train_on_a_part_without_a_word_is_refused() -> None:
+    run_ranks(what_would_be_wrong_is_refused, 2)
