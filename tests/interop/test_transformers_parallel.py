@@ -133,6 +133,59 @@ def test_models_over_any_axes_train_as_one_process_does(num_ranks: int, tmp_path
     run_ranks(trains_as_one_process_does, num_ranks, CELLS[num_ranks], tmp_path)
 
 
+def cut_sequences_train_as_whole_ones(
+    rank: int, num_ranks: int, cells: list[tuple[str, dict[str, int], tuple[int, ...]]]
+) -> None:
+    for number, (method, degrees, documents) in enumerate(cells):
+        axes, whole = shardwise.Axes(**degrees), sum(documents)
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(VOCAB, (1, whole), generator=generator)
+        labels = torch.randint(VOCAB, (1, whole), generator=generator)
+        plain = make("qwen3")
+        losses = [
+            nn.functional.cross_entropy(plain(input_ids=x).logits[0], y[0], reduction="sum")
+            for x, y in zip(ids.split(documents, 1), labels.split(documents, 1), strict=True)
+        ]
+        (sum(losses) / whole).backward()
+        model = composed("qwen3", axes, "shard")
+        context = shardwise.ContextParallel(model, axes, method)  # type: ignore[arg-type]
+        packed = None if len(documents) == 1 else documents
+        with context.cut(ids, labels, documents=packed) as (part, wanted, positions):
+            logits = model(input_ids=part, position_ids=positions).logits[0]
+            total = nn.functional.cross_entropy(logits, wanted[0], reduction="sum")
+            shardwise.mean_loss(model, total, wanted.numel()).backward()
+        for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert_rounded_alike(p.grad.full_tensor(), q[1].grad, ROUNDINGS, f"{name}, {axes}")
+        # A whole sequence is computed as ever afterwards, padding included.
+        seen = torch.ones_like(ids)
+        seen[:, 0] = 0
+        with torch.no_grad():
+            mine = model(input_ids=ids, attention_mask=seen).logits[:, 1:]
+            assert_rounded_alike(
+                mine, plain(input_ids=ids, attention_mask=seen).logits[:, 1:], ROUNDINGS
+            )
+        with (
+            pytest.raises(ConfigError, match="masks tokens of a sequence that is cut"),
+            context.cut(ids, seen) as (part, mask, _),
+        ):
+            model(input_ids=part, attention_mask=torch.zeros_like(mask))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cells"),
+    [
+        (2, [("gather", {"cp": 2}, (8,)), ("heads", {"cp": 2}, (3, 7))]),
+        (3, [("heads", {"cp": 3}, (9,))]),
+        # Tensor parallelism leaves a rank some of the heads (torchtitan#2446).
+        (4, [("gather", {"cp": 2, "tp": 2}, (8,)), ("gather", {"cp": 2, "tp": 2}, (5, 6))]),
+    ],
+)
+def test_cut_sequences_have_the_gradients_of_whole_ones(
+    num_ranks: int, cells: list[tuple[str, dict[str, int], tuple[int, ...]]]
+) -> None:
+    run_ranks(cut_sequences_train_as_whole_ones, num_ranks, cells)
+
+
 def tied_weights_stay_tied(rank: int, num_ranks: int) -> None:
     axes = shardwise.Axes(tp=2)
 

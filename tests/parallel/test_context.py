@@ -100,20 +100,23 @@ def check_attention(
     )
     plain.backward(whole[3])
     places = torch.tensor(cut.tokens(rank), dtype=torch.int64)
-    methods = ("gather", "heads") if HEADS % cut.num_ranks == 0 else ("gather",)
+    methods = ["gather"] + ["heads"] * (HEADS % cut.num_ranks == 0)
+    if causal and documents is None and length % (2 * cut.num_ranks) == 0:
+        methods += ["ring"]
     for method in methods:
-        parts = [x.detach().index_select(2, places).requires_grad_() for x in whole[:3]]
+        dtype = torch.float32 if method == "ring" else torch.float64  # what torch's ring sums in
+        parts = [x.detach().to(dtype)[:, :, places].requires_grad_() for x in whole[:3]]
         mask = bias if masked else None
         call = AttentionCall(*parts, attn_mask=mask, is_causal=causal, scale=0.3, enable_gqa=True)
         mixed = attend(call, cut, context.exchange, method)
         roundings = 8 * length
-        wanted = plain.index_select(2, places)
+        wanted = plain.index_select(2, places).to(dtype)
         scale = plain.abs().max().item()
         assert_rounded_alike(mixed, wanted, roundings, method, scale=scale)
-        mixed.backward(whole[3].index_select(2, places))
+        mixed.backward(whole[3].to(dtype).index_select(2, places))
         for part, x in zip(parts, whole[:3], strict=True):
             assert x.grad is not None
-            wanted, scale = x.grad.index_select(2, places), x.grad.abs().max().item()
+            wanted, scale = x.grad.to(dtype)[:, :, places], x.grad.abs().max().item()
             assert part.grad is not None
             assert_rounded_alike(part.grad, wanted, roundings, method, scale=scale)
 
@@ -207,6 +210,9 @@ def check_bytes(
     passes = 2 if checkpointed else 1  # forward, and again in the backward pass
     if ranks == 1:
         wanted = {}
+    elif method == "ring":  # keys and values with a head for each query's, gradients in fp32
+        part = 2 * HEADS * here * vector
+        wanted = {"cp.ring": (passes + 1) * part * (ranks - 1) + part * ranks}
     elif method == "gather":
         most = max(counts)  # shorter parts are filled up
         sent = 2 * KV_HEADS * most * (ranks - 1) * vector
@@ -241,6 +247,7 @@ CASES = {
         (Axes(cp=2), "gather", 3, (12,), False),
         (Axes(cp=2, dp_replicate=2), "heads", 3, (5, 11), False),
         (Axes(cp=4), "gather", 2, (16,), False),
+        (Axes(cp=4), "ring", 3, (16,), True),
         (Axes(cp=2, dp_replicate=2), "gather", None, (12,), False),
     ],
 }
@@ -254,8 +261,10 @@ def test_a_cut_step_has_the_gradients_of_one_process(num_ranks: int) -> None:
 def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
     ids = torch.zeros(1, 12, dtype=torch.int64)
     axes = shardwise.Axes(cp=num_ranks)
-    with pytest.raises(ConfigError, match="method='ring': expected one of 'gather', 'heads'"):
-        shardwise.ContextParallel(make(), axes, method="ring")  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match="method='rings': expected one of 'gather', 'heads', 'ring'"
+    ):
+        shardwise.ContextParallel(make(), axes, method="rings")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"its axes \('dp_shard',\) name no 'cp'"):
         shardwise.ContextParallel(make(), shardwise.Axes()["dp_shard"])
 
@@ -291,7 +300,7 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
         F.scaled_dot_product_attention(part, part, part)
     mask = torch.ones(12 // num_ranks, 12 // num_ranks, dtype=torch.bool)
     with (
-        pytest.raises(ConfigError, match="the mask has the shape .* of all its tokens"),
+        pytest.raises(ConfigError, match=r"the mask has the shape .* of all its tokens"),
         context.cut(ids),
     ):
         F.scaled_dot_product_attention(part, part, part, attn_mask=mask)
@@ -300,6 +309,12 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
         context.cut(ids, documents=[4, 8]),
     ):
         F.scaled_dot_product_attention(part, part, part, attn_mask=mask)
+    part = torch.zeros(1, 5, 12 // num_ranks, 4)
+    with (
+        pytest.raises(ConfigError, match="by ring: documents are packed, which torch's ring"),
+        shardwise.ContextParallel(model, axes, method="ring").cut(ids, documents=[4, 8]),
+    ):
+        F.scaled_dot_product_attention(part, part, part, is_causal=True)
     # Attention over something else inside is torch's, and so is all of it afterwards.
     other = torch.randn(1, 5, 7, 4)
     wanted = F.scaled_dot_product_attention(other, other, other, is_causal=True)

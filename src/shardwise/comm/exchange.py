@@ -52,7 +52,7 @@ class Exchange:
 
     def _gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty(self.axis.size, *part.shape)
-        self._count("all_gather", part.nbytes * (self.axis.size - 1))
+        self.count("all_gather", part.nbytes * (self.axis.size - 1))
         with meets(meeting_of(CollectiveId("all-gather", self.name, 0), self.axis)):
             gather_function()(gathered.view(-1), part.contiguous().view(-1), group=self.axis.group)
         return gathered
@@ -60,14 +60,15 @@ class Exchange:
     def _swap(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         row_bytes = rows.element_size() * rows.shape[1:].numel()
-        self._count("all_to_all", row_bytes * (sum(sent) - sent[self.axis.rank]))
+        self.count("all_to_all", row_bytes * (sum(sent) - sent[self.axis.rank]))
         with meets(meeting_of(CollectiveId("all-to-all", self.name, 0), self.axis)):
             dist.all_to_all_single(
                 arrived, rows.contiguous(), list(received), list(sent), self.axis.group
             )
         return arrived
 
-    def _count(self, kind: str, num_bytes: int) -> None:
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Count what this rank sends over the axis."""
         self.traffic.add(f"{self.axis.name}.{kind}", self.name, num_bytes)
 
 

@@ -1,11 +1,12 @@
 """Attention over a sequence of which each rank has a part: what is exchanged, and what computed.
 
-Note [Gather or heads]
+Note [Gather, heads or ring]
 ``gather``: each rank receives the keys and values of all ranks, and computes its own queries. It
 sends ``2 x kv_heads`` vectors per token to each other rank, and holds those of the whole sequence.
 ``heads`` (DeepSpeed-Ulysses, arXiv:2309.14509): each rank receives the whole sequence for its share
 of the heads, and sends the results back. It sends each of ``2 x heads + 2 x kv_heads`` vectors per
-token to one rank, so fewer bytes from some N on; N must divide the heads.
+token to one rank, so fewer bytes from some N on; N must divide the heads. ``ring``: torch's ring
+attention, see ring.py; keys and values of one rank at a time, where it computes what is asked.
 
 B rows, T tokens of the whole sequence, t of this rank, H heads, K key/value heads, E of a head.
 """
@@ -21,9 +22,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from shardwise.comm.exchange import Exchange
 from shardwise.errors import ConfigError
+from shardwise.parallel.ring import by_ring, check_ring
 from shardwise.parallel.sequences import SequenceCut
 
-Method = Literal["gather", "heads"]
+Method = Literal["gather", "heads", "ring"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def attend(call: AttentionCall, cut: SequenceCut, exchange: Exchange, method: Me
     **Shapes** query [B, H, t, E], key and value [B, K, t, E] -> [B, H, t, E]. ``attn_mask``, where
     there is one, is of the whole sequence: [..., T or 1, T].
 
-    **Cost** see Note [Gather or heads]; the gradient exchanges as much.
+    **Cost** see Note [Gather, heads or ring]; the gradient exchanges as much.
 
     **Raises** ConfigError for heads that N does not divide, or a mask of another shape.
     """
@@ -105,9 +107,15 @@ def _by_heads(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tens
     return back.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
+def _by_ring(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tensor:
+    check_ring(cut, call.is_causal, call.attn_mask is not None, call.dropout_p)
+    return by_ring(call.query, call.key, call.value, call.scale, exchange)
+
+
 _METHODS: dict[str, Callable[[AttentionCall, SequenceCut, Exchange], Tensor]] = {
     "gather": _by_gather,
     "heads": _by_heads,
+    "ring": _by_ring,
 }
 
 

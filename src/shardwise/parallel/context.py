@@ -41,7 +41,7 @@ _TORCHS = F.scaled_dot_product_attention
 class ContextParallel:
     """A model whose sequences are cut over ``axes["cp"]``; `stats()` counts what attention sends.
 
-    ``method`` is "gather" or "heads", see Note [Gather or heads] in parallel/attention.py.
+    ``method`` is "gather", "heads" or "ring": see Note [Gather, heads or ring] in attention.py.
 
     **Raises** ConfigError for another method, or a mesh without an axis "cp".
     """
@@ -135,3 +135,8 @@ class ContextParallel:
                 f"model: its gradients are not summed over the axis 'cp' (ranks {peers}), whose "
                 "ranks see different tokens; shard it over the same axes: shard(model, mesh=axes)"
             )
+
+
+def is_cut() -> bool:
+    """Tell whether this is inside a `ContextParallel.cut` of a sequence."""
+    return F.scaled_dot_product_attention is not _TORCHS

@@ -3,7 +3,8 @@
 Reading order: ``recipes`` (which stored tensors make which parameter), ``fill`` (this rank's own
 slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``prepared`` (what a
 sharded model is given so that transformers treats it as its own), ``loading``, ``trainer``;
-``parallel`` (tensor and expert parallelism by the models' plans).
+``context`` (attention over parts of sequences), ``parallel`` (tensor and expert parallelism by the
+models' plans).
 """
 
 from typing import TYPE_CHECKING

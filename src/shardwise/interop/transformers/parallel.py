@@ -14,6 +14,7 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer, apply_
 
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
+from shardwise.interop.transformers.context import attend_over_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,10 +27,11 @@ _SUMMED = "replicated_with_grad_allreduce"
 def parallelize(model: PreTrainedModel, axes: Axes) -> PreTrainedModel:
     """Cut a model over ``axes["tp"]`` and spread its experts over ``axes["ep"]``; return it.
 
-    By the model's own ``tp_plan`` and ``ep_plan``, with transformers' own layers. Call it before
-    `shardwise.shard`, to which ``experts=`` names the experts where ``ep`` is not 1. Ranks of one
-    tensor-parallel group get the same batch. Axes of one rank change nothing. Weights that several
-    modules have (tied embeddings) stay whole on every rank.
+    By the model's own ``tp_plan`` and ``ep_plan``, with transformers' own layers; with ``cp`` it
+    computes what `shardwise.ContextParallel` cuts. Call it before `shardwise.shard`, to which
+    ``experts=`` names the experts where ``ep`` is not 1. Ranks of one tensor-parallel group get the
+    same batch. Axes of one rank change nothing. Weights that several modules have (tied embeddings)
+    stay whole on every rank.
 
     **State** parameters become DTensors, in place; modules get another ``forward``.
 
@@ -39,6 +41,8 @@ def parallelize(model: PreTrainedModel, axes: Axes) -> PreTrainedModel:
         raise ConfigError(
             f"model: a {type(model).__name__} has no plan; use torch's parallelize_module()"
         )
+    if axes.cp > 1:
+        attend_over_parts(model)
     if axes.tp == 1 and axes.ep == 1:
         return model
     for name, param in model.named_parameters():
