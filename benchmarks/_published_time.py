@@ -120,10 +120,10 @@ def _candidate(setup: Setup) -> Candidate:
         micro_batch=run.micro_batch,
         accumulation=accumulation,
         activation_checkpointing=run.activation_checkpointing,
-        tensor_parallel=run.tp,
-        pipeline_parallel=run.pipeline,
+        tp=run.tp,
+        pp=run.pipeline,
         # The ranks of a context group are ranks of the shard group as well.
-        context_parallel=1,
+        cp=1,
     )
 
 

@@ -11,17 +11,20 @@ ep``, shards each expert. A loss is summed over ``dp_replicate x dp_shard x cp``
 have different tokens.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
 from shardwise.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SHARDING = ("dp_shard", "cp")
@@ -62,7 +65,7 @@ class Axes:
         names = (f.name for f in fields(self) if f.name != "device_type")
         return {name: getattr(self, name) for name in names}
 
-    def over(self, num_ranks: int) -> "Axes":
+    def over(self, num_ranks: int) -> Axes:
         """Return the same with ``dp_shard`` told, for so many ranks.
 
         **Raises** ConfigError where they do not fit.
@@ -77,6 +80,14 @@ class Axes:
             raise ConfigError(self._misfit(num_ranks))
         found._check_experts()
         return found
+
+    def part_of_batch(self, rank: int) -> tuple[int, int]:
+        """Return which part of a batch a rank has, and how many there are; `over` comes before.
+
+        Ranks that share a layer, a sequence or the model's depth have the same.
+        """
+        copies = self.dp_replicate * self.dp_shard
+        return rank // (self.cp * self.tp) % copies, copies
 
     @property
     def _dense(self) -> dict[str, int]:
@@ -114,6 +125,10 @@ class Axes:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """All ranks, by the axes `DENSE`; those of one rank too. **Cost** a group for each axis."""
+        import torch  # only here, so that commands can ask for degrees without it
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "axes: there is no process group. Start with torchrun and call "
@@ -159,7 +174,8 @@ class Axes:
         """What `shard()` shards each expert over: (efsdp), or (dp_replicate, efsdp)."""
         if self.dp_replicate == 1:
             return self["efsdp"]
-        return DeviceMesh._concatenate([self["dp_replicate"], self["efsdp"]])
+        copies = self["dp_replicate"]
+        return type(copies)._concatenate([copies, self["efsdp"]])
 
     def __str__(self) -> str:
         """Name the degrees that are not 1."""
@@ -179,7 +195,7 @@ def data_of(mesh: DeviceMesh) -> DeviceMesh:
             f"mesh: the axes {names} name none to shard over; call one dp_shard (its size may be 1)"
         )
     shards = joined(mesh, sharding, "fsdp")
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards]) if copies else shards
+    return type(mesh)._concatenate([mesh["dp_replicate"], shards]) if copies else shards
 
 
 def joined(mesh: DeviceMesh, names: Sequence[str], name: str) -> DeviceMesh:

@@ -102,7 +102,7 @@ def test_accelerates_mesh_becomes_replicas_and_more_than_data_is_refused(tmp_pat
         return read_accelerate_keys(path)
 
     keys, report = read(8)
-    assert (keys["replicas"], keys["ranks"]) == (2, 8)
+    assert (keys["dp_replicate"], keys["ranks"]) == (2, 8)
     assert "parallelism_config.parallelism_config_dp_shard_size" in report.mapped
     assert "num_machines" in report.ignored  # the mesh decides the replicas
     with pytest.raises(ConfigError, match="product is num_processes 6, got 8"):

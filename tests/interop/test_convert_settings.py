@@ -67,7 +67,10 @@ ACCELERATE: list[tuple[str, dict[str, Any]]] = [
         "  fsdp_offload_params: false\n  fsdp_use_orig_params: true\n",
         {"stage": 2},
     ),
-    ("fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\nnum_machines: 2\n", {"replicas": 2}),
+    (
+        "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\nnum_machines: 2\n",
+        {"dp_replicate": 2},
+    ),
     (
         "deepspeed_config:\n  zero_stage: 1\n  gradient_accumulation_steps: 4\n"
         "  gradient_clipping: 0.5\n  offload_optimizer_device: none\n  zero3_init_flag: false\n",

@@ -17,7 +17,8 @@ from shardwise.cli.train import _with_deepspeed
 from shardwise.cli.train import run_command as train
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.report import Report
-from shardwise.train.config import TrainConfig, load_config, resolve_batch
+from shardwise.train.checks import resolve_batch
+from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace
 
 # transformers' documentation, "DeepSpeed", ZeRO-3; with the schedulers that its Trainer fills in.

@@ -41,7 +41,7 @@ def test_a_large_vocabulary_does_not_fit_on_the_last_stage() -> None:
     candidate = Candidate(
         stage=1,
         num_shards=8,
-        pipeline_parallel=2,
+        pp=2,
         micro_batch=8,
         accumulation=2,
         activation_checkpointing="full",
@@ -60,9 +60,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
     accumulation: int, stages: int
 ) -> None:
     """Clipping and the optimizer come once; short windows have fewer sums of gradients."""
-    made = make_plan(
-        DEEP, num_shards=2, pipeline_parallel=stages, accumulation=accumulation, stage=1
-    )
+    made = make_plan(DEEP, num_shards=2, pp=stages, accumulation=accumulation, stage=1)
     through = accumulation + stages - 1
     tapes = make_model(DEEP).tapes(made.candidate)
     stage_s = [played_in_full(made, tape, through) for tape in tapes]
@@ -77,7 +75,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
 def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
     for vocab in (64, 100_000):
         shape = replace(DEEP, vocab=vocab)
-        made = make_plan(shape, pipeline_parallel=4, accumulation=8)
+        made = make_plan(shape, pp=4, accumulation=8)
         totals = [
             play(tape, replace(made.candidate, accumulation=3)).peak.ledger.total
             for tape in make_model(shape).tapes(made.candidate)
@@ -87,14 +85,10 @@ def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
 
 
 def test_sends_between_nodes_take_longer_than_inside_one() -> None:
-    inside = make_plan(DEEP, pipeline_parallel=2, accumulation=4)
-    between = make_plan(
-        DEEP, make_cluster("h100", 2, gpus_per_node=1), pipeline_parallel=2, accumulation=4
-    )
+    inside = make_plan(DEEP, pp=2, accumulation=4)
+    between = make_plan(DEEP, make_cluster("h100", 2, gpus_per_node=1), pp=2, accumulation=4)
     assert between.sends_s > inside.sends_s > 0
-    quick = make_plan(
-        DEEP, faster(inside.cluster, links=100.0), pipeline_parallel=2, accumulation=4
-    )
+    quick = make_plan(DEEP, faster(inside.cluster, links=100.0), pp=2, accumulation=4)
     assert quick.sends_s < inside.sends_s
     assert inside.played.program.sent_bytes["pipeline.send"] == 4 * BOUNDARY
 
@@ -102,13 +96,13 @@ def test_sends_between_nodes_take_longer_than_inside_one() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_flops_are_of_the_whole_model_whatever_the_degrees(stages: int, tensor: int) -> None:
-    made = make_plan(DEEP, pipeline_parallel=stages, tensor_parallel=tensor, accumulation=3)
+    made = make_plan(DEEP, pp=stages, tp=tensor, accumulation=3)
     whole = make_plan(DEEP, accumulation=3)
     assert made.flops_per_step == pytest.approx(whole.flops_per_step, rel=1e-6)
 
 
 def test_the_stages_of_a_pipeline_have_all_layers_once() -> None:
-    first, last = make_model(DEEP).tapes(Candidate(pipeline_parallel=3))
+    first, last = make_model(DEEP).tapes(Candidate(pp=3))
     assert [u.name for u in first.units[1:]] == ["layers.0", "layers.1", "layers.2"]
     assert [u.name for u in last.units[1:]] == ["layers.6", "layers.7"]
 
@@ -116,12 +110,12 @@ def test_the_stages_of_a_pipeline_have_all_layers_once() -> None:
 # -- tensor and context
 def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too() -> None:
     state = ("param_shards", "grad_shards", "optimizer_state")
-    split = make_plan(num_shards=4, context_parallel=2)
+    split = make_plan(num_shards=4, cp=2)
     plain = make_plan(num_shards=8)
     held = [[p.played.resting.lines()[name] for name in state] for p in (split, plain)]
     assert held[0] == held[1]
     assert sum(held[0]) == pytest.approx(12 * SHAPE.num_params / 8, rel=0.01)
-    alone = make_plan(num_shards=1, context_parallel=2)
+    alone = make_plan(num_shards=1, cp=2)
     for made in (split, alone):
         assert made.played.program.sent_bytes["shard.reduce_scatter"] > 0
     assert split.candidate.world_size == 8
@@ -129,7 +123,7 @@ def test_state_is_sharded_and_gradients_reduced_over_context_ranks_too() -> None
 
 
 def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
-    made = make_plan(num_shards=2, tensor_parallel=2, context_parallel=2, accumulation=5)
+    made = make_plan(num_shards=2, tp=2, cp=2, accumulation=5)
     sent, num = made.played.program.sent_bytes, made.played.program.num_collectives
     # Two all-reduces forward and two backward, each 2 (t - 1) / t of the part of the stream.
     one = 2 * (2 - 1) * (SEQ // 2) * SHAPE.dim * 2 // 2
@@ -144,10 +138,10 @@ def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
 @pytest.mark.parametrize(
     ("degrees", "words"),
     [
-        ({"tensor_parallel": 3}, ["tensor_parallel=3", "4 heads"]),
-        ({"tensor_parallel": 8}, ["tensor_parallel=8", "4 heads"]),
-        ({"pipeline_parallel": 4}, ["pipeline_parallel=4", "3 layers"]),
-        ({"context_parallel": 3}, ["context_parallel=3", "64 tokens"]),
+        ({"tp": 3}, ["tp=3", "4 heads"]),
+        ({"tp": 8}, ["tp=8", "4 heads"]),
+        ({"pp": 4}, ["pp=4", "3 layers"]),
+        ({"cp": 3}, ["cp=3", "64 tokens"]),
     ],
 )
 def test_a_degree_that_the_shape_cannot_have_is_refused(
@@ -159,11 +153,11 @@ def test_a_degree_that_the_shape_cannot_have_is_refused(
 
 
 def test_key_heads_may_be_fewer_than_tensor_ranks_and_a_vocabulary_is_padded() -> None:
-    made = make_plan(replace(SHAPE, kv_heads=2, vocab=321), tensor_parallel=4)
+    made = make_plan(replace(SHAPE, kv_heads=2, vocab=321), tp=4)
     table = next(iter(make_model(replace(SHAPE, vocab=321)).tape(made.candidate).units[0].params))
     assert table.shape[0] == 81
-    with pytest.raises(ConfigError, match=r"tensor_parallel=2.*3 key-value heads"):
-        make_plan(replace(SHAPE, heads=6, kv_heads=3), tensor_parallel=2)
+    with pytest.raises(ConfigError, match=r"tp=2.*3 key-value heads"):
+        make_plan(replace(SHAPE, heads=6, kv_heads=3), tp=2)
 
 
 # -- long windows
@@ -194,7 +188,7 @@ def test_noise_in_a_long_window_is_averaged_not_multiplied() -> None:
         {"num_shards": 4, "accumulation": 2},
         {"num_shards": 2, "num_replicas": 2, "stage": 2},
         {"num_shards": 2, "offload": Offload("host", "nvme"), "accumulation": 2},
-        {"num_shards": 2, "tensor_parallel": 2, "pipeline_parallel": 3},
+        {"num_shards": 2, "tp": 2, "pp": 3},
     ],
 )
 def test_the_lines_of_the_time_table_add_up(settings: dict[str, Any]) -> None:
@@ -221,7 +215,7 @@ def test_simulate_says_how_much_was_simulated_everywhere(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.json"
-    flags = ["--ranks", "16", "--accumulation", "16", "--tensor-parallel", "2"]
+    flags = ["--ranks", "16", "--accumulation", "16", "--tp", "2"]
     assert run_simulate(["llama-3-8b", *flags, "--trace", str(trace)]) == 0
     assert "of 3 of the 16 micro-batches" in " ".join(capsys.readouterr().out.split())
     about = json.loads(trace.read_text())["otherData"]
@@ -231,7 +225,7 @@ def test_simulate_says_how_much_was_simulated_everywhere(
 def test_all_devices_of_a_models_copy_may_fail() -> None:
     request = SimulateRequest(mtbf_hours=8000.0)
     plain = scenario_of(request, Candidate(num_shards=64))
-    split = scenario_of(request, Candidate(num_shards=8, tensor_parallel=4, pipeline_parallel=2))
+    split = scenario_of(request, Candidate(num_shards=8, tp=4, pp=2))
     assert plain.failures is not None
     assert split.failures is not None
     jobs = [s.failures.mtbf_hours / s.num_ranks for s in (plain, split) if s.failures]
@@ -241,7 +235,7 @@ def test_all_devices_of_a_models_copy_may_fail() -> None:
 def test_a_save_takes_what_the_hosts_link_takes(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for gpu in ("a100", "gh200"):  # PCIe 4 beside NVLink-C2C
-        arguments = f"llama-3-8b --ranks 8 --gpu {gpu} --tensor-parallel 2 --mtbf-hours 1000"
+        arguments = f"llama-3-8b --ranks 8 --gpu {gpu} --tp 2 --mtbf-hours 1000"
         assert run_simulate([*arguments.split(), "--json"]) == 0
         goodput = json.loads(capsys.readouterr().out)["goodput"]
         found.append(goodput["checkpoint_fraction"] / goodput["kept_fraction"])

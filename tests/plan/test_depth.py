@@ -130,8 +130,8 @@ def test_a_model_is_traced_once_for_all_that_does_not_change_its_tape() -> None:
     assert model.tape(Candidate(micro_batch=2, precision="fp32")) is not first
     assert model.num_params == SHAPES["llama"].num_params == first.num_params
     assert model.notes == ("traced with 3 and 4 of 8 layers, which agree",)
-    with pytest.raises(ConfigError, match="tensor_parallel=2: a traced module"):
-        model.tape(Candidate(tensor_parallel=2))
+    with pytest.raises(ConfigError, match="tp=2: a traced module"):
+        model.tape(Candidate(tp=2))
     with pytest.raises(ConfigError, match="'selective'"):
         model.tape(Candidate(activation_checkpointing="selective"))
     with pytest.raises(ConfigError, match="takes windows of 1 to 64 tokens"):

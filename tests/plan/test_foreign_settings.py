@@ -220,7 +220,7 @@ def test_a_deepspeed_block_of_checkpointing_turns_none_on(tmp_path: Path) -> Non
 def test_every_hybrid_strategy_has_replicas(tmp_path: Path, strategy: str, stage: int) -> None:
     text = f"num_machines: 2\nfsdp_config:\n  fsdp_sharding_strategy: {strategy}\n"
     found = read_accelerate(write_yaml(tmp_path, text))
-    assert found.values == {"stage": stage, "replicas": 2}
+    assert found.values == {"stage": stage, "dp_replicate": 2}
 
 
 @pytest.mark.parametrize("text", ["'false'", "'False'", "false"])
@@ -240,16 +240,14 @@ def test_a_mesh_of_accelerate_is_planned_with_its_replicas(tmp_path: Path) -> No
     lines = "".join(f"  parallelism_config_{name}: {size}\n" for name, size in sizes.items())
     text = f"num_processes: 8\nparallelism_config:\n{lines}"
     found = read_accelerate(write_yaml(tmp_path, text))
-    assert found.values == {"replicas": 2, "ranks": 8}
-    assert found.ignored["parallelism_config.parallelism_config_tp_size"].endswith(
-        "--tensor-parallel"
-    )
+    assert found.values == {"dp_replicate": 2, "ranks": 8}
+    assert found.ignored["parallelism_config.parallelism_config_tp_size"].endswith("--tp")
 
 
 def test_hybrid_shards_have_a_replica_per_node(tmp_path: Path) -> None:
     text = "num_machines: 4\nfsdp_config:\n  fsdp_sharding_strategy: {}\nnum_processes: 32\n"
     found = read_accelerate(write_yaml(tmp_path, text.format("HYBRID_SHARD")))
-    assert found.values == {"stage": 3, "replicas": 4, "ranks": 32}
+    assert found.values == {"stage": 3, "dp_replicate": 4, "ranks": 32}
     assert found.ignored == {}
     found = read_accelerate(write_yaml(tmp_path, text.format("FULL_SHARD")))
     assert found.values == {"stage": 3, "ranks": 32}
@@ -260,7 +258,7 @@ def test_hybrid_shards_need_the_number_of_nodes(tmp_path: Path) -> None:
     text = "fsdp_config:\n  fsdp_sharding_strategy: HYBRID_SHARD\n"
     found = read_accelerate(write_yaml(tmp_path, text))
     assert found.values["stage"] == 3
-    assert "--replicas" in found.ignored["fsdp_config.HYBRID_SHARD"]
+    assert "--dp-replicate" in found.ignored["fsdp_config.HYBRID_SHARD"]
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_the_verdict_compares_the_interval_with_the_device() -> None:
 def test_a_pipeline_has_fewer_parameters_per_rank_and_idles_less_with_more_micro_batches() -> None:
     shape = replace(SHAPE, layers=4)
     whole = make_plan(shape, num_shards=1, accumulation=8)
-    halves = [make_plan(shape, num_shards=1, pipeline_parallel=2, accumulation=m) for m in (2, 8)]
+    halves = [make_plan(shape, num_shards=1, pp=2, accumulation=m) for m in (2, 8)]
     assert all(state_of(p) < state_of(whole) for p in halves)
     assert halves[1].tokens_per_s > halves[0].tokens_per_s
 

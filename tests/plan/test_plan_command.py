@@ -220,7 +220,7 @@ def test_the_optimizer_of_a_run_is_planned_and_written(
     [
         (["gpt2"], "gpt2"),
         (["demo", "--offload-optimizer", "host"], "offload"),
-        (["demo", "--tensor-parallel", "2"], "tensor"),
+        (["demo", "--pp", "2"], "no pipelines"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
         (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),
@@ -354,7 +354,7 @@ def test_a_straggler_slows_the_step(tiny: Path, capsys: pytest.CaptureFixture[st
         (["--slow-link", "shrd:0:2"], "'shard'"),
         (["--sweep", "8,x"], "sweep: expected numbers"),
         (["--sweep", "0"], "sweep"),
-        (["--sweep", "3", "--replicas", "2"], "sweep: 3 ranks"),
+        (["--sweep", "3", "--dp-replicate", "2"], "sweep: 3 ranks"),
         (["--svg", "x.svg"], "--sweep"),
         (["--jitter", "nan"], "--jitter"),
         (["--mtbf-hours", "0"], "--mtbf-hours"),

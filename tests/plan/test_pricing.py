@@ -74,9 +74,7 @@ def test_nothing_takes_no_time() -> None:
 
 def test_ranks_are_numbered_from_tensor_to_pipeline() -> None:
     cluster = make_cluster("H100", 256)
-    candidate = Candidate(
-        num_shards=8, num_replicas=2, tensor_parallel=4, context_parallel=2, pipeline_parallel=2
-    )
+    candidate = Candidate(num_shards=8, num_replicas=2, tp=4, cp=2, pp=2)
     groups = Prices(cluster, candidate).groups
     assert groups["tensor"] == Group(4, 4, 1)
     assert groups["context"] == Group(2, 2, 1)
@@ -111,7 +109,7 @@ def test_tensor_parallelism_costs_more_across_nodes_than_inside() -> None:
     took = []
     for per_node in (8, 4):
         cluster = make_cluster("H100", 8, gpus_per_node=per_node)
-        prices = Prices(cluster, Candidate(tensor_parallel=8))
+        prices = Prices(cluster, Candidate(tp=8))
         took.append(prices.seconds(compute("tensor_parallel", 0, sent, num_ops=4)))
     inside = 4 * collective_seconds(
         "all_reduce", sent / 4 * 8 / 14, Group(8, 8, 1), make_cluster("H100", 8).node

@@ -254,7 +254,7 @@ def test_nodes_and_degrees_are_placed_and_offloaded_parameters_need_stage_3() ->
     )
     found = search(MODEL, cluster, space)
     met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
-    placed = {(c.num_shards, c.num_replicas, c.tensor_parallel) for c in met}
+    placed = {(c.num_shards, c.num_replicas, c.tp) for c in met}
     assert placed == {(16, 1, 1), (8, 2, 1), (8, 1, 2)}
     assert {c.stage for c in met if c.offload.params == "host"} == {3}
     assert len(met) == 3 * 3
@@ -323,5 +323,5 @@ def test_degrees_that_the_model_cannot_have_are_rejected_with_the_reason() -> No
         result = search(MODEL, CLUSTER, asked)
         assert result.winner is not None
         assert result.num_candidates == len(result.pareto) + len(result.rejected)
-    reasons = [r.reason for r in result.rejected if r.candidate.pipeline_parallel == 4]
-    assert reasons and all("pipeline" in reason for reason in reasons)
+    reasons = [r.reason for r in result.rejected if r.candidate.pp == 4]
+    assert reasons and all("pp=4: expected at most one stage" in reason for reason in reasons)

@@ -89,7 +89,7 @@ def test_help_names_every_key() -> None:
     [
         ("stge: 1\n", "did you mean 'stage'"),
         ("global_batch: 7\n", "multiple of 16"),
-        ("replicas: 3\n", "divisor of the 2 ranks"),
+        ("dp_replicate: 3\n", "dp_replicate=3 does not divide 2 ranks"),
     ],
 )
 def test_a_bad_config_ends_with_code_2_before_anything_starts(
@@ -117,7 +117,7 @@ def test_a_place_is_read_from_what_torchrun_sets() -> None:
 @pytest.mark.slow
 def test_what_a_search_varies_can_be_asked_of_a_run(tiny: Path) -> None:
     flags = (
-        *("--replicas", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
+        *("--dp-replicate", 2, "--units", "Block,TokenEmbedding", "--steps", 3),
         *("--prefetch-bytes", 0, "--bucket-bytes", 0, "--predicted-step-s", 1),
     )
     one_rank = ("--steps", 3, "--output", tiny.parent / "alone")

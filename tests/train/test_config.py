@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import TrainConfig, dump_config, load_config, resolve_batch
+from shardwise.train.checks import resolve_batch
+from shardwise.train.config import TrainConfig, dump_config, load_config
 
 
 def write(folder: Path, text: str) -> Path:

@@ -135,10 +135,10 @@ def test_every_key_is_refused_told_or_known_to_change_nothing() -> None:
 
 
 def test_a_key_that_an_older_version_did_not_have_is_not_told_as_changed() -> None:
-    new = ("replicas", "units", "optimizer", "optimizer_options", "loss_scale_window")
+    new = ("dp_replicate", "units", "optimizer", "optimizer_options", "loss_scale_window")
     older = {key: value for key, value in SAVED.items() if key not in new}
-    assert find_changes(older, {**SAVED, "replicas": 1, "units": None}, 1, 1) == []
-    assert find_changes(older, {**SAVED, "replicas": 2}, 1, 1) == ["replicas: 1 -> 2"]
+    assert find_changes(older, {**SAVED, "dp_replicate": 1, "units": None}, 1, 1) == []
+    assert find_changes(older, {**SAVED, "dp_replicate": 2}, 1, 1) == ["dp_replicate: 1 -> 2"]
 
 
 def panel(field: object) -> str:

@@ -156,7 +156,8 @@ def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Re
 
 def _check(keys: dict[str, Any], file: Path) -> Any:
     from shardwise.keys import check_keys
-    from shardwise.train.config import TrainConfig, resolve_batch
+    from shardwise.train.checks import resolve_batch
+    from shardwise.train.config import TrainConfig
 
     config = check_keys(TrainConfig, keys, {}, file, "train")
     return resolve_batch(config, config.ranks) if config.ranks is not None else config

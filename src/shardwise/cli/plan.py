@@ -80,7 +80,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
             request.offload_optimizer or "device",
             request.offload_fraction,
         ),
-        replicas=request.replicas,
+        replicas=request.dp_replicate,
         accumulation=request.accumulation or 1,
         reduce_every=request.reduce_every,
         ranks_per_node=request.gpus_per_node or min(8, request.ranks or 8),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.plan_write import ALIKE, planned_optimizer, train_config_of
+from shardwise.axes import Axes
+from shardwise.cli.plan_write import ALIKE, TRAINED_DEGREES, planned_optimizer, train_config_of
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
@@ -87,7 +88,7 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     calibration = read_calibration(request.calibration) if request.calibration else None
     cluster = _cluster(request, values, calibration)
     candidate = _candidate(values, cluster)
-    if not {"accumulation", "micro_batch", "ranks", "replicas", "tokens_per_step"} & set(flags):
+    if not {"accumulation", "micro_batch", "ranks", "dp_replicate", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
     source = None if is_ours else find_model(name)  # loads torch, so all else is checked before
     if to_train and source is not None and source.shape is not None:
@@ -128,7 +129,7 @@ def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
 def space_of(setup: Setup, *, to_train: bool = False) -> Space:
     """Return what a search varies: every setting that the user did not decide.
 
-    ``to_train``: no offloading, which `shardwise train` does not do.
+    ``to_train``: no offloading and no pipelines, which `shardwise train` does not do.
     """
     base, given = setup.candidate, setup.given
     return Space(
@@ -136,7 +137,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
         layouts=(base.layout,) if "layout" in given else ("rows", "flat"),
         units=(base.units,) if "units" in given else _unit_choices(setup),
-        num_shards=(base.num_shards,) if "replicas" in given else (),
+        num_shards=(base.num_shards,) if {"dp_replicate", "dp_shard"} & given else (),
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
         bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
@@ -147,7 +148,9 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         ),
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if to_train else _offloads(setup),
-        degrees=setup.degrees or (base.degrees,),
+        degrees=tuple(
+            each for each in setup.degrees or (base.degrees,) if each[1] == 1 or not to_train
+        ),
     )
 
 
@@ -200,7 +203,7 @@ def _foreign(request: ModelRequest) -> ForeignSettings | None:
 
 def _of_train(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a run of `shardwise train` in the names of a request."""
-    names = (*ALIKE, "replicas", "global_batch", "ranks")
+    names = (*ALIKE, *TRAINED_DEGREES, "dp_replicate", "dp_shard", "global_batch", "ranks")
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)
@@ -255,15 +258,12 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
     candidate = Candidate(
         **chosen, offload=offload, transport="point_to_point" if on_cpu else "coalesced"
     )
-    ranks, degrees = cluster.num_ranks, candidate.world_size
-    replicas = int(values.get("replicas", 1))
-    if ranks % (degrees * replicas):
-        raise ConfigError(
-            f"ranks: {ranks} devices do not divide into {replicas} replicas x tensor "
-            f"{candidate.tensor_parallel} x pipeline {candidate.pipeline_parallel} x context "
-            f"{candidate.context_parallel}"
-        )
-    return replace(candidate, num_replicas=replicas, num_shards=ranks // (degrees * replicas))
+    axes = Axes(
+        dp_replicate=values.get("dp_replicate", 1),
+        dp_shard=values.get("dp_shard", -1),
+        **{name: getattr(candidate, name) for name in DEGREES},
+    ).over(cluster.num_ranks)
+    return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
 
 
 def _model(
@@ -277,6 +277,8 @@ def _model(
     """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
     is_split = splits or candidate.world_size != candidate.data_parallel
     if is_split or candidate.activation_checkpointing == "selective":
+        if source is None and config is not None:
+            return ShapedModel(Path(name).name, config.shape(_vocab(config)), seq or config.seq)
         shape = source.shape if source is not None else None
         if source is None or shape is None:
             raise ConfigError(
@@ -297,13 +299,17 @@ def _decoder_source(name: str, config: TrainConfig) -> ModelSource:
     from shardwise.plan.model.models import module_source
     from shardwise.train.decoder import Decoder
 
-    vocab = config.vocab or load_tokenizer(config.tokenizer).vocab
+    vocab = _vocab(config)
 
     def build(checkpointed: bool) -> Decoder:
         update = {"activation_checkpointing": checkpointed}
         return Decoder(config.model_copy(update=update), vocab)
 
     return module_source(name, build, config.seq)
+
+
+def _vocab(config: TrainConfig) -> int:
+    return config.vocab or load_tokenizer(config.tokenizer).vocab
 
 
 def _check_batch(candidate: Candidate, values: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ ALIKE = (  # settings of a candidate that a run has under the same names
     *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
     *("micro_batch", "accumulation"),
 )
+TRAINED_DEGREES = ("tp", "cp")  # what `shardwise train` runs beside data parallelism
 
 
 def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
@@ -75,11 +76,8 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
         )
     if candidate.offload != Offload():
         raise ConfigError("write: the engine does not offload yet; leave --offload-* out")
-    if candidate.world_size != candidate.data_parallel:
-        raise ConfigError(
-            "write: tensor, pipeline and context degrees are numbers of the plan; `shardwise "
-            "train` has data-parallel ranks only"
-        )
+    if candidate.pp > 1:
+        raise ConfigError("write: `shardwise train` runs no pipelines; leave --pp out")
     if candidate.activation_checkpointing == "selective":
         raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
     if candidate.optimizer not in (planned_optimizer(config), *_WRITABLE):
@@ -99,9 +97,10 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     made = config.model_copy(
         update={
             **other,
-            **{name: getattr(candidate, name) for name in ALIKE},
+            **{name: getattr(candidate, name) for name in (*ALIKE, *TRAINED_DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
-            "replicas": candidate.num_replicas,
+            "dp_replicate": candidate.num_replicas,
+            "dp_shard": -1,
             "global_batch": None,
             "ranks": candidate.world_size,
             "seq": plan.seq,

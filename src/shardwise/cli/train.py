@@ -15,7 +15,8 @@ from shardwise.cli.convert import show_report
 from shardwise.cli.flags import run_with_flags
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
 from shardwise.keys import flag_of
-from shardwise.train.config import TrainConfig, load_config, read_keys, resolve_batch
+from shardwise.train.checks import resolve_batch
+from shardwise.train.config import TrainConfig, load_config, read_keys
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
 if TYPE_CHECKING:

@@ -79,8 +79,8 @@ DEEPSPEED = _table(
     ("block", "a plan is that of eager execution",
      "DeepSpeed's own compiler; call torch.compile on the model", "compile"),
     ("any", _CONFIGURES, "", "activation_checkpointing"),
-    ("any", "give --tensor-parallel", "", "tensor_parallel"),
-    ("any", "give --context-parallel", "", "sequence_parallel_size"),
+    ("any", "give --tp", "", "tensor_parallel"),
+    ("any", "give --cp", "", "sequence_parallel_size"),
     ("any", _NO_CHANGE, "", "data_efficiency expert_parallel"),
     ("integer", _NO_CHANGE, _LOGS, "steps_per_print"),
     ("flag", _NO_CHANGE, _LOGS, "wall_clock_breakdown memory_breakdown dump_state"),
@@ -217,8 +217,8 @@ ACCELERATE = _table(
 )  # fmt: skip
 PARALLELISM = _table(
     ("any", "", "", f"{_PARALLEL}dp_replicate_size {_PARALLEL}dp_shard_size"),
-    ("any", "give --tensor-parallel", _ONLY_DATA, f"{_PARALLEL}tp_size"),
-    ("any", "give --context-parallel", _ONLY_DATA, f"{_PARALLEL}cp_size {_PARALLEL}sp_size"),
+    ("any", "give --tp", _ONLY_DATA, f"{_PARALLEL}tp_size"),
+    ("any", "give --cp", _ONLY_DATA, f"{_PARALLEL}cp_size {_PARALLEL}sp_size"),
     ("any", _HERE, _ONLY_DATA, " ".join(_PARALLEL + name for name in (
         "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length",
         "sp_seq_length_is_variable", "sp_attn_implementation"))),

@@ -51,7 +51,7 @@ _BECOMES = {
     "offload_optimizer_device": "state stays on the device",
     "offload_param_device": "state stays on the device",
     "gradient_clipping": "grad_clip",
-    "parallelism_config_dp_replicate_size": "replicas",
+    "parallelism_config_dp_replicate_size": "dp_replicate",
     "parallelism_config_dp_shard_size": "ranks over replicas",
 }
 
@@ -62,7 +62,7 @@ class ForeignSettings:
 
     ``values`` may hold ``stage``, ``precision``, ``micro_batch``, ``accumulation``,
     ``global_batch``, ``optimizer``, ``offload``, ``prefetch_bytes``, ``units``, ``ranks``,
-    ``replicas``, ``activation_checkpointing``, ``grad_clip``. ``report`` has every key.
+    ``dp_replicate``, ``activation_checkpointing``, ``grad_clip``. ``report`` has every key.
     """
 
     path: Path
@@ -107,7 +107,7 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
         keys = {**known, **keys}  # what the JSON leaves open is as this file says
         lines += inner.lines
     else:
-        names = "stage", "precision", "accumulation", "units", "replicas", "grad_clip"
+        names = "stage", "precision", "accumulation", "units", "dp_replicate", "grad_clip"
         keys = {name: values[name] for name in names if name in values}
     if "activation_checkpointing" in values:
         keys["activation_checkpointing"] = values["activation_checkpointing"] == "full"
@@ -185,7 +185,7 @@ class _Accelerate:
             why = "the devices of a node are given by --gpus-per-node"
             why = why if reader.plans else "launching is torchrun's"
             reader.ignored("num_machines", content["num_machines"], why)
-        elif "replicas" in self.values and content.get("num_machines") is not None:
+        elif "dp_replicate" in self.values and content.get("num_machines") is not None:
             what = "replicas, where shards are hybrid"
             reader.mapped("num_machines", content["num_machines"], what)
         report = reader.report()
@@ -238,9 +238,9 @@ class _Accelerate:
             self._take(name, value, stage=stages[word])
             if word in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
                 if "nodes" in values:
-                    values["replicas"] = values.pop("nodes")
+                    values["dp_replicate"] = values.pop("nodes")
                 elif self.reader.plans:
-                    why = "num_machines is not given; give the number of nodes by --replicas"
+                    why = "num_machines is not given; give the number of nodes by --dp-replicate"
                     self.reader.ignored(f"{block_name}.HYBRID_SHARD", None, why)
 
         def units(name: str, value: Any) -> None:
@@ -322,7 +322,7 @@ class _Accelerate:
         reader, sizes = self.reader, dict[str, Any]()
         name_of = f"{block_name}_{{}}_size".format
         handlers = {
-            name_of("dp_replicate"): _count(reader, self.values, "replicas"),
+            name_of("dp_replicate"): _count(reader, self.values, "dp_replicate"),
             name_of("dp_shard"): _count(reader, sizes, "shards"),
         }
         reader.walk(block, f"{block_name}.", PARALLELISM, handlers, _BECOMES)
@@ -331,7 +331,7 @@ class _Accelerate:
             if size not in (None, 1, "auto") and not reader.plans:
                 why = f"only data is parallel here; expected 1, got {size!r}"
                 raise reader.refusal(f"{block_name}.{name_of(axis)}", why)
-        found = (*sizes.values(), self.values.get("replicas"), *given)
+        found = (*sizes.values(), self.values.get("dp_replicate"), *given)
         product = math.prod(size for size in found if isinstance(size, int))
         ranks = self.values.get("ranks")
         if sizes and ranks is not None and product != ranks:

@@ -9,7 +9,7 @@ from shardwise.quantities import format_bytes
 
 OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
-DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Candidate:
     optimizer: str = "adamw"
     optimizer_kernel: Literal["fused", "foreach", "loop"] = "fused"
     offload: Offload = field(default_factory=Offload)
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    context_parallel: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
     transport: Transport = "coalesced"
 
     def __post_init__(self) -> None:
@@ -67,13 +67,12 @@ class Candidate:
     @property
     def degrees(self) -> tuple[int, int, int]:
         """The degrees of tensor, pipeline and context parallelism."""
-        return self.tensor_parallel, self.pipeline_parallel, self.context_parallel
+        return self.tp, self.pp, self.cp
 
     @property
     def engine_runs_it(self) -> bool:
         """Tell whether the engine can run it: what is a number of the plan only, it cannot."""
-        at_home = self.offload.params == self.offload.optimizer == "device"
-        return at_home and self.world_size == self.data_parallel
+        return self.offload.params == self.offload.optimizer == "device"
 
     @property
     def label(self) -> str:
@@ -95,9 +94,9 @@ class Candidate:
             parts.append(f"buckets {format_bytes(self.bucket_bytes)}")
         if self.reduce_every is not None:
             parts.append(f"reduce every {self.reduce_every}".replace("_", "-"))
-        for name, degree in zip(DEGREES, self.degrees, strict=True):
+        for name, degree in zip(DEGREES.values(), self.degrees, strict=True):
             if degree > 1:
-                parts.append(f"{name.removesuffix('_parallel')} {degree}")
+                parts.append(f"{name} {degree}")
         offload = self.offload
         if offload.params != "device":
             parts.append(f"parameters on {offload.params} (not in the engine yet)")

@@ -124,7 +124,7 @@ def time_rows(plan: Planned) -> list[TimeRow]:
     if offloading:
         seconds = sum(row.seconds for row in offloading)
         rows += [TimeRow("offloading, hidden or not, summed", seconds), *offloading]
-    if plan.candidate.pipeline_parallel > 1:
+    if plan.candidate.pp > 1:
         rows.append(TimeRow("filling and emptying the pipeline, a step", plan.fill_s))
         rows.append(TimeRow("sends between its stages, a step", plan.sends_s))
     return rows

@@ -97,17 +97,17 @@ def plan(
             f"the candidate has {candidate.world_size} ranks ({candidate.num_shards} shards x "
             f"{candidate.num_replicas} replicas x degrees), the cluster {cluster.num_ranks}"
         )
-    if candidate.pipeline_parallel > 1 and isinstance(model, ShapedModel):
+    if candidate.pp > 1 and isinstance(model, ShapedModel):
         tapes = model.tapes(candidate)
     else:
         tapes = (tape or model.tape(candidate),)
     prices = prices or Prices(cluster, candidate)
     # See Note [Context ranks are shard ranks].
-    shards = candidate.num_shards * candidate.context_parallel
-    played_as = replace(candidate, num_shards=shards, context_parallel=1)
+    shards = candidate.num_shards * candidate.cp
+    played_as = replace(candidate, num_shards=shards, cp=1)
     windows = [play_window(each, played_as, prices, scenario) for each in tapes]
     largest = max(windows, key=lambda w: w.played.peak.ledger.total)
-    others = candidate.pipeline_parallel - 1
+    others = candidate.pp - 1
     slowest = max(windows, key=lambda w: w.window_s + others * w.micro_batch_s)
     in_memory, in_time = tapes[windows.index(largest)], tapes[windows.index(slowest)]
     sends_s, sent = _sends(model, cluster, candidate)
@@ -143,7 +143,7 @@ def _sends(
     model: Model, cluster: Cluster, candidate: Candidate
 ) -> tuple[float, dict[str, tuple[int, int]]]:
     """Return the seconds of a step's sends between stages; bytes and number of an outer stage's."""
-    stages = candidate.pipeline_parallel
+    stages = candidate.pp
     if stages == 1 or not isinstance(model, ShapedModel):
         return 0.0, {}
     node, num_bytes = cluster.node, model.boundary_bytes(candidate)
@@ -206,9 +206,9 @@ def _pipeline_notes(tapes: tuple[Tape, ...], in_memory: Tape, in_time: Tape) -> 
 
 def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
     """Return the model's FLOPs on all ranks: those of a rank that has every layer, per stage."""
-    stages = candidate.pipeline_parallel
+    stages = candidate.pp
     if stages > 1:
-        tape = model.tape(replace(candidate, pipeline_parallel=1))
+        tape = model.tape(replace(candidate, pp=1))
     works = (e for e in tape.events if isinstance(e, Work) and e.phase != "recompute")
     flops = sum(cost.flops for work in works for cost in work.costs)
     return flops * candidate.accumulation * (candidate.world_size // stages)
@@ -216,7 +216,7 @@ def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
 
 def _num_groups(candidate: Candidate) -> int:
     """Count the process groups of a rank that have communicators on the device."""
-    shards = candidate.num_shards * candidate.context_parallel
+    shards = candidate.num_shards * candidate.cp
     sizes = shards, candidate.num_replicas, *candidate.degrees
     return sum(size > 1 for size in sizes)
 

@@ -16,7 +16,7 @@ _MOST_MICRO_BATCH = 10**6
 _MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
 _ACCOUNTED = frozenset(
     (
-        *("params", "ranks", "stage", "precision", "optimizer", "replicas", "accumulation"),
+        *("params", "ranks", "stage", "precision", "optimizer", "dp_replicate", "accumulation"),
         *("offload_params", "offload_optimizer", "offload_fraction", "reduce_every"),
         *("gpus_per_node", "json_"),
     )
@@ -70,7 +70,6 @@ class ModelRequest(BaseModel):
         None, "Sharding", "fp32, bf16 or fp16; unset: bf16"
     )
     layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
-    replicas: int = key(1, "Sharding", "groups of ranks with a full set of shards each", gt=0)
     units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
@@ -82,9 +81,11 @@ class ModelRequest(BaseModel):
     activation_checkpointing: Literal["none", "full", "selective"] | None = key(
         None, "Sharding", "what is recomputed in the backward pass; unset: none"
     )
-    tensor_parallel: int = key(1, "Degrees", "tensor parallel degree, as a number", gt=0)
-    pipeline_parallel: int = key(1, "Degrees", "pipeline stages, as a number", gt=0)
-    context_parallel: int = key(1, "Degrees", "context parallel degree, as a number", gt=0)
+    dp_replicate: int = key(1, "Degrees", "groups of ranks with a full set of shards each", gt=0)
+    dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
+    tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
+    pp: int = key(1, "Degrees", "stages of a pipeline", gt=0)
+    cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
 
     offload_params: OffloadHome | None = key(
         None, "Offload", "where parameter shards rest (planned; not in the engine yet)"

@@ -202,8 +202,8 @@ def _splits(ranks: int, ranks_per_node: int) -> list[int]:
 
 def _state_alone(model: Model, candidate: Candidate, capacity: int) -> str | None:
     """Say why the state alone is too large, or return None; see Note [How the search prunes]."""
-    shards = candidate.num_shards * candidate.context_parallel  # see planning, on contexts
-    sharded = replace(candidate, num_shards=shards, context_parallel=1)
+    shards = candidate.num_shards * candidate.cp  # see planning, on contexts
+    sharded = replace(candidate, num_shards=shards, cp=1)
     state = resting_state(model.tape(candidate), sharded).total
     if state <= capacity:
         return None
@@ -253,7 +253,7 @@ def _play_family(
                 return
             continue
         candidate = replace(candidate, accumulation=accumulation)
-        has_more = limits.tokens_per_step is None or accumulation > base.pipeline_parallel
+        has_more = limits.tokens_per_step is None or accumulation > base.pp
         if is_too_large and has_more:
             yield Rejected(candidate, _ALREADY_TOO_LARGE, was_played=False)
             continue

@@ -5,7 +5,7 @@ from pathlib import Path
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.errors import ConfigError
-from shardwise.train.config import TrainConfig, resolve_batch
+from shardwise.train.config import TrainConfig
 from shardwise.train.text import find_documents, load_tokenizer
 
 _MAX_SHOWN = 8
@@ -26,17 +26,41 @@ def checkpoints_path(config: TrainConfig) -> Path:
     return config.output / "checkpoints"
 
 
+def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
+    """Decide accumulation and global_batch for a number of ranks; both are set in what returns.
+
+    **Raises** ConfigError: global_batch is not micro_batch x accumulation x ranks for a whole
+    number.
+    """
+    _, num_parts = config.axes.over(world_size).part_of_batch(0)
+    per_micro_batch = config.micro_batch * num_parts
+    ranks = "ranks" if num_parts == world_size else "data-parallel ranks"
+    product = f"micro_batch {config.micro_batch} x {num_parts} {ranks}"
+    if config.global_batch is None:
+        accumulation = config.accumulation or 1
+        update = {"accumulation": accumulation, "global_batch": accumulation * per_micro_batch}
+        return config.model_copy(update=update)
+    if config.global_batch % per_micro_batch:
+        raise ConfigError(
+            f"global_batch: expected a multiple of {per_micro_batch} ({product}), got "
+            f"{config.global_batch}; change global_batch, micro_batch or the number of ranks"
+        )
+    accumulation = config.global_batch // per_micro_batch
+    if config.accumulation not in (None, accumulation):
+        raise ConfigError(
+            f"accumulation: global_batch {config.global_batch} over {product} needs "
+            f"{accumulation}, got {config.accumulation}; leave accumulation or global_batch out"
+        )
+    return config.model_copy(update={"accumulation": accumulation})
+
+
 def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
     """Find what would stop a run before anything is started; return the config fully decided.
 
-    **Raises** ConfigError: the batch does not divide, there is no text, the tokenizer does not
-    load, the vocabulary is too small.
+    **Raises** ConfigError: degrees or the batch do not divide, there is no text, the tokenizer does
+    not load, the vocabulary is too small.
     """
     config = resolve_batch(config, world_size)
-    if world_size % config.replicas:
-        raise ConfigError(
-            f"replicas: expected a divisor of the {world_size} ranks, got {config.replicas}"
-        )
     find_documents(config.data)
     tokenizer = load_tokenizer(config.tokenizer)
     vocab = config.vocab or tokenizer.vocab

@@ -20,8 +20,10 @@ from pydantic import (
     model_validator,
 )
 
+from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of, key
+from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.optimizers import check_options
@@ -99,9 +101,6 @@ class TrainConfig(BaseModel):
     activation_checkpointing: bool = key(
         False, "Sharding", "recompute each block in the backward pass"
     )
-    replicas: int = key(
-        1, "Sharding", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
-    )
     units: tuple[str, ...] | None = key(
         None,
         "Sharding",
@@ -114,7 +113,17 @@ class TrainConfig(BaseModel):
         None, "Sharding", "gradients collected before a reduction starts; unset: 1 MiB", ge=0
     )
 
-    micro_batch: int = key(8, "Batch", "windows per rank in one forward and backward", gt=0)
+    dp_replicate: int = key(
+        1, "Degrees", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
+    )
+    dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
+    tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
+    cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
+    cp_method: Literal["gather", "heads", "ring"] = key(
+        "gather", "Degrees", "how attention sees whole windows under cp"
+    )
+
+    micro_batch: int = key(8, "Batch", "windows per data-parallel rank and pass", gt=0)
     accumulation: int | None = key(
         None, "Batch", "micro-batches per step; unset: 1, or what global_batch asks for", gt=0
     )
@@ -219,9 +228,28 @@ class TrainConfig(BaseModel):
             return value
         raise ValueError("expected 'auto', 'never' or the step of a checkpoint")
 
+    @property
+    def axes(self) -> Axes:
+        """The degrees of parallelism."""
+        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    def shape(self, vocab: int) -> DecoderShape:
+        """Return the shape of the run's decoder."""
+        ffn = 32 * max(1, round(self.ffn_multiple * self.dim / 32))
+        sizes = self.layers, self.dim, self.heads, self.kv_heads or self.heads, ffn, vocab
+        return llama_shape(*sizes, tied=self.tied_head)
+
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
         kv_heads = self.kv_heads or self.heads
+        for name, size in (("heads", self.heads), ("kv_heads", kv_heads)):
+            if size % self.tp:
+                raise ValueError(f"tp: expected a divisor of {name} {size}, got {self.tp}")
+        if self.seq % self.cp:
+            raise ValueError(f"cp: expected a divisor of seq {self.seq}, got {self.cp}")
+        if self.seq // self.cp % self.tp:
+            part = f"seq {self.seq}" if self.cp == 1 else f"seq {self.seq} / cp {self.cp}"
+            raise ValueError(f"tp: expected a divisor of {part}, got {self.tp}")
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
                 f"heads: expected dim / heads to be a whole even number (rotary embeddings turn "
@@ -345,32 +373,6 @@ def _plain(name: str, value: Any) -> Any:
         )
     except (KeyError, ValueError):
         return value
-
-
-def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
-    """Decide accumulation and global_batch for a world size; both are set in what returns.
-
-    **Raises** ConfigError: global_batch is not micro_batch x accumulation x ranks for a whole
-    number.
-    """
-    per_micro_batch = config.micro_batch * world_size
-    product = f"micro_batch {config.micro_batch} x {world_size} ranks"
-    if config.global_batch is None:
-        accumulation = config.accumulation or 1
-        update = {"accumulation": accumulation, "global_batch": accumulation * per_micro_batch}
-        return config.model_copy(update=update)
-    if config.global_batch % per_micro_batch:
-        raise ConfigError(
-            f"global_batch: expected a multiple of {per_micro_batch} ({product}), got "
-            f"{config.global_batch}; change global_batch, micro_batch or the number of ranks"
-        )
-    accumulation = config.global_batch // per_micro_batch
-    if config.accumulation not in (None, accumulation):
-        raise ConfigError(
-            f"accumulation: global_batch {config.global_batch} over {product} needs "
-            f"{accumulation}, got {config.accumulation}; leave accumulation or global_batch out"
-        )
-    return config.model_copy(update={"accumulation": accumulation})
 
 
 def dump_config(config: TrainConfig) -> str:

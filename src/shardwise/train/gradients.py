@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from shardwise.device import fork_rng_devices
 from shardwise.engine.gradients import GradientReport, check_gradients
-from shardwise.train.setup import Run, hybrid_mesh, make_decoder, shard_decoder
+from shardwise.train.setup import Run, make_decoder, shard_decoder
 from shardwise.train.windows import rank_indices, read_windows
 
 
@@ -23,24 +23,27 @@ def check_run_gradients(run: Run) -> GradientReport:
     config = run.config.model_copy(update={"dropout": 0.0})
     if config.precision == "fp16":
         config = config.model_copy(update={"precision": "fp32"})
-    num_ranks = run.place.world_size
+    part, num_parts = run.part_of_batch
     indices = [
         index
-        for rank in range(num_ranks)
-        for index in rank_indices(config.micro_batch, 0, rank, num_ranks)
+        for each in range(num_parts)
+        for index in rank_indices(config.micro_batch, 0, each, num_parts)
     ]
     windows = [run.sampler.train_window(1, index, run.global_batch) for index in indices]
-    ids, targets = read_windows(run.stream, windows, config.seq)
+    ids, targets = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
 
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, wanted = batch
-        return F.cross_entropy(model(inputs).float().transpose(1, 2), wanted)
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        inputs, wanted, *positions = batch
+        return F.cross_entropy(model(inputs, None, *positions).float().transpose(1, 2), wanted)
 
-    with torch.random.fork_rng(fork_rng_devices(run.device)):
+    mine = (x.chunk(num_parts)[part] for x in (ids, targets))
+    # Whole windows, those of the one process, are computed as ever in there.
+    with torch.random.fork_rng(fork_rng_devices(run.device)), run.cut(*mine) as local:
         return check_gradients(
             lambda: make_decoder(config, run.tokenizer),
-            (ids.to(run.device), targets.to(run.device)),
-            hybrid_mesh(config, run.place, run.device),
-            compose=lambda model: shard_decoder(config, run.place, run.device, model),
+            (ids, targets),
+            config.axes.over(run.place.world_size),
+            compose=lambda model: shard_decoder(config, model),
             loss=loss,
+            local_batch=lambda _: local,
         )

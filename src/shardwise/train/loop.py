@@ -253,8 +253,9 @@ def _compute_step(run: Run, step: int) -> LocalStep:
     loss_sum = torch.zeros((), device=run.device)
     for number in range(run.accumulation):
         ids, targets = run.train_batch(step, number)
-        with shardwise.accumulate(model, last=number == run.accumulation - 1):
-            loss = model(ids, targets)
+        last = number == run.accumulation - 1
+        with shardwise.accumulate(model, last=last), run.cut(ids, targets) as inputs:
+            loss = model(*inputs)  # of as many tokens on every rank
             run.scaler.scale(loss / run.accumulation).backward()
         loss_sum += loss.detach()
     run.scaler.unscale_(optimizer)
@@ -273,20 +274,20 @@ def evaluate(run: Run) -> float:
     Every rank takes the same number of forward passes; places beyond the last window weigh zero.
     Draws nothing: dropout is off.
     """
-    config, place = run.config, run.place
+    config, (part, num_parts) = run.config, run.part_of_batch
     run.model.eval()
-    per_pass = config.micro_batch * place.world_size
+    per_pass = config.micro_batch * num_parts
     total, count = 0.0, 0.0
     for number in range(math.ceil(config.eval_windows / per_pass)):
-        indices = rank_indices(config.micro_batch, number, place.rank, place.world_size)
+        indices = rank_indices(config.micro_batch, number, part, num_parts)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
-        ids, targets = read_windows(run.stream, windows, config.seq)
-        logits = run.model(ids.to(run.device))[:real].float()
-        losses = F.cross_entropy(
-            logits.transpose(1, 2), targets[:real].to(run.device), reduction="sum"
-        )
-        total, count = total + float(losses), count + real * config.seq
+        whole = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
+        with run.cut(*whole) as (ids, targets, positions):
+            logits = run.model(ids, None, positions)[:real].float()
+            targets = targets[:real]
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="sum")
+        total, count = total + float(losses), count + targets.numel()
     run.model.train()
     total, count = all_reduce_scalars([total, count])
     return total / count
@@ -306,6 +307,7 @@ def _sample(run: Run) -> str:
         config.seq,
         temperature=0.7,
         seed=config.seed,
+        multiple=config.tp,
     )
     return run.tokenizer.decode(ids.tolist())
 

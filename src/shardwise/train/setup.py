@@ -16,7 +16,7 @@ import gc
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a group exists: Note [Leaving the process group]
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.config import DEFAULT_BUCKET_BYTES
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.errors import ConfigError
+from shardwise.parallel.context import ContextParallel
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
+from shardwise.train.degrees import spread_decoder
 from shardwise.train.launch import RankPlace
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 from shardwise.train.text import (
@@ -60,6 +61,7 @@ class Run:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    context: ContextParallel | None  # where windows are cut over ranks
     base_memory_bytes: int  # in use before the model was there
 
     @property
@@ -70,16 +72,27 @@ class Run:
     @property
     def global_batch(self) -> int:
         """Windows per step over all ranks."""
-        return self.config.micro_batch * self.accumulation * self.place.world_size
+        return self.config.micro_batch * self.accumulation * self.part_of_batch[1]
+
+    @property
+    def part_of_batch(self) -> tuple[int, int]:
+        """Which part of a batch this rank has, and how many there are."""
+        return self.config.axes.over(self.place.world_size).part_of_batch(self.place.rank)
 
     def train_batch(self, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's ids and targets of micro-batch `number`: int64 [micro_batch, seq]."""
-        indices = rank_indices(
-            self.config.micro_batch, number, self.place.rank, self.place.world_size
-        )
+        indices = rank_indices(self.config.micro_batch, number, *self.part_of_batch)
         windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
         ids, targets = read_windows(self.stream, windows, self.config.seq)
         return ids.to(self.device), targets.to(self.device)
+
+    def cut(
+        self, ids: torch.Tensor, targets: torch.Tensor
+    ) -> AbstractContextManager[tuple[Any, ...]]:
+        """Give this rank's parts of windows, and their positions (None: from 0), for one pass."""
+        if self.context is None:
+            return nullcontext((ids, targets, None))
+        return self.context.cut(ids, targets)
 
 
 @contextmanager
@@ -111,7 +124,9 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     stream = open_stream(config.output)
     sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
     base_memory_bytes = reset_peak_memory(device)
-    model = shard_decoder(config, place, device, make_decoder(config, tokenizer))
+    model = shard_decoder(config, make_decoder(config, tokenizer))
+    axes = config.axes.over(place.world_size)
+    context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
     torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
     scaler = torch.amp.GradScaler(
         device.type,
@@ -121,7 +136,7 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     )
     optimizer = _make_optimizer(config, model)
     return Run(
-        *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
+        *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler, context),
         base_memory_bytes,
     )
 
@@ -133,17 +148,16 @@ def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
         return Decoder(config, config.vocab or tokenizer.vocab)
 
 
-def shard_decoder(
-    config: TrainConfig, place: RankPlace, device: torch.device, model: nn.Module
-) -> nn.Module:
-    """Shard a model as the keys of a run say."""
+def shard_decoder(config: TrainConfig, model: nn.Module) -> nn.Module:
+    """Spread a decoder over the ranks as the keys of a run say."""
+    axes = config.axes
     return shardwise.shard(
-        model,
+        spread_decoder(model, axes),
         stage=config.stage,
         precision=config.precision,
         layout=config.layout,
         reduce_every=config.reduce_every,
-        mesh=hybrid_mesh(config, place, device),
+        mesh=axes,
         units=config.units,
         prefetch_bytes=config.prefetch_bytes,
         bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
@@ -167,14 +181,6 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         raise ConfigError(
             f"optimizer_options: {config.optimizer} refuses {given}: {error}"
         ) from None
-
-
-def hybrid_mesh(config: TrainConfig, place: RankPlace, device: torch.device) -> DeviceMesh | None:
-    """Return the mesh of replicas of shard groups, neighbours in a group; None without replicas."""
-    if config.replicas == 1:
-        return None
-    sizes = config.replicas, place.world_size // config.replicas
-    return init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def _seed_of(seed: int, rank: int) -> int:

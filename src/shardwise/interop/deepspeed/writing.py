@@ -18,7 +18,7 @@ _NOT_DEEPSPEEDS = {
     "layout": "DeepSpeed cuts flat ranges",
     "reduce_every": _NO_KEY,
     "activation_checkpointing": "call deepspeed.checkpointing in the model",
-    "replicas": "DeepSpeed has no hybrid shards; zero_hpz_partition_size is another thing",
+    "dp_replicate": "DeepSpeed has no hybrid shards; zero_hpz_partition_size is another thing",
     "units": "DeepSpeed gathers module by module",
     "ranks": "the launcher says it",
     "bucket_bytes": "reduce_bucket_size counts elements of another buffer",
@@ -27,7 +27,7 @@ _NOT_ACCELERATES = {
     "accumulation": "give gradient_accumulation_steps to Accelerator()",
     "layout": "fully_shard cuts rows",
     "reduce_every": "accelerate's no_sync decides it",
-    "replicas": "give parallelism_config to Accelerator()",
+    "dp_replicate": "give parallelism_config to Accelerator()",
     "prefetch_bytes": "FSDP2 gathers the next unit ahead",
     "bucket_bytes": "FSDP2 reduces unit by unit",
 }

@@ -91,11 +91,11 @@ class Prices:
     def groups(self) -> Mapping[str, Group]:
         """Where the ranks of each axis lie; see Note [How ranks are numbered]."""
         sizes = {
-            "tensor": self.candidate.tensor_parallel,
-            "context": self.candidate.context_parallel,
+            "tensor": self.candidate.tp,
+            "context": self.candidate.cp,
             "shard": self.candidate.num_shards,
             "replicate": self.candidate.num_replicas,
-            "pipeline": self.candidate.pipeline_parallel,
+            "pipeline": self.candidate.pp,
         }
         found, stride = {}, 1
         for axis, size in sizes.items():

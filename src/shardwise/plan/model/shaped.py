@@ -61,11 +61,11 @@ class ShapedModel:
             candidate.micro_batch,
             self.seq,
             activation_checkpointing=candidate.activation_checkpointing,  # type: ignore[arg-type]
-            tp=candidate.tensor_parallel,
-            sequence_parallel=candidate.tensor_parallel > 1,
-            pipeline=candidate.pipeline_parallel,
+            tp=candidate.tp,
+            sequence_parallel=candidate.tp > 1,
+            pipeline=candidate.pp,
             micro_batches=candidate.accumulation,
-            cp=candidate.context_parallel,
+            cp=candidate.cp,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
         )
 
@@ -80,24 +80,20 @@ class ShapedModel:
 
 def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
     """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
-    tensor, context = candidate.tensor_parallel, candidate.context_parallel
+    tensor, context = candidate.tp, candidate.cp
     width = shape.experts.ffn if shape.experts else shape.ffn
     for size, what in ((shape.heads, "heads"), (width, "columns of the feed-forward")):
         if size % tensor:
-            raise ConfigError(
-                f"tensor_parallel={tensor}: expected a divisor of the model's {size} {what}"
-            )
+            raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
         raise ConfigError(
-            f"tensor_parallel={tensor}: expected a divisor or a multiple of the model's "
+            f"tp={tensor}: expected a divisor or a multiple of the model's "
             f"{shape.kv_heads} key-value heads"
         )
-    if candidate.pipeline_parallel > shape.layers:
+    if candidate.pp > shape.layers:
         raise ConfigError(
-            f"pipeline_parallel={candidate.pipeline_parallel}: expected at most one stage for each "
+            f"pp={candidate.pp}: expected at most one stage for each "
             f"of the model's {shape.layers} layers"
         )
     if seq % context:
-        raise ConfigError(
-            f"context_parallel={context}: expected a divisor of the windows' {seq} tokens"
-        )
+        raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate
+from shardwise.plan.candidate import DEGREES, Candidate
 from shardwise.plan.model.depth import trace_deep
 from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.tape import Tape, numel
@@ -47,11 +47,11 @@ class TracedModel:
         **Raises** ConfigError when the candidate splits the model itself, which a traced module
         does not show.
         """
-        for axis in ("tensor", "pipeline", "context"):
-            if getattr(candidate, f"{axis}_parallel") != 1:
+        for name, degree in zip(DEGREES, candidate.degrees, strict=True):
+            if degree != 1:
                 raise ConfigError(
-                    f"{axis}_parallel={getattr(candidate, f'{axis}_parallel')}: a traced module is "
-                    "whole on each rank; plan a preset or a config by its shape instead"
+                    f"{name}={degree}: a traced module is whole on each rank; plan a preset or a "
+                    "config by its shape instead"
                 )
         checkpointing = candidate.activation_checkpointing
         if checkpointing not in ("none", "full"):

@@ -61,7 +61,7 @@ def play_window(
     shown = min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
     played, simulated = run(shown)
     more = candidate.accumulation - shown
-    if not more and candidate.pipeline_parallel == 1:
+    if not more and candidate.pp == 1:
         return Window(played, simulated, simulated.step_s, simulated.step_s / shown)
     quiet = scenario and replace(scenario, jitter_sigma=0.0)
     # A window of one has no shorter one: there the difference is to that of two.
