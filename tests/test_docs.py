@@ -206,3 +206,18 @@ def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
     first, *_, last = losses_in(out)
     assert last < first / 2
     assert out.splitlines()[-1].startswith("a unit is ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "last_words"),
+    [
+        (["shard_and_tensor.py"], "step  20"),
+        (["long_context.py", "--method", "heads"], "a rank has 64 of 256 tokens"),
+    ],
+)
+def test_composed_models_learn(arguments: list[str], last_words: str) -> None:
+    out = programs.run_example(*arguments, num_ranks=4)
+    first, *_, last = losses_in(out)
+    assert last < first / 2
+    assert out.splitlines()[-1].startswith(last_words)
