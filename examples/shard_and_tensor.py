@@ -37,8 +37,8 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCAB))
 
 
-def compose(model: nn.Sequential, axes: shardwise.Axes) -> nn.Module:
-    for block in model[1:-1]:
+def compose(model: nn.Module, axes: shardwise.Axes) -> nn.Module:
+    for block in list(model.children())[1:-1]:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, axes["tp"], plan)
     return shardwise.shard(model, mesh=axes)

@@ -7,6 +7,7 @@ the settings and meshes of torchtitan 0.3 as far as they are read.
 
 import copy
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,12 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from models import Block
 from oracle import assert_same_bits
 from programs import run_example
 from ranks import run_ranks
-from roundings import assert_rounded_alike
+from roundings import assert_rounded_alike, of_gradient
+from shardwise.engine.module_methods import FSDPModule
 from shardwise.errors import ConfigError
 from shardwise.interop import torchtitan
 from trainer import adamw, full, full_parameters
@@ -225,10 +232,52 @@ def test_replicas_of_shards_are_where_the_degrees_say() -> None:
     run_ranks(shard_over_replicas, 4, fresh=True)
 
 
+def its_own(model: Any, *, parallel_dims: Any, **settings: Any) -> Any:
+    """Stand in for a model's own function: tensor parallelism, then shards, as torchtitan does."""
+    sharding: Any = sys.modules["torchtitan.distributed.fsdp"]
+    for layer in model.layers.values():
+        plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(layer, parallel_dims.meshes[0]["tp"], plan)
+    for module in (*model.layers.values(), model):
+        sharding.fully_shard(module, mesh=parallel_dims.meshes[0]["dp_shard"])
+        module.set_gradient_divide_factor(1.0)
+    return model
+
+
+def train_with_all_degrees(rank: int, world_size: int) -> None:
+    torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
+    torchs = SimpleNamespace(fully_shard=torch.distributed.fsdp.fully_shard)
+    sys.modules["torchtitan.distributed.fsdp"] = torchs  # type: ignore[assignment]
+    steps = batches_of(world_size // 2, VOCAB)
+    torch.manual_seed(0)
+    start = Decoder()
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp_shard", "tp"))
+    given = settings(parallel_dims=Dims(dp_shard=2, tp=2, meshes=[mesh]))
+    with pytest.raises(ConfigError, match="enable_fsdp_symm_mem"):
+        given["parallelism"].enable_fsdp_symm_mem = True
+        torchtitan.with_shardwise(its_own)(copy.deepcopy(start), **given)
+    given["parallelism"].enable_fsdp_symm_mem = False
+    model = torchtitan.with_shardwise(its_own)(copy.deepcopy(start), **given)
+    assert isinstance(model, FSDPModule) and isinstance(model.layers["0"], FSDPModule)
+    assert torchs.fully_shard is torch.distributed.fsdp.fully_shard  # as it was
+    for by_rank in steps[:1]:
+        sum_loss(model, by_rank[rank // 2], num_tokens_of(by_rank)).backward()
+        for tokens in by_rank:
+            sum_loss(start, tokens, num_tokens_of(by_rank)).backward()
+    for (name, p), q in zip(model.named_parameters(), start.parameters(), strict=True):
+        assert_rounded_alike(
+            p.grad.full_tensor(), q.grad, of_gradient(8, 11, 8, 11, 8, over=64), name
+        )  # type: ignore[union-attr]
+
+
+def test_a_models_own_function_takes_any_degree_and_shards_by_ours() -> None:
+    run_ranks(train_with_all_degrees, 4, fresh=True)
+
+
 def refuse(rank: int, world_size: int) -> None:
     torchtitan.load_neighbour = lambda *_: None  # type: ignore[assignment]
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("tensor_parallel_degree=2", {"parallel_dims": Dims(tp=2)}),
+        ("tensor_parallel_degree=2: .* with_shardwise", {"parallel_dims": Dims(tp=2)}),
         ("context_parallel_degree=4", {"parallel_dims": Dims(cp=4)}),
         ("pipeline_parallel_degree=2", {"parallel_dims": Dims(pp=2)}),
         ("expert_parallel_degree=2", {"parallel_dims": Dims(ep=2)}),

@@ -7,8 +7,11 @@ summed over ranks and not averaged. Its chunked loss holds on to ``lm_head`` as 
 own. Activation checkpointing comes first, then compilation of each block, then sharding.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from shardwise.versions import load_neighbour
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _RESHARDS = {"default": True, "always": True, "never": False}
+_SHARDS = "torchtitan.distributed.fsdp"  # all of its decoders are sharded there
 _DEGREES = {
     "tp": "tensor_parallel_degree",
     "cp": "context_parallel_degree",
@@ -74,15 +78,42 @@ def parallelize(
     return model
 
 
+def with_shardwise(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Return a model's own ``parallelize_fn`` as it is, but that ours is the ``fully_shard``.
+
+    For every degree of parallelism that torchtitan has for the model: tensor, context, pipeline and
+    expert parallelism are its own.
+
+    **Raises** ConfigError from what is returned, as `parallelize` does, but for degrees.
+    """
+
+    @wraps(parallelize_fn)
+    def parallelized(model: nn.Module, **settings: Any) -> nn.Module:
+        load_neighbour("torchtitan", "shardwise.interop.torchtitan")
+        _check_settings(settings["parallel_dims"], settings["training"], settings["parallelism"])
+        with mock.patch.object(import_module(_SHARDS), "fully_shard", fully_shard):
+            return parallelize_fn(model, **settings)
+
+    return parallelized
+
+
 def _check(model: nn.Module, parallel_dims: Any, training: Any, parallelism: Any) -> None:
     for name, key in _DEGREES.items():
         degree = getattr(parallel_dims, name)
         if degree > 1:
             raise ConfigError(
-                f"parallelism.{key}={degree}: expected 1. Shardwise shards over data-parallel "
-                "ranks only; use data_parallel_shard_degree and data_parallel_replicate_degree, "
-                "or the model's own parallelize_fn"
+                f"parallelism.{key}={degree}: parallelize() shards over data-parallel ranks; for "
+                "all degrees give with_shardwise(parallelize_fn), around the model's own"
             )
+    _check_settings(parallel_dims, training, parallelism)
+    if not isinstance(getattr(model, "layers", None), nn.ModuleDict):
+        raise ConfigError(
+            f"model: {type(model).__name__} has no ModuleDict `layers`; parallelize() knows "
+            "torchtitan's decoders, use shardwise.fully_shard for others"
+        )
+
+
+def _check_settings(parallel_dims: Any, training: Any, parallelism: Any) -> None:
     if parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
             "parallelism.spmd_backend='full_dtensor': the inputs would be DTensors and the "
@@ -102,11 +133,6 @@ def _check(model: nn.Module, parallel_dims: Any, training: Any, parallelism: Any
         raise ConfigError(
             f"parallelism.fsdp_reshard_after_forward={parallelism.fsdp_reshard_after_forward!r}: "
             f"expected one of {', '.join(_RESHARDS)}"
-        )
-    if not isinstance(getattr(model, "layers", None), nn.ModuleDict):
-        raise ConfigError(
-            f"model: {type(model).__name__} has no ModuleDict `layers`; parallelize() knows "
-            "torchtitan's decoders, use shardwise.fully_shard for others"
         )
 
 
