@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
     from shardwise.parallel.context import ContextParallel as ContextParallel
+    from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
+    from shardwise.parallel.experts import spread_experts as spread_experts
+    from shardwise.parallel.routing import balance_experts as balance_experts
     from shardwise.unit.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardwise.unit.tensor import ShardTensor as ShardTensor
 
@@ -60,9 +63,11 @@ _HOMES = {
     "Axes": "shardwise.axes",
     "Checkpoints": "shardwise.checkpoint.checkpoints",
     "ContextParallel": "shardwise.parallel.context",
+    "MixtureOfExperts": "shardwise.parallel.experts",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",
+    "balance_experts": "shardwise.parallel.routing",
     "check_gradients": "shardwise.engine.gradients",
     "check_replicas": "shardwise.engine.replicas",
     "clip_grad_norm_": "shardwise.unit.clipping",
@@ -75,6 +80,7 @@ _HOMES = {
     "mean_loss": "shardwise.engine.losses",
     "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
+    "spread_experts": "shardwise.parallel.experts",
     "stats": "shardwise.engine.api",
 }
 

@@ -50,6 +50,50 @@ class Exchange:
         arrived: Tensor = _AllToAll.apply(rows, self, sent, received)
         return arrived
 
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's share of rows that all ranks have alike; the last may have fewer.
+
+        **Cost** nothing is sent; the gradient, which all ranks get whole, is gathered.
+        """
+        if self.axis.size == 1:
+            return whole
+        part: Tensor = _Part.apply(whole, self)
+        return part
+
+    def whole(self, part: Tensor, num_rows: int) -> Tensor:
+        """Return on all ranks the ``num_rows`` rows of which each has its `part`.
+
+        **Cost** an all-gather; of the gradient, which all ranks have alike, each takes its share.
+        """
+        if self.axis.size == 1:
+            return part
+        whole: Tensor = _Whole.apply(part, self, num_rows)
+        return whole
+
+    @torch.no_grad()
+    def total(self, counts: Tensor) -> Tensor:
+        """Return the sum of all ranks' integers. **Cost** one all-reduce of them; no gradient."""
+        if self.axis.size == 1:
+            return counts
+        total = counts.clone()
+        self._count("all_reduce", counts.nbytes)
+        with meets(meeting_of(CollectiveId("all-reduce", self.name, 0), self.axis)):
+            dist.all_reduce(total, group=self.axis.group)
+        return total
+
+    def _share(self, num_rows: int) -> tuple[int, slice]:
+        """Return how many rows a rank has at most, and which are this one's."""
+        share = -(-num_rows // self.axis.size)
+        return share, slice(share * self.axis.rank, share * (self.axis.rank + 1))
+
+    def _joined(self, part: Tensor, num_rows: int) -> Tensor:
+        share, _ = self._share(num_rows)
+        if not share:
+            return part
+        if len(part) < share:
+            part = torch.cat([part, part.new_zeros(share - len(part), *part.shape[1:])])
+        return self._gather(part).flatten(0, 1)[:num_rows]
+
     def _gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty(self.axis.size, *part.shape)
         self.count("all_gather", part.nbytes * (self.axis.size - 1))
@@ -102,6 +146,34 @@ class _AllToAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.exchange._swap(grad, ctx.received, ctx.sent), None, None, None
+
+
+class _Part(torch.autograd.Function):
+    """This rank's rows of what all have; backward gathers what each says of its own rows."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange, ctx.num_rows = exchange, len(whole)
+        return whole[exchange._share(len(whole))[1]].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange._joined(grad, ctx.num_rows), None
+
+
+class _Whole(torch.autograd.Function):
+    """All ranks' rows; backward takes the gradient of this rank's, which all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, exchange: Exchange, num_rows: int) -> Tensor:
+        ctx.own = exchange._share(num_rows)[1]
+        return exchange._joined(part, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[ctx.own].contiguous(), None, None
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -170,10 +170,14 @@ def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceM
 
 
 def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
-    """Return the axes of another mesh than the model's."""
+    """Return the axes of another mesh than the model's.
+
+    An expert, a DTensor on axes of its own, may be sharded over ranks of other tensor-parallel
+    groups too (tp > ep): tokens come to it from them all.
+    """
     what = f"placements: '{param.name}' gets {mesh}"
     strangers = set(mesh.mesh.flatten().tolist()) - set(axes.mesh.mesh.flatten().tolist())
-    if strangers:
+    if strangers and not isinstance(param.param, DTensor):
         raise ConfigError(f"{what}: ranks {sorted(strangers)} are not of the model's {axes.mesh}")
     try:
         return resolve_axes(mesh, None, None, mesh.device_type)
@@ -208,6 +212,11 @@ def _check_piece(name: str, param: DTensor, axes: DataAxes, of_model: DataAxes) 
     if not all(isinstance(at, Shard | Replicate) for at in own.placements):
         raise ConfigError(f"{what}; shard() takes those that are Shard or Replicate on each axis")
     both = set(own.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    if len(both) > 1 and "ep" in (own.mesh.mesh_dim_names or ()):
+        raise ConfigError(
+            f"{what}, so it is one of the experts, and has a mesh of its own: name them, with "
+            "mesh=shardwise.Axes(..., ep=n), say shard(model, mesh=axes, experts='*.experts')"
+        )
     if len(both) > 1:
         raise ConfigError(
             f"{what}, and the data-parallel mesh has ranks {sorted(both)} of it too. Pass the axes "

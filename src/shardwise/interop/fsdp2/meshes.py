@@ -26,7 +26,8 @@ class ShardingMesh:
     """Where a call's parameters are sharded: the axes, and the mesh that their DTensors name.
 
     ``spmd`` is the full mesh of ``dp_mesh_dims``, on which parameters are DTensors already.
-    ``shards`` is false where the mesh only replicates.
+    ``shards`` is false where the mesh only replicates. ``experts``: where experts are, DTensors on
+    an axis named ep; ``divisor``: of sums of gradients, if it is not the number of ranks.
     """
 
     mesh: DeviceMesh
@@ -34,6 +35,8 @@ class ShardingMesh:
     shards: bool = True
     spmd: DeviceMesh | None = None
     dims: "DataParallelMeshDims | None" = None
+    experts: "ShardingMesh | None" = None
+    divisor: float | None = None
 
     @property
     def reduced_dims(self) -> tuple[int, ...]:
@@ -90,13 +93,17 @@ def default_mesh() -> DeviceMesh:
 def spread_over(mesh: DeviceMesh | Axes, dims: "DataParallelMeshDims | None") -> ShardingMesh:
     """Return the axes of a mesh: (shard), (replicate, shard), or those that ``dims`` names.
 
-    Of `Axes`, those that carry data parallelism.
+    Of `Axes`, those that carry data parallelism; experts have axes of their own.
 
     **Raises** ConfigError (a ValueError) for another number of axes, or names that it lacks.
     """
     if isinstance(mesh, Axes):
         axes = replace(axes_of(mesh.data), stages=stages_of(mesh.mesh))
-        return ShardingMesh(mesh.data, axes)
+        experts = None
+        if mesh["ep"].size() > 1:  # each expert gets the gradients of all ranks' tokens
+            over, ranks = mesh.experts, float(axes.num_ranks)
+            experts = ShardingMesh(over, axes_of(over), divisor=ranks)
+        return ShardingMesh(mesh.data, axes, experts=experts)
     if dims is not None:
         return _named(mesh, dims)
     if mesh.ndim not in (1, 2):
@@ -143,6 +150,8 @@ def chosen_placement(
     It answers None, a ``Shard``, or torch's ShardPlacementResult with a mesh of its own.
     """
     answer = choose(param) if choose is not None else None
+    if spread.experts is not None and _is_expert(param):
+        spread = spread.experts
     info = getattr(answer, "mesh_info", None)
     placement = getattr(answer, "placement", answer) if info is not None else answer
     if info is not None and info.mesh is not spread.mesh:
@@ -152,6 +161,10 @@ def chosen_placement(
     if not isinstance(placement, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: expected Shard or None, got {answer}")
     return placement.dim + param.ndim if placement.dim < 0 else placement.dim, spread
+
+
+def _is_expert(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
 
 
 def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: ShardingMesh) -> DTensorSpec:
@@ -171,7 +184,16 @@ def sharded_spec(param: nn.Parameter, name: str, dim: int, spread: ShardingMesh)
     own = param._spec
     if spread.spmd is not None:
         return _spmd_spec(own, dim, spread)
-    mesh = DeviceMesh._concatenate([spread.mesh, own.mesh])
+    try:
+        mesh = DeviceMesh._concatenate([spread.mesh, own.mesh])
+    except RuntimeError as error:
+        remedy = "take both from one mesh, with no axis in common"
+        if _is_expert(param):
+            remedy = "pass mesh=shardwise.Axes(..., ep=n), which has a mesh for experts"
+        raise ConfigError(
+            f"parameter '{name}' is a DTensor on {own.mesh}, which does not go together with "
+            f"{spread.mesh} ({error}): {remedy}"
+        ) from error
     if len(own.placements) > 2:
         raise NotImplementedError(
             f"parameter '{name}': {own.placements}: fully_shard takes DTensors with one or two axes"

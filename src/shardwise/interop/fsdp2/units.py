@@ -81,7 +81,7 @@ def make_unit(
         None,
         UnitSettings(stage, keeps_last=False, stands_while_full=True),
         Precision(mp.param_dtype, None, mp.reduce_dtype, cast_inputs=False),
-        BackendSum(in_param_dtype=_SUMS_IN_OWN_DTYPE),
+        BackendSum(divisor=spread.divisor, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         transport=Packed(),
         home=home,
         nearby=Nearby(nearby) if nearby is not None else None,

@@ -1,7 +1,7 @@
 """A decoder of any `DecoderShape`: what `shardwise train` trains and what a preset is traced as.
 
-Every module that owns parameters has `reset_parameters`, and no module owns a buffer, so the
-decoder can be built on the meta device and filled unit by unit, or traced there and never filled.
+Every module that owns parameters or buffers has `reset_parameters`, so the decoder can be built on
+the meta device and filled unit by unit, or traced there and never filled.
 Attention is causal; ALiBi is left out, which costs a bias inside the kernel.
 
 In training, `dropout` zeroes that share of the embeddings, of the attention probabilities and of
@@ -11,6 +11,7 @@ B windows, T positions, D dim, H query heads, K key/value heads, E of a head, V 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.experts import MixtureOfExperts
+from shardwise.parallel.routing import Routing
 from shardwise.plan.model.shapes import DecoderShape
 
 _EPS = 1e-5
@@ -125,56 +128,102 @@ class FeedForward(nn.Module):
         return transformed
 
 
-class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalized copy and added to the stream."""
+def _mixture(shape: DecoderShape, routing: Routing, out_std: float) -> MixtureOfExperts:
+    """Return a layer of the shape's experts; shared ones are one of their width together."""
+    experts = shape.experts
+    assert experts is not None
+    if not shape.gated or shape.bias:
+        raise ConfigError("model: experts are SwiGLU without biases; the shape has others")
+    shared = None
+    if experts.shared:
+        shared = FeedForward(replace(shape, ffn=experts.shared * experts.ffn), out_std)
+    widths = shape.dim, experts.ffn
+    return MixtureOfExperts(*widths, routing, shared, _INIT_STD, out_std)
 
-    def __init__(self, shape: DecoderShape, dropout: float) -> None:
+
+class Block(nn.Module):
+    """Attention, then feed-forward, each on a normalized copy and added to the stream.
+
+    With ``routing`` the feed-forward is a mixture of experts.
+    """
+
+    def __init__(self, shape: DecoderShape, dropout: float, routing: Routing | None = None) -> None:
         super().__init__()
         out_std = _INIT_STD / math.sqrt(2 * shape.layers)
         self.dropout = dropout
         self.attention_norm = _norm(shape)
         self.attention = Attention(shape, out_std, dropout)
         self.feed_forward_norm = _norm(shape)
-        self.feed_forward = FeedForward(shape, out_std)
+        self.feed_forward: nn.Module = FeedForward(shape, out_std)
+        if routing is not None:
+            self.feed_forward = _mixture(shape, routing, out_std)
 
-    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
-        """Add both updates: [B, T, D] -> [B, T, D]."""
+    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Add both updates: [B, T, D] -> [B, T, D], and with experts their auxiliary loss."""
         attended = self.attention(self.attention_norm(x), *rotary)
         x = x + F.dropout(attended, self.dropout, self.training)
         transformed = self.feed_forward(self.feed_forward_norm(x))
-        updated: Tensor = x + F.dropout(transformed, self.dropout, self.training)
-        return updated
+        balance = None
+        if isinstance(transformed, tuple):
+            transformed, balance = transformed
+        updated = x + F.dropout(transformed, self.dropout, self.training)
+        return updated if balance is None else (updated, balance)
 
 
 class PlainDecoder(nn.Module):
-    """A GPT or Llama of a shape.
+    """A GPT or Llama of a shape, dense or with experts.
 
-    **Raises** ConfigError for a mixture of experts, whose routing depends on values.
+    ``balance`` times the experts' auxiliary loss, summed over layers, is added to the loss in
+    training; with ``biased`` their routers have biases, which `balance_experts` moves.
+    `spread_experts` lays the experts on several ranks, before the decoder is sharded.
+
+    **Raises** ConfigError for experts that are not SwiGLU without biases.
     """
 
     def __init__(
-        self, shape: DecoderShape, checkpointed: bool = False, dropout: float = 0.0
+        self,
+        shape: DecoderShape,
+        checkpointed: bool = False,
+        dropout: float = 0.0,
+        balance: float = 0.0,
+        biased: bool = False,
     ) -> None:
         super().__init__()
-        if shape.experts is not None:
-            raise ConfigError(
-                "model: a mixture of experts cannot be traced from its shape, since its routing "
-                "depends on values; plan it by the formulas of its shape"
+        experts, routing = shape.experts, None
+        if experts is not None:
+            routing = Routing(
+                experts.num,
+                experts.top_k,
+                experts.scoring,
+                balanced=balance > 0,
+                biased=biased,
             )
+        dense = experts.dense_layers if experts is not None else 0
+        self.balance = balance
         self.head_dim, self.checkpointed, self.dropout = shape.head_dim, checkpointed, dropout
         self.rotary = shape.norm == "rms" and not shape.positions
         self.embedding = TokenEmbedding(shape.vocab, shape.dim)
         self.positions = TokenEmbedding(shape.positions, shape.dim) if shape.positions else None
-        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            Block(shape, dropout, routing if layer >= dense else None)
+            for layer in range(shape.layers)
+        )
         self.norm = _norm(shape)
         self.head = Projection(shape.dim, shape.vocab, bias=False)
         if shape.tied:
             self.head.weight = self.embedding.weight
 
     def forward(
-        self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
-    ) -> Tensor:
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        with_balance: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits [B, T, V], or with targets their mean cross-entropy, fp32, in nats.
+
+        In training ``balance`` times the auxiliary loss is added to it. ``with_balance``: it is
+        not, and is returned beside logits or cross-entropy, as it is.
 
         **Shapes** ids and targets int64 [B, T]; ``positions`` int64 [T] or [1, T], 0 to T - 1
         where they are not given.
@@ -188,12 +237,20 @@ class PlainDecoder(nn.Module):
         rotary: tuple[Tensor, ...] = ()
         if self.rotary:
             rotary = rotary_tables(positions.flatten(), self.head_dim)
+        balances = []
         for block in self.blocks:
             if self.checkpointed and torch.is_grad_enabled():
                 x = checkpoint(block, x, *rotary, use_reentrant=False)
             else:
                 x = block(x, *rotary)
-        logits: Tensor = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            if isinstance(x, tuple):
+                x, balance = x
+                balances.append(balance)
+        found: Tensor = self.head(self.norm(x))
+        if targets is not None:
+            found = F.cross_entropy(found.float().flatten(0, 1), targets.flatten())
+        if with_balance:
+            return found, torch.stack(balances).sum() if balances else x.new_zeros(())
+        if targets is not None and self.balance and self.training and balances:
+            found = found + self.balance * torch.stack(balances).sum()
+        return found

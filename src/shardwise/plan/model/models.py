@@ -51,9 +51,21 @@ class ModelSource:
 
 
 def shape_source(name: str, shape: DecoderShape, seq: int) -> ModelSource:
-    """Return the source of a plain decoder of a shape."""
-    source = module_source(name, lambda checkpointed: PlainDecoder(shape, checkpointed), seq)
+    """Return the source of a plain decoder of a shape.
+
+    **Raises** ConfigError, when it is built, for a mixture of experts: no trace shows its routing.
+    """
+    source = module_source(name, lambda checkpointed: _traceable(shape, checkpointed), seq)
     return replace(source, max_seq=shape.positions or None, shape=shape)
+
+
+def _traceable(shape: DecoderShape, checkpointed: bool) -> nn.Module:
+    if shape.experts is not None:
+        raise ConfigError(
+            "model: a mixture of experts cannot be traced from its shape, since its routing "
+            "depends on values; plan it by the formulas of its shape"
+        )
+    return PlainDecoder(shape, checkpointed)
 
 
 def module_source(name: str, build: Callable[[bool], nn.Module], seq: int) -> ModelSource:

@@ -22,7 +22,8 @@ NormKind = Literal["layer", "rms"]
 class Experts:
     """A mixture-of-experts feed-forward; ``ffn`` is one expert's width.
 
-    The first ``dense_layers`` have the shape's plain one; ``shared`` experts see all tokens.
+    The first ``dense_layers`` have the shape's plain one; ``shared`` experts see all tokens. The
+    router's ``scoring`` is that of Mixtral or of DeepSeek-V3.
     """
 
     num: int
@@ -30,6 +31,7 @@ class Experts:
     ffn: int
     shared: int = 0
     dense_layers: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
 
 
 @dataclass(frozen=True)
