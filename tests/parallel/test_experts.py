@@ -1,7 +1,8 @@
 """Mixtures of experts over any axes: the steps of one process, wherever the experts lie."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise.interop.fsdp2 import fully_shard
-from shardwise.parallel.experts import spread_experts
-from shardwise.parallel.routing import balance_experts
+from shardwise.parallel.experts import MixtureOfExperts, RoutedExperts, spread_experts
+from shardwise.parallel.routing import Routing, balance_experts
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, Experts
 
@@ -103,7 +104,7 @@ def alike(ours: Any, theirs: Any, roundings: int, what: str, precision: str) -> 
 
 def reference(cell: Cell) -> Any:
     """Return one process's model; in bf16 one that `shard()` has given the same casts."""
-    plain = cell.make()
+    plain = replace(cell, checkpointed=False).make()
     if cell.precision == "fp32":
         return plain
     alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))
@@ -136,8 +137,49 @@ def step_of(
     return grads, norm
 
 
-def trains_as_one_process_does(cell: Cell, folder: Path | None = None) -> Any:
-    """Three steps: gradients, norms, parameters, biases; then what the checkpoint has."""
+class Choices:
+    """The experts that the whole batch's tokens were sent to, layer by layer, in one process."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        self.found: list[Tensor] = []
+        for module in plain.modules():
+            if isinstance(module, RoutedExperts):
+                module.register_forward_pre_hook(lambda _, args: self.found.append(args[1]))
+
+    def taken(self) -> list[Tensor]:
+        found, self.found = self.found, []
+        return found
+
+
+def sent_by_formula(cell: Cell, axes: shardwise.Axes, choices: list[Tensor]) -> int:
+    """Return the bytes that all ranks' tokens make: each row four ways, and the counts once.
+
+    A row goes to its expert and comes back, and so does its gradient, where the expert is another
+    rank's; a checkpointed layer does its forward pass twice.
+    """
+    ep, tp = axes["ep"], axes["tp"]
+    own, per_rank = ep.get_local_rank(), cell.experts // ep.size()
+    away = torch.zeros((), dtype=torch.int64)
+    for chosen in choices:
+        mine = chosen.chunk(axes["loss"].size())[axes["loss"].get_local_rank()]
+        share = -(-len(mine) // tp.size())
+        mine = mine[share * tp.get_local_rank() : share * (tp.get_local_rank() + 1)]
+        away += (mine // per_rank != own).sum()
+    dist.all_reduce(away)
+    passes = 2 if cell.checkpointed else 1
+    size = 2 if cell.precision == "bf16" else 4
+    counts = 8 * per_rank * (ep.size() - 1) * dist.get_world_size()
+    return int(away) * DIM * size * (2 * passes + 2) + len(choices) * passes * counts
+
+
+def sent_between_experts(model: Any) -> int:
+    sent = torch.tensor(shardwise.stats(model).sent_bytes.get("ep.all_to_all", 0))
+    dist.all_reduce(sent)
+    return int(sent)
+
+
+def trains_as_one_process_does(cell: Cell) -> Any:
+    """Three steps: gradients, norms, parameters, biases, and the bytes of tokens."""
     axes = shardwise.Axes(**cell.degrees)
     plain = reference(cell)
     start = cell.make()
@@ -146,6 +188,7 @@ def trains_as_one_process_does(cell: Cell, folder: Path | None = None) -> Any:
     ours = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
     rows = 2
+    choices, before = Choices(plain), 0
     base = of_gradient(*SUMS, over=rows * size * LENGTH)
     for step in range(STEPS):
         batches = [batch_of(step, m, rows * size) for m in range(cell.micro_batches)]
@@ -154,6 +197,10 @@ def trains_as_one_process_does(cell: Cell, folder: Path | None = None) -> Any:
         grads, norm = step_of(model, ours, parts)
         wanted, right = step_of(plain, theirs, batches)
         roundings, what = base * (step + 1), f"{cell}, step {step}"
+        now, taken = sent_between_experts(model), choices.taken()
+        if not step or cell.precision == "fp32":  # in bf16 other choices are made by now
+            assert now - before == sent_by_formula(cell, axes, taken), what
+        before = now
         assert grads.keys() == wanted.keys()
         for name, grad in grads.items():
             if cell.precision == "bf16" and step:
@@ -211,3 +258,149 @@ CELLS: dict[int, list[Cell]] = {
 @pytest.mark.parametrize("num_ranks", CELLS)
 def test_experts_over_any_axes_train_as_one_process_does(num_ranks: int) -> None:
     run_ranks(all_cells, num_ranks, CELLS[num_ranks])
+
+
+# -- tokens and experts that are not there
+class Layer(nn.Module):
+    """A mixture between two maps, for batches of any number of tokens."""
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.before = nn.Linear(DIM, DIM)
+        self.moe = MixtureOfExperts(DIM, EXPERT, routing, std=0.5, out_std=0.5)
+        self.after = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, balance = self.moe(self.before(x))
+        return self.after(x + y), balance
+
+
+def some_have_nothing(rank: int, num_ranks: int, by: Any) -> None:
+    """Rank 0 has no token, the last one most; experts from the third on are never chosen."""
+    torch.manual_seed(3)
+    routing = Routing(12, 2, "sigmoid", scale=2.5, balanced=True, biased=True)
+    plain = Layer(routing)
+    plain.moe.router.bias[:2] += 9.0
+    model: Any = copy.deepcopy(plain)
+    axes = shardwise.Axes(ep=num_ranks)
+    spread_experts(model, axes)
+    if by == "fully_shard":
+        fully_shard(model.moe, mesh=axes)
+        fully_shard(model, mesh=axes)
+    else:
+        shardwise.shard(model, mesh=axes, stage=by, units=MixtureOfExperts, experts="*.experts")
+    bounds = [0, 0, *range(1, num_ranks - 1), 9] if num_ranks > 1 else [0, 9]
+    for step in range(2):
+        x = torch.randn(9, DIM, generator=torch.Generator().manual_seed(step))
+        mine = x[bounds[rank] : bounds[rank + 1]]
+        found, balance = model(mine)
+        (found.square().sum() * num_ranks / len(x) + 0.1 * balance).backward()
+        wanted, whole_balance = plain(x)
+        (wanted.square().sum() / len(x) + 0.1 * whole_balance).backward()
+        total = balance.detach().clone()
+        dist.all_reduce(total)
+        roundings = of_gradient(DIM, DIM, 12, DIM, EXPERT, 2, DIM, over=9)
+        assert_rounded_alike(total / num_ranks, whole_balance.detach(), roundings, "balance")
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert_rounded_alike(whole(p.grad), q.grad, roundings, name)
+        gates = whole(model.moe.experts.gate.grad)
+        assert gates[:2].any() and not gates[2:].any()
+        balance_experts(model, 0.0)  # forgets the load
+        balance_experts(plain, 0.0)
+    if num_ranks > 1:  # no rank has a token
+        found, balance = model(x[:0])
+        (found.sum() + balance).backward()
+        sent = shardwise.stats(model).num_collectives
+        assert sent["loss.all_reduce"] == 5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_ranks_without_tokens_and_experts_without_tokens_take_part(num_ranks: int) -> None:
+    for by in (3, 1, "fully_shard"):
+        run_ranks(some_have_nothing, num_ranks, by)
+
+
+# -- checkpoints
+def saved(rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell]) -> None:
+    """Train a step and save, under each cell."""
+    for name, cell in cells.items():
+        axes = shardwise.Axes(**cell.degrees)
+        model = cell.compose(cell.make(), axes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        rows, place = axes["loss"].size(), axes["loss"].get_local_rank()
+        ids, targets = (t.chunk(rows)[place] for t in batch_of(1, 0, 12))
+        step_of(model, optimizer, [(ids, targets)])
+        shardwise.save(folder / name, model, optimizer)
+        state = {n: whole(p).detach() for n, p in model.named_parameters()}
+        state |= {
+            f"{n} moment": whole(optimizer.state[p]["exp_avg"]) for n, p in model.named_parameters()
+        }
+        state |= dict(model.named_buffers())
+        if rank == 0:
+            torch.save(state, folder / f"{name}.pt")
+
+
+def loaded(
+    rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell], names: list[str]
+) -> None:
+    """Load each save under each cell of this world; the values are those that were saved."""
+    for cell in cells.values():
+        model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        for name in names:
+            holds(model, optimizer, folder, name)
+
+
+def holds(model: Any, optimizer: torch.optim.Optimizer, folder: Path, name: str) -> None:
+    shardwise.load(folder / name, model, optimizer)
+    state = torch.load(folder / f"{name}.pt")
+    for key, p in model.named_parameters():
+        assert torch.equal(whole(p), state[key]), f"{key} of {name}"
+        moment = whole(optimizer.state[p]["exp_avg"])
+        assert torch.equal(moment, state[f"{key} moment"]), f"{key} of {name}"
+    for key, buffer in model.named_buffers():
+        if key.endswith("bias"):
+            assert torch.equal(buffer, state[key]) and buffer.any(), f"{key} of {name}"
+
+
+SAVED: dict[int, dict[str, Cell]] = {
+    1: {"one": Cell(biased=True)},
+    3: {"ep3": Cell({"ep": 3}, by=2, layout="flat", biased=True)},
+    4: {
+        "ep4": Cell({"ep": 4}, by=1, biased=True),
+        "ep2": Cell({"ep": 2, "dp_replicate": 2}, by=3, biased=True),
+        "ep2tp4": Cell({"ep": 2, "tp": 4}, by=3, biased=True),
+        "ep2fully": Cell({"ep": 2, "tp": 2}, by="fully_shard", biased=True),
+    },
+}
+
+
+def test_checkpoints_of_any_degree_of_ep_load_into_any_other(tmp_path: Path) -> None:
+    for size, cells in SAVED.items():
+        run_ranks(saved, size, tmp_path, cells)
+    names = [name for cells in SAVED.values() for name in cells]
+    for size, cells in SAVED.items():
+        run_ranks(loaded, size, tmp_path, cells, names)
+    plain = SAVED[1]["one"].make()
+    optimizer = torch.optim.AdamW(plain.parameters(), foreach=False)
+    for name in names:
+        holds(plain, optimizer, tmp_path, name)
+
+
+def meta_is_the_same(rank: int, num_ranks: int) -> None:
+    """Experts that are drawn after they were spread are those of one process."""
+    found = []
+    for ep in (1, num_ranks):
+        axes = shardwise.Axes(ep=ep)
+        with torch.device("meta"):
+            model = Cell(biased=True).make()
+        spread_experts(model, axes)
+        torch.manual_seed(7 + rank)
+        shardwise.shard(model, mesh=axes, experts="*.experts")
+        found.append([*map(whole, model.parameters()), *model.buffers()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) and not a.is_meta
+
+
+def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep() -> None:
+    run_ranks(meta_is_the_same, 3)
