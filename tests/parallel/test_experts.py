@@ -16,8 +16,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
+from shardwise.comm.exchange import Exchange
+from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
-from shardwise.parallel.experts import MixtureOfExperts, RoutedExperts, spread_experts
+from shardwise.parallel.experts import (
+    MixtureOfExperts,
+    RoutedExperts,
+    at_experts,
+    local_of,
+    spread_experts,
+)
 from shardwise.parallel.routing import Routing, balance_experts
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, Experts
@@ -404,3 +412,197 @@ def meta_is_the_same(rank: int, num_ranks: int) -> None:
 
 def test_a_decoder_on_meta_gets_the_same_experts_for_any_ep() -> None:
     run_ranks(meta_is_the_same, 3)
+
+
+# -- what goes wrong elsewhere, by name
+def checked(cell: Cell, micro_batches: int = 1) -> None:
+    """Compare all gradients with one process, and say of a wrong scale which one it is."""
+    axes = shardwise.Axes(**cell.degrees)
+    ids, targets = batch_of(0, 0, 12)
+    shardwise.check_gradients(
+        cell.make,
+        (ids, targets),
+        axes,
+        compose=lambda model: cell.compose(model, axes),
+        loss=lambda model, batch: model(*batch),
+        micro_batches=micro_batches,
+    )
+
+
+def scales_are_right(rank: int, num_ranks: int) -> None:
+    degrees: list[dict[str, int]] = [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 4}]
+    for number, each in enumerate([*degrees, {"ep": 2, "dp_replicate": 2}]):
+        checked(Cell(each, by=number))
+        checked(Cell(each, by="fully_shard"))
+
+
+def test_gradients_of_experts_are_not_ep_or_tp_times_too_large() -> None:
+    """Megatron-LM#5956, pytorch#160285."""
+    run_ranks(scales_are_right, 4)
+
+
+def groups_of_one_rank(rank: int, num_ranks: int) -> None:
+    for by in (0, 3, "fully_shard"):
+        checked(Cell({"ep": num_ranks}, by=by), micro_batches=3)  # efsdp is one rank
+
+
+def test_a_group_of_one_rank_doubles_nothing_and_no_micro_batch_is_lost() -> None:
+    """Megatron-LM#6660 (doubled by each micro-batch), Fast-LLM#550 (the last one is kept)."""
+    run_ranks(groups_of_one_rank, 2)
+
+
+def norm_of_all(rank: int, num_ranks: int) -> None:
+    for by in (0, 3, "fully_shard"):
+        cell = Cell({"ep": 2, "tp": 2}, by=by)
+        axes = shardwise.Axes(**cell.degrees)
+        model = cell.compose(cell.make(), axes)
+        batch = [t.chunk(2)[axes["loss"].get_local_rank()] for t in batch_of(0, 0, 4)]
+        model(*batch).backward()
+        grads = [whole(p.grad).double() for p in model.parameters()]
+        truth = torch.cat([g.flatten() for g in grads]).norm()
+        norm = shardwise.clip_grad_norm_(model.parameters(), 1e9)
+        assert_rounded_alike(float(norm), float(truth), sum(g.numel() for g in grads), f"{by}")
+        alone = [whole(p.grad) for name, p in model.named_parameters() if "experts" in name]
+        assert torch.cat([g.flatten() for g in alone]).norm() > 0.1 * truth
+
+
+def test_the_norm_has_the_experts_of_all_ranks_where_tp_is_there_too() -> None:
+    """Megatron-LM#5916."""
+    run_ranks(norm_of_all, 4)
+
+
+def experts_keep_their_values(rank: int, num_ranks: int) -> None:
+    """Also with other seeds on other ranks: what copies there are have the first one's bits."""
+    cell = Cell({"ep": 2, "dp_replicate": 2})
+    for by in (3, "fully_shard"):
+        cell = replace(cell, by=by)
+        plain = cell.make()
+        model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(whole(p), q), name
+        description = shardwise.describe(model) if by == 3 else None
+        for unit in description.units if description else ():
+            cuts = {p.name: dict(p.cuts) for p in unit.params if ".experts." in p.name}
+            assert all(cut == {"ep": 0, "efsdp": 0} or cut == {"ep": 0} for cut in cuts.values())
+    model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
+    batch = [t.chunk(4)[rank] for t in batch_of(0, 0, 4)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step_of(model, optimizer, [(batch[0], batch[1])])
+    for name, p in model.named_parameters():  # the copies on the other ranks of dp_replicate
+        mine = whole(p).detach().clone()
+        copies = [torch.empty_like(mine) for _ in range(num_ranks)]
+        dist.all_gather(copies, mine)
+        assert all(torch.equal(mine, each) for each in copies), name
+
+
+def test_experts_keep_their_own_values_and_copies_of_them_stay_the_same() -> None:
+    """transformers#45662 (overwritten by rank 0), Automodel#3135 (replicas drift apart)."""
+    run_ranks(experts_keep_their_values, 4)
+
+
+# -- axes of one rank
+def costs_nothing(rank: int, num_ranks: int) -> None:
+    """`spread_experts` over axes of one rank changes no bit and sends nothing."""
+    found, sent = [], []
+    for spreads in (False, True):
+        cell = Cell(balance=0.1, biased=num_ranks == 1)
+        model: Any = cell.make()
+        if spreads:
+            spread_experts(model, shardwise.Axes())
+        local = not spreads or num_ranks == 1
+        assert local == all(m.exchange is None for m in model.modules() if hasattr(m, "exchange"))
+        shardwise.shard(model, mesh=shardwise.Axes(), experts="*.experts" if spreads else ())
+        assert not any(len(p.placements) > 1 for p in model.parameters())
+        ids, targets = batch_of(rank, 0, 2)
+        (model(ids, targets, with_balance=True)[0]).backward()
+        found.append([whole(p.grad) for p in model.parameters()])
+        sent.append(dict(shardwise.stats(model).num_collectives))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    loads = sent[1].pop("loss.all_reduce", 0)
+    assert sent[0] == sent[1]
+    assert loads == (LAYERS if num_ranks > 1 else 0)  # of the auxiliary loss, which is asked for
+
+
+def test_axes_of_one_rank_cost_no_collective_and_no_bit() -> None:
+    for num_ranks in (1, 2):
+        run_ranks(costs_nothing, num_ranks)
+
+
+# -- a layer of one's own
+class OwnExperts(nn.Module):
+    """Two matrices for each expert; each token meets one, by its first element."""
+
+    exchange: Exchange | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(6, DIM, DIM) / DIM)
+        self.down = nn.Parameter(torch.randn(6, DIM, DIM) / DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, :1].detach() * 3).long().clamp(-3, 2) + 3
+        return at_experts(x, chosen, 6, self.exchange, self.compute).squeeze(1)
+
+    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        weights = zip(local_of(self.up), local_of(self.down), strict=True)
+        parts = zip(rows.split(list(counts)), weights, strict=True)
+        return torch.cat([torch.tanh(part @ up) @ down for part, (up, down) in parts])
+
+
+class OwnNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
+        self.experts = OwnExperts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.experts(self.first(x)))  # type: ignore[no-any-return]
+
+
+def own_layers(rank: int, num_ranks: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return OwnNet()
+
+    def compose(model: nn.Module) -> nn.Module:
+        spread_experts(model, axes, experts="experts")
+        return shardwise.shard(model, mesh=axes, experts="experts")
+
+    axes = shardwise.Axes(ep=num_ranks)
+    batch = torch.randn(12, DIM, generator=torch.Generator().manual_seed(1))
+    shardwise.check_gradients(make, batch, axes, compose=compose)
+
+
+def test_a_layer_of_ones_own_is_spread_too() -> None:
+    for num_ranks in (1, 3):
+        run_ranks(own_layers, num_ranks)
+
+
+# -- what is refused
+def refusals(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(ep=2)
+    model = Cell(experts=3).make()
+    before = list(model.parameters())
+    with pytest.raises(ConfigError, match=r"gate' \(3, 12, 8\): .*ep=2 does not divide"):
+        spread_experts(model, axes)
+    with pytest.raises(ConfigError, match=r"'\*.expert' is the name of no module"):
+        spread_experts(model, axes, experts="*.expert")
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    model = Cell().make()
+    spread_experts(model, axes)
+    with pytest.raises(ConfigError, match=r"gate' is a DTensor already; call spread_experts"):
+        spread_experts(model, axes)
+    with pytest.raises(ConfigError, match=r"one of the experts.*experts='\*.experts'"):
+        shardwise.shard(model, mesh=axes)
+    with pytest.raises(ConfigError, match=r"one of the experts.*experts='\*.experts'"):
+        shardwise.shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ConfigError, match=r"gate' is a DTensor.*mesh=shardwise.Axes"):
+        fully_shard(model, mesh=axes.data)
+    model = Cell(biased=True).make()
+    shardwise.shard(model, mesh=axes)
+    with pytest.raises(ConfigError, match="the routers know of none: call spread_experts"):
+        balance_experts(model)
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
+    run_ranks(refusals, 2)
