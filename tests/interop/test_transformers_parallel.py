@@ -124,6 +124,8 @@ CELLS = {
         ("qwen3", {"tp": 2, "dp_replicate": 2}, "fully_shard"),
         ("mixtral", {"ep": 2, "dp_replicate": 2}, "shard"),
         ("mixtral", {"tp": 2, "ep": 2}, "shard"),
+        ("mixtral", {"tp": 2, "ep": 2}, "fully_shard"),
+        ("mixtral", {"ep": 2}, "fully_shard"),
     ],
 }
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
@@ -50,8 +51,9 @@ class Cell:
     balance: float = 0.0
     biased: bool = False
     checkpointed: bool = False
-    on_meta: bool = False
     layout: str = "rows"
+    along: int = 0  # the dim of an expert's weights that data parallelism cuts
+    offload: str | None = None
 
     def make(self) -> PlainDecoder:
         torch.manual_seed(0)
@@ -77,12 +79,16 @@ class Cell:
             policy = torch.distributed.fsdp.MixedPrecisionPolicy(
                 torch.bfloat16 if self.precision == "bf16" else None, torch.float32
             )
+            place = (lambda p: Shard(self.along) if p.ndim == 3 else None) if self.along else None
             for block in model.blocks:
-                fully_shard(block, mesh=axes, mp_policy=policy)
+                fully_shard(block, mesh=axes, mp_policy=policy, shard_placement_fn=place)
             return fully_shard(model, mesh=axes, mp_policy=policy)
+        placements = {"*.experts": (axes.experts, Shard(self.along))} if self.along else None
         return shardwise.shard(
             model,
             mesh=axes,
+            placements=placements,
+            offload=self.offload,
             stage=self.by,
             layout=self.layout,
             precision=self.precision,
@@ -186,7 +192,7 @@ def sent_between_experts(model: Any) -> int:
     return int(sent)
 
 
-def trains_as_one_process_does(cell: Cell) -> Any:
+def trains_as_one_process_does(cell: Cell) -> None:
     """Three steps: gradients, norms, parameters, biases, and the bytes of tokens."""
     axes = shardwise.Axes(**cell.degrees)
     plain = reference(cell)
@@ -223,7 +229,18 @@ def trains_as_one_process_does(cell: Cell) -> Any:
         assert all(b.any() for name, b in model.named_buffers() if name.endswith("bias"))
     if cell.by != "fully_shard":
         shardwise.check_replicas(model, ours)
-    return model
+        can_be_copied(model)
+
+
+def can_be_copied(model: Any) -> None:
+    """A copy sends its tokens to the same ranks, and counts its own."""
+    ids, targets = batch_of(9, 0, 2)
+    before = sent_between_experts(model)
+    right = model.eval()(ids, targets)
+    each = sent_between_experts(model) - before
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(ids, targets), right)
+    assert sent_between_experts(twin) == each
 
 
 def all_cells(rank: int, num_ranks: int, cells: list[Cell]) -> None:
@@ -258,7 +275,9 @@ CELLS: dict[int, list[Cell]] = {
         Cell({"ep": 2, "tp": 2}, by=3, precision="bf16", biased=True),
         Cell({"ep": 4, "tp": 2}, by="fully_shard", experts=4, balance=0.1, biased=True),
         Cell({"ep": 2, "tp": 4}, by=3, balance=0.1, top_k=1),
-        Cell({"ep": 4}, by=1, micro_batches=3, checkpointed=True),
+        Cell({"ep": 4}, by=3, micro_batches=3, checkpointed=True, offload="cpu"),
+        Cell({"cp": 2, "ep": 2}, experts=4, by=3, along=1, biased=True),
+        Cell({"ep": 2}, experts=2, by="fully_shard", along=2),
     ],
 }
 
