@@ -76,7 +76,7 @@ class Exchange:
         if self.axis.size == 1:
             return counts
         total = counts.clone()
-        self._count("all_reduce", counts.nbytes)
+        self.count("all_reduce", counts.nbytes)
         with meets(meeting_of(CollectiveId("all-reduce", self.name, 0), self.axis)):
             dist.all_reduce(total, group=self.axis.group)
         return total
