@@ -46,8 +46,8 @@ def with_experts(
         if mesh.ep > 1 and plain is not None:
             raise ConfigError(
                 f"experts: '{plain.name}' is no DTensor on axes['ep'], so each of the {mesh.ep} "
-                "ranks there would train one of its own: spread it first, for a model of "
-                "transformers by parallelize(model, axes)"
+                "ranks there would train one of its own: spread it first, by "
+                "spread_experts(model, axes), or a model of transformers by parallelize()"
             )
     if mesh.ep == 1:
         return placements
