@@ -30,6 +30,7 @@ from shardwise.parallel.experts import (
 from shardwise.parallel.routing import Routing, balance_experts
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, Experts
+from shardwise.train.degrees import spread_decoder
 
 DIM, FFN, EXPERT, HEAD, VOCAB, LENGTH, LAYERS = 8, 10, 12, 4, 13, 5, 2
 STEPS = 3
@@ -595,6 +596,38 @@ def own_layers(rank: int, num_ranks: int) -> None:
 def test_a_layer_of_ones_own_is_spread_too() -> None:
     for num_ranks in (1, 3):
         run_ranks(own_layers, num_ranks)
+
+
+# -- the decoder over tensor parallelism, whose ranks have parts of the tokens between layers
+def whole_decoders(rank: int, num_ranks: int) -> None:
+    experts = Experts(12, 2, EXPERT, shared=1, dense_layers=1)
+    shape = DecoderShape(2, DIM, 2, 2, HEAD, FFN, 14, experts=experts)
+    tokens = torch.randint(14, (2, 8, 6), generator=torch.Generator().manual_seed(0))
+    for degrees in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2}, {"tp": 4, "ep": 2}):
+        axes = shardwise.Axes(**degrees)
+        heads = {"heads": axes.tp, "kv_heads": axes.tp, "head_dim": 4}
+        with_heads = replace(shape, ffn=12, vocab=16, **heads)
+
+        def make(shape: DecoderShape = with_heads) -> PlainDecoder:
+            torch.manual_seed(0)
+            made = PlainDecoder(shape, balance=0.1)
+            for param in made.parameters():
+                if param.ndim > 1:
+                    nn.init.normal_(param, std=0.3)
+            return made
+
+        def compose(model: nn.Module, axes: shardwise.Axes = axes) -> nn.Module:
+            spread_decoder(spread_experts(model, axes), axes)
+            return shardwise.shard(model, mesh=axes, experts="*.experts")
+
+        ids, targets = tokens if axes.tp == 2 else tokens[:, :, :4]
+        shardwise.check_gradients(
+            make, (ids, targets), axes, compose=compose, loss=lambda model, batch: model(*batch)
+        )
+
+
+def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep() -> None:
+    run_ranks(whole_decoders, 4)
 
 
 # -- what is refused
