@@ -57,7 +57,31 @@ def rows_go_there_and_back(rank: int, num_ranks: int) -> None:
     assert exchange.traffic.sent_bytes.total() == (away + back) * 8
 
 
+def rows_are_divided_and_joined(rank: int, num_ranks: int) -> None:
+    """Ranks that have the same rows each take a part; gradients are those of the whole."""
+    exchange = Exchange(world(rank, num_ranks), "(tokens)")
+    for num_rows in (0, 1, 5):
+        rows = torch.arange(num_rows * 2.0).view(-1, 2).requires_grad_()
+        part = exchange.part(rows)
+        share = -(-num_rows // num_ranks)
+        assert torch.equal(part, rows[share * rank : share * (rank + 1)])
+        joined = exchange.whole(part * 3, num_rows)
+        assert torch.equal(joined, 3 * rows)
+        weights = torch.randn(num_rows, 2, generator=torch.Generator().manual_seed(1))
+        joined.backward(weights)  # which all ranks have alike
+        assert rows.grad is not None and torch.equal(rows.grad, 3 * weights)
+    counts = torch.arange(4) * (rank + 1)
+    total = exchange.total(counts)
+    assert torch.equal(total, torch.arange(4) * sum(range(1, num_ranks + 1)))
+    assert torch.equal(counts, torch.arange(4) * (rank + 1))
+    sent = exchange.traffic.sent_bytes
+    assert sent["cp.all_reduce"] == (32 if num_ranks > 1 else 0)
+    shares = sum(-(-n // num_ranks) for n in (1, 5))
+    assert sent["cp.all_gather"] == 2 * shares * 8 * (num_ranks - 1)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_what_ranks_exchange_arrives_and_gradients_go_the_way_back(num_ranks: int) -> None:
     run_ranks(gathers_and_sums_gradients, num_ranks)
     run_ranks(rows_go_there_and_back, num_ranks)
+    run_ranks(rows_are_divided_and_joined, num_ranks)

@@ -630,6 +630,27 @@ def test_the_decoder_is_cut_over_tp_and_its_experts_over_ep() -> None:
     run_ranks(whole_decoders, 4)
 
 
+# -- stages of a pipeline, of which some have no experts
+def stages(rank: int, num_ranks: int) -> None:
+    """Each pair of ranks trains another model, with names that fit only one of them."""
+    axes = shardwise.Axes(pp=2, ep=2)
+    plain = Cell(dense=LAYERS if rank < 2 else 0, biased=True).make()
+    for by in (3, "fully_shard"):
+        cell = Cell({"pp": 2, "ep": 2}, dense=LAYERS if rank < 2 else 0, by=by, biased=True)
+        model = cell.compose(cell.make(), axes)
+        batch = batch_of(0, 0, 4)
+        model(*(t.chunk(2)[rank % 2] for t in batch)).backward()
+        plain(*batch).backward()
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            alike(p.grad, q.grad, of_gradient(*SUMS, over=4 * LENGTH), name, "fp32")
+        balance_experts(model)
+        plain.zero_grad()
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
+    run_ranks(stages, 4)
+
+
 # -- what is refused
 def refusals(rank: int, num_ranks: int) -> None:
     axes = shardwise.Axes(ep=2)

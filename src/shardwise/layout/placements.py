@@ -26,7 +26,7 @@ def with_experts(
 ) -> Placements | None:
     """Place what ``experts`` names on the expert mesh of `Axes`, before other placements.
 
-    Where ``ep`` is 1 an expert is a module like any other.
+    Where ``ep`` is 1 an expert is a module like any other. A stage of a pipeline may have none.
 
     **Raises** ConfigError for a name that fits nothing, and for experts that are not spread.
     """
@@ -40,6 +40,8 @@ def with_experts(
         raise ConfigError("experts: placements is a function; let it return axes.experts for them")
     names = [experts] if isinstance(experts, str) else list(experts)
     params = [param for spec in specs for param in spec.params]
+    if mesh.pp > 1:
+        names = [name for name in names if any(_fits(name, param) for param in params)]
     for name in names:
         found = _named("experts", name, params)
         plain = next((param for param in found if not isinstance(param.param, DTensor)), None)

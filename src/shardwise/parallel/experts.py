@@ -201,7 +201,7 @@ def spread_experts(
     """
     over_ep = axes["ep"]
     num_ranks, names = over_ep.size(), [experts] if isinstance(experts, str) else list(experts)
-    found = _named(model, names) if num_ranks > 1 else {}
+    found = _named(model, names, may_lack=axes.pp > 1) if num_ranks > 1 else {}
     params = _checked(found, num_ranks)
     for module, key, param in params:
         placed = distribute_tensor(param.detach(), over_ep, [Shard(0)], src_data_rank=None)
@@ -224,12 +224,12 @@ def _exchange(axes: Axes, name: str, what: str) -> Exchange | None:
     return Exchange(axis_of(mesh, 0, name), what) if mesh.size() > 1 else None
 
 
-def _named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the outermost modules that are named."""
+def _named(model: nn.Module, names: Sequence[str], may_lack: bool) -> dict[str, nn.Module]:
+    """Return the modules that are named; a stage of a pipeline may have none."""
     found: dict[str, nn.Module] = {}
     for name in names:
         fitting = {path: m for path, m in model.named_modules() if fnmatchcase(path, name)}
-        if not any(True for m in fitting.values() for _ in m.parameters()):
+        if not may_lack and not any(True for m in fitting.values() for _ in m.parameters()):
             raise ConfigError(f"experts: '{name}' is the name of no module that has parameters")
         found |= fitting
     return found
