@@ -214,6 +214,7 @@ def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
     [
         (["shard_and_tensor.py"], "step  20"),
         (["long_context.py", "--method", "heads"], "a rank has 64 of 256 tokens"),
+        (["experts.py"], "sent "),
     ],
 )
 def test_composed_models_learn(arguments: list[str], last_words: str) -> None:
