@@ -12,8 +12,9 @@ layers and schedules, AdamW(fused=True). Both models live in the same four proce
 step by step, so that a machine that slows down slows both. Times are those of rank 0 from barrier
 to barrier; ratios are of medians, of wall time and of the ranks' CPU seconds. Bytes are what
 `stats()` counts in one step, against what each axis has to send: shards as `describe()` says,
-keys and values for context parallelism. Host time is that of one process on
-torch's fake process group, whose collectives take no time: with and without DTensors underneath.
+keys and values for context parallelism, tokens whose experts are on other ranks (summed over all
+ranks). Host time is that of one process on torch's fake process group, whose collectives take no
+time: with and without DTensors underneath.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import _common as common
 
 common.find_shardwise()
 
-CASES = ("tp", "pp", "cp", "host")
+CASES = ("tp", "pp", "cp", "ep", "host")
 LIMIT, HOST_LIMIT_MS = 0.9, 0.1
 NUM_RANKS = 4
 SHAPE: dict[str, int] = {
@@ -219,6 +220,53 @@ def context_case(rounds: int) -> dict[str, Any]:
     return {**times, "bytes": found, "formula": wanted, "exact": found == wanted}
 
 
+# -- experts
+def expert_case(rounds: int) -> dict[str, Any]:
+    """Count the bytes of tokens that go to experts; time experts gathered beside experts spread."""
+    from dataclasses import replace
+
+    import torch
+    import torch.distributed as dist
+
+    import shardwise
+    from shardwise.parallel.experts import RoutedExperts
+    from shardwise.plan.model.decoder import PlainDecoder
+    from shardwise.plan.model.shapes import Experts, llama_shape
+
+    experts = Experts(num=16, top_k=2, ffn=SHAPE["ffn"] // 4, shared=1)
+    shape = replace(llama_shape(**SHAPE), experts=experts)
+    batch, chosen, steps, models = batch_of(dist.get_rank()), [], {}, {}
+    for ep in (1, NUM_RANKS):
+        axes = shardwise.Axes(ep=ep)
+        torch.manual_seed(0)
+        model = shardwise.spread_experts(PlainDecoder(shape), axes)
+        models[f"ep {ep}"] = model = shardwise.shard(model, mesh=axes, experts="*.experts")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> float:
+            loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss)
+
+        steps[f"ep {ep}"] = step
+    times = in_turns(steps, rounds)
+    name = f"ep {NUM_RANKS}"
+    for layer in models[name].modules():
+        if isinstance(layer, RoutedExperts):
+            layer.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    here, others = experts.num // NUM_RANKS, NUM_RANKS - 1
+    sent = sent_by(models[name], steps[name], "ep.")["ep.all_to_all"]
+    away = sum(int((each // here != dist.get_rank()).sum()) for each in chosen)
+    both = torch.tensor([sent, away])
+    dist.all_reduce(both)
+    found, rows = both.tolist()
+    counts = 8 * here * others * NUM_RANKS * SHAPE["layers"]
+    wanted = 4 * rows * SHAPE["dim"] * 4 + counts  # there and back, and so do the gradients
+    return {**times, "bytes": found, "formula": wanted, "exact": found == wanted}
+
+
 # -- bytes
 def sent_by(model: Any, step: Callable[[], object], start: str) -> dict[str, int]:
     """Return what one step sends, of the kinds that start so."""
@@ -277,6 +325,7 @@ RUN: dict[str, Callable[[int], dict[str, Any]]] = {
     "tp": tensor_case,
     "pp": pipeline_case,
     "cp": context_case,
+    "ep": expert_case,
 }
 
 
