@@ -23,7 +23,7 @@ TURNS: list[tuple[int, dict[str, Any]]] = [
     (2, {"cp": 2, "cp_method": "heads", "stage": 1}),
     (4, {"tp": 2, "dp_replicate": 2, "stage": 2, "layout": "flat"}),
     (3, {"cp": 3, "micro_batch": 2}),
-    (2, {"tp": 2, "stage": 0, "tied_head": False}),
+    (2, {"tp": 2, "stage": 0}),
 ]
 
 
@@ -31,18 +31,33 @@ def one_turn(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
     train(rank, num_ranks, flags)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, tied: bool) -> None:
-    flags = {**FLAGS, "data": write_text(tmp_path), "tied_head": tied}
-    turns = TURNS[:3] if tied else TURNS
+# With experts; one micro-batch each, as the auxiliary loss is one of a micro-batch.
+EXPERTS: dict[str, Any] = {
+    **{"experts": 6, "shared_experts": 1, "dense_layers": 1, "expert_scoring": "sigmoid"},
+    **{"expert_bias": True, "expert_ffn_multiple": 2.0, "global_batch": 12},
+}
+EXPERT_TURNS: list[tuple[int, dict[str, Any]]] = [
+    (4, {"ep": 2, "micro_batch": 3, "dp_replicate": 2}),
+    (1, {"micro_batch": 12}),
+    (4, {"ep": 2, "tp": 2, "micro_batch": 6}),
+    (3, {"ep": 3, "micro_batch": 4, "stage": 2}),
+    (2, {"ep": 2, "cp": 2, "micro_batch": 12, "activation_checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize("kind", ["dense", "tied", "experts"])
+def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, kind: str) -> None:
+    flags = {**FLAGS, "data": write_text(tmp_path), "tied_head": kind == "tied"}
+    flags |= EXPERTS if kind == "experts" else {}
+    turns = EXPERT_TURNS if kind == "experts" else TURNS[: 3 if kind == "tied" else None]
     for number, (num_ranks, degrees) in enumerate(turns):
         steps = {"steps": 2 * number + 2, "save_every": 2, "resume": "auto"}
-        output = {"output": tmp_path / "run"}
-        run_ranks(one_turn, num_ranks, {**flags, **degrees, **steps, **output, "tied_head": tied})
+        run_ranks(one_turn, num_ranks, {**flags, **degrees, **steps, "output": tmp_path / "run"})
     last = 2 * len(turns)
-    run_ranks(one_turn, 1, {**flags, "steps": last, "output": tmp_path / "alone"})
+    alone = {"micro_batch": flags["global_batch"], "steps": last, "output": tmp_path / "alone"}
+    run_ranks(one_turn, 1, {**flags, **alone})
     config = TrainConfig(**{**TINY, **FLAGS})
-    roundings = decoder_roundings(config, 4 * last)
+    roundings = decoder_roundings(config, flags["global_batch"] * last)
     ours, theirs = (
         {line["step"]: line for line in lines_of(tmp_path / name) if "loss" in line}
         for name in ("run", "alone")
@@ -68,6 +83,10 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, tied
         ({"cp": 8, "tp": 2}, "tp: expected a divisor of seq 24 / cp 8, got 2"),
         ({"tp": 2, "cp": 2}, "axes: cp=2 x tp=2 = 4 does not divide 6 ranks"),
         ({"dp_shard": 4}, "axes: dp_shard=4 is not the 6 ranks that there are: make dp_shard 6"),
+        ({"ep": 4, "experts": 6}, "ep: expected a divisor of experts 6, got 4"),
+        ({"ep": 2}, "ep: expected a divisor of experts 0, got 2"),
+        ({"experts": 1}, "experts_per_token: expected at most experts 1, got 2"),
+        ({"ep": 4, "experts": 4}, "axes: ep=4 does not divide dp_shard x cp x tp = 6 x 1 x 1"),
         ({"dp_shard": 0}, "expected a number of ranks, or -1 for those that are left"),
     ],
 )

@@ -203,6 +203,11 @@ def _foreign(request: ModelRequest) -> ForeignSettings | None:
 
 def _of_train(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a run of `shardwise train` in the names of a request."""
+    if config.ep > 1:
+        raise ConfigError(
+            f"ep: a plan knows no expert parallelism yet, and the file has ep={config.ep}; plan it "
+            "with ep: 1, where each rank gathers all experts of a layer"
+        )
     names = (*ALIKE, *TRAINED_DEGREES, "dp_replicate", "dp_shard", "global_batch", "ranks")
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
@@ -276,6 +281,7 @@ def _model(
 ) -> Model:
     """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
     is_split = splits or candidate.world_size != candidate.data_parallel
+    is_split |= config is not None and config.experts > 0  # routing depends on values: no trace
     if is_split or candidate.activation_checkpointing == "selective":
         if source is None and config is not None:
             return ShapedModel(Path(name).name, config.shape(_vocab(config)), seq or config.seq)

@@ -12,20 +12,17 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     TypeAdapter,
     field_validator,
     model_validator,
 )
 
-from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of, key
-from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
+from shardwise.train.model_keys import ModelKeys
 from shardwise.train.optimizers import check_options
 
 OptimizerName = Literal[
@@ -73,22 +70,8 @@ def _with_numbers(value: Any) -> Any:
 _Options = Annotated[dict[str, Any] | None, BeforeValidator(read_options)]
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(ModelKeys):
     """Hold every key of a training run; a key left at None is decided by `resolve_*`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    dim: int = key(256, "Model", "width of the residual stream", gt=0)
-    layers: int = key(4, "Model", "number of decoder blocks", gt=0)
-    heads: int = key(8, "Model", "number of query heads", gt=0)
-    kv_heads: int | None = key(None, "Model", "number of key/value heads; unset: as heads", gt=0)
-    ffn_multiple: float = key(8 / 3, "Model", "hidden width of the SwiGLU over dim", gt=0)
-    vocab: int | None = key(None, "Model", "vocabulary; unset: the tokenizer's size", gt=0)
-    seq: int = key(256, "Model", "tokens in a window", gt=0)
-    tied_head: bool = key(False, "Model", "share the embedding with the output head")
-    dropout: float = key(
-        0.0, "Model", "share of activations zeroed in training; 0 draws nothing", ge=0, lt=1
-    )
 
     stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
     layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
@@ -111,16 +94,6 @@ class TrainConfig(BaseModel):
     )
     bucket_bytes: int | None = key(
         None, "Sharding", "gradients collected before a reduction starts; unset: 1 MiB", ge=0
-    )
-
-    dp_replicate: int = key(
-        1, "Degrees", "groups of ranks that hold a full set of shards each (hybrid)", gt=0
-    )
-    dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
-    tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
-    cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
-    cp_method: Literal["gather", "heads", "ring"] = key(
-        "gather", "Degrees", "how attention sees whole windows under cp"
     )
 
     micro_batch: int = key(8, "Batch", "windows per data-parallel rank and pass", gt=0)
@@ -228,35 +201,8 @@ class TrainConfig(BaseModel):
             return value
         raise ValueError("expected 'auto', 'never' or the step of a checkpoint")
 
-    @property
-    def axes(self) -> Axes:
-        """The degrees of parallelism."""
-        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp)
-
-    def shape(self, vocab: int) -> DecoderShape:
-        """Return the shape of the run's decoder."""
-        ffn = 32 * max(1, round(self.ffn_multiple * self.dim / 32))
-        sizes = self.layers, self.dim, self.heads, self.kv_heads or self.heads, ffn, vocab
-        return llama_shape(*sizes, tied=self.tied_head)
-
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
-        kv_heads = self.kv_heads or self.heads
-        for name, size in (("heads", self.heads), ("kv_heads", kv_heads)):
-            if size % self.tp:
-                raise ValueError(f"tp: expected a divisor of {name} {size}, got {self.tp}")
-        if self.seq % self.cp:
-            raise ValueError(f"cp: expected a divisor of seq {self.seq}, got {self.cp}")
-        if self.seq // self.cp % self.tp:
-            part = f"seq {self.seq}" if self.cp == 1 else f"seq {self.seq} / cp {self.cp}"
-            raise ValueError(f"tp: expected a divisor of {part}, got {self.tp}")
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"heads: expected dim / heads to be a whole even number (rotary embeddings turn "
-                f"pairs), got dim {self.dim} / heads {self.heads}"
-            )
-        if self.heads % kv_heads:
-            raise ValueError(f"kv_heads: expected a divisor of heads {self.heads}, got {kv_heads}")
         if self.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps: expected at most steps {self.steps}, got {self.warmup_steps}"

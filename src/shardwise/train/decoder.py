@@ -15,7 +15,13 @@ class Decoder(PlainDecoder):
     """
 
     def __init__(self, config: TrainConfig, vocab: int) -> None:
-        super().__init__(config.shape(vocab), config.activation_checkpointing, config.dropout)
+        super().__init__(
+            config.shape(vocab),
+            config.activation_checkpointing,
+            config.dropout,
+            balance=config.expert_balance if config.experts else 0.0,
+            biased=config.expert_bias,
+        )
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import peak_memory_bytes
 from shardwise.engine.replicas import check_replicas
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.parallel.routing import balance_experts
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path, picture_path
 from shardwise.train.config import TrainConfig, dump_config
@@ -262,6 +263,7 @@ def _compute_step(run: Run, step: int) -> LocalStep:
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     run.scaler.step(optimizer)
     run.scaler.update()
+    balance_experts(model)
     state = count_state(model, optimizer)
     optimizer.zero_grad()
     return LocalStep(loss_sum.item() / run.accumulation, lr, _number(norm), state)

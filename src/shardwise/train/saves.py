@@ -34,11 +34,13 @@ from shardwise.train.setup import Run
 
 _MODEL_KEYS = (
     *("dim", "layers", "heads", "kv_heads", "ffn_multiple", "vocab", "tied_head", "tokenizer"),
+    *("experts", "experts_per_token", "expert_ffn_multiple", "shared_experts", "dense_layers"),
+    *("expert_scoring", "expert_bias"),
     "optimizer",  # its state is of another kind
 )
 _TOLD_KEYS = (
     *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
-    *("dp_replicate", "dp_shard", "tp", "cp", "cp_method", "units"),
+    *("dp_replicate", "dp_shard", "tp", "cp", "cp_method", "ep", "expert_balance", "units"),
     *("micro_batch", "accumulation", "global_batch", "steps", "lr", "min_lr", "schedule"),
     *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
     *("optimizer_options", "schedule_options", "loss_scale_window"),

@@ -31,6 +31,7 @@ from shardwise.config import DEFAULT_BUCKET_BYTES
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.errors import ConfigError
 from shardwise.parallel.context import ContextParallel
+from shardwise.parallel.experts import spread_experts
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -152,12 +153,13 @@ def shard_decoder(config: TrainConfig, model: nn.Module) -> nn.Module:
     """Spread a decoder over the ranks as the keys of a run say."""
     axes = config.axes
     return shardwise.shard(
-        spread_decoder(model, axes),
+        spread_decoder(spread_experts(model, axes), axes),
         stage=config.stage,
         precision=config.precision,
         layout=config.layout,
         reduce_every=config.reduce_every,
         mesh=axes,
+        experts="*.experts" if config.ep > 1 else (),
         units=config.units,
         prefetch_bytes=config.prefetch_bytes,
         bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
