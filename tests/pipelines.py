@@ -83,8 +83,7 @@ def by_fully_shard(part: Any, *, mesh: Any, stage: int, precision: str) -> nn.Mo
 
     dtype = None if precision == "fp32" else torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # A stage of a zero-bubble schedule that frees in forward shows no full parameters.
-    kwargs = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": False}
+    kwargs = {"mesh": mesh, "mp_policy": policy}
     for block in part.blocks.values():
         fully_shard(block, **kwargs)
     return fully_shard(part, **kwargs)
