@@ -75,7 +75,12 @@ class FSDPModule(TorchFSDPModule):
 
     # -- when gradients are reduced, and parameters freed
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accept it: here every backward pass completes its reductions."""
+        """Say that more passes follow; with gradients that stay on this rank, no window ends them.
+
+        Otherwise every backward pass completes its reductions.
+        """
+        for state in _states_of(self, True):
+            state.change(awaits_end=not is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -16,6 +16,7 @@ from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from shardwise.engine.pipelining import end_schedule
 from shardwise.engine.runtime import Engine
 from shardwise.unit.unit import Unit
 
@@ -136,7 +137,7 @@ class ModuleState(_State):
         return self.lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
-        self.lazy_init().reduce_kept()
+        end_schedule(self.lazy_init())
 
     @cached_property
     def _fsdp_param_groups(self) -> list["GroupView"]:

@@ -357,14 +357,14 @@ class Engine:
         """Bytes of the means that are not in ``p.grad`` yet."""
         return self._reductions.nbytes
 
-    def reduce_kept(self) -> None:
+    def reduce_kept(self, *, last: bool = True) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
         for unit in self.units:
             if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
                 unit.enter_grad_state(GradState.PARTIAL)
             if not unit.settings.stays_full:
                 unit.unpin()
-        with self.conditions.micro_batch(last=True):
+        with self.conditions.micro_batch(last=last):
             self.on_pass([])  # those that another rank may have take part, as in any pass
             self.on_pass_end()
 
