@@ -15,15 +15,13 @@ from typing import NoReturn
 
 import torch
 import xxhash
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.watch import name_ranks
 from shardwise.engine.agreement import find_difference
-from shardwise.engine.api import engine_of
-from shardwise.engine.runtime import Engine
+from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.param import ShardedParam
@@ -44,7 +42,7 @@ class _Entry:
     digest: bytes
 
 
-def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     """Check that state which several ranks hold has the same bits on all; every rank calls it.
 
     Compared are parameters and optimizer state with the ranks that hold the same slices (all ranks
@@ -58,19 +56,20 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     **Raises** ReplicaError, the same on all ranks, naming the parameter, which tensor of it, and
     the rank that differs from the majority (with two copies, both).
     """
-    engine = engine_of(model)
+    engine = Parts(model)
     engine.rest("check_replicas()")
-    found = list(_found_over(engine, optimizer))
+    joined = None if optimizer is None else Joined(optimizer)
+    found = list(_found_over(engine, joined))
     if engine.everyone is not engine.comm.control:
         rows = exchange_any(engine.everyone, "".join(found[:1]).encode())
         found = [row.decode() for row in rows if row]  # all ranks raise, or none does
     if found:
         raise ReplicaError(found[0])
     if engine.everyone is not engine.comm.control:
-        _check_uncut(engine, optimizer)
+        _check_uncut(engine, joined)
 
 
-def _found_over(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+def _found_over(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
     """Yield what is wrong on each mesh; every rank of a mesh finds the same."""
     for comm in engine.comms:
         try:
@@ -79,7 +78,7 @@ def _found_over(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iter
             yield str(error)
 
 
-def _check_uncut(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
     """Check what tensor parallelism does not cut, over the ranks with one place in the mesh."""
     control, stages = engine.everyone, engine.comm.axes.stages
     place = engine.comm.control.rank.to_bytes(4) + (stages.rank if stages else 0).to_bytes(4)
@@ -106,9 +105,11 @@ def _check_uncut(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Non
     raise _corrupted(found)
 
 
-def _uncut_entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[_Entry]:
+def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_Entry]:
     """Yield the slices of this rank that others have too, along axes of tensor parallelism."""
-    for param in (p for unit in engine.units if unit.comm is engine.comm for p in unit.params):
+    for param in (
+        p for unit in engine.units if unit.comm in engine.dense_comms for p in unit.params
+    ):
         outer = param.cut.outer
         if outer is None or all(placement.is_replicate() for placement in outer.placements):
             yield _Entry(f"parameter '{param.name}', value", True, _digest(param.sharded))
@@ -118,7 +119,7 @@ def _uncut_entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> I
                     yield _Entry(f"parameter '{param.name}', {key}", True, _digest(value))
 
 
-def _check_over(comm: Comm, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:
     """Check the units of one mesh."""
     control = comm.control
     if control.num_ranks == 1:
@@ -137,9 +138,7 @@ def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
     return xxhash.xxh3_128_digest("".join(lines).encode(errors="backslashreplace"))
 
 
-def _entries(
-    units: list[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None
-) -> Iterator[_Entry]:
+def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterator[_Entry]:
     """Yield every tensor of this rank that has a copy on another one, digested."""
     replicate = comm.axes.replicate
     for unit in units:

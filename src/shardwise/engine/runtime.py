@@ -55,6 +55,7 @@ class Engine:
         self.ledger = ledger
         self.conditions = Conditions()
         self.all_states: Sequence[Any] = ()  # of the modules that the units were made for
+        self.mates: Sequence[Engine] = (self,)  # of the stages that this rank has
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self._passes = Passes(self)
         self._runs_grad_hooks = False
@@ -109,7 +110,8 @@ class Engine:
         A rank knows those along its own axes, and hears of theirs; twice, as another stage may have
         tensor parallelism where this one has none. **Cost** a collective for each.
         """
-        cuts = [p.cut for unit in self.units for p in unit.params if p.cut is not None]
+        units = [unit for mate in self.mates for unit in mate.units]
+        cuts = [p.cut for unit in units for p in unit.params if p.cut is not None]
         axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
         if self.comm.axes.stages is not None:
             axes[id(self.comm.axes.stages.group)] = self.comm.axes.stages
