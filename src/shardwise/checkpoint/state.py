@@ -92,7 +92,8 @@ def clean_name(name: str) -> str:
 
 def param_names(param: ShardedParam) -> tuple[str, ...]:
     """Return every name of a parameter; the first one is that under which it is saved."""
-    return tuple(clean_name(use.name) for use in param.uses)
+    names = [clean_name(use.name) for use in param.uses]
+    return tuple(dict.fromkeys(names if param.tie is None else [param.tie.name, *names]))
 
 
 def persistent_buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,6 +12,8 @@ from dataclasses import replace
 
 from shardwise.engine.runtime import Engine
 from shardwise.errors import StateError
+from shardwise.layout.placements import local_of
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
 
 
@@ -26,7 +28,7 @@ def end_schedule(engine: Engine) -> None:
     params = [param for unit in engine.units for param in unit.params]
     if any(p.has_partial for p in params):
         engine.finish_reductions()
-        before = next((p.name for p in params if p.grad is not None), None)
+        before = next((p.name for p in params if _has_grad(p)), None)
         if before is not None:
             raise StateError(
                 f"schedule.step(): '{before}' has a gradient of an earlier step of a schedule, "
@@ -36,6 +38,11 @@ def end_schedule(engine: Engine) -> None:
                 "the last before the optimizer's step"
             )
     engine.reduce_kept()
+
+
+def _has_grad(param: ShardedParam) -> bool:
+    """Tell whether a mean is there that ``zero_grad(set_to_none=False)`` has not zeroed."""
+    return param.grad is not None and bool(local_of(param.grad).count_nonzero())
 
 
 def _keep(engine: Engine) -> None:

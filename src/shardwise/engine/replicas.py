@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch
 import xxhash
+from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
@@ -67,6 +68,8 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
         raise ReplicaError(found[0])
     if engine.everyone is not engine.comm.control:
         _check_uncut(engine, joined)
+    if engine.has_stages:
+        _check_tied(engine, joined)
 
 
 def _found_over(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
@@ -117,6 +120,30 @@ def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_Entry]:
             for key, value in sorted(state.items(), key=lambda item: str(item[0])):
                 if isinstance(value, torch.Tensor):
                     yield _Entry(f"parameter '{param.name}', {key}", True, _digest(value))
+
+
+def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
+    """Check the copies of one parameter on several stages, with the ranks that have its slice."""
+    control, stages = engine.everyone, engine.comm.axes.stages
+    assert stages is not None
+    mine: dict[str, list[str]] = {}
+    for param in (p for unit in engine.units for p in unit.params if p.tie is not None):
+        state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
+        tensors = {"value": param.sharded, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
+        for key, tensor in tensors.items():
+            label = f"parameter '{param.tie.name}', {key}"
+            mine.setdefault(label, []).append(_digest(tensor).hex())
+    ranks = get_process_group_ranks(stages.group)
+    rows = exchange_any(control, json.dumps([ranks, mine]).encode())
+    said = dict(zip(control.members, map(json.loads, rows), strict=True))
+    found: dict[str, None] = {}
+    for ranks, theirs in said.values():
+        for label in theirs:
+            having = [rank for rank in ranks if label in said[rank][1]]
+            if len({digest for rank in having for digest in said[rank][1][label]}) > 1:
+                found[f"{label}: {name_ranks(having)} differ, stages that it is tied over"] = None
+    if found:
+        raise _corrupted(list(found))
 
 
 def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:

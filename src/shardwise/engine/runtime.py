@@ -56,6 +56,7 @@ class Engine:
         self.conditions = Conditions()
         self.all_states: Sequence[Any] = ()  # of the modules that the units were made for
         self.mates: Sequence[Engine] = (self,)  # of the stages that this rank has
+        self.num_reduced = 0  # backward passes, or windows, whose gradients were all reduced
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self._passes = Passes(self)
         self._runs_grad_hooks = False
@@ -309,6 +310,7 @@ class Engine:
         is_last = self.conditions.is_last_micro_batch
         keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
         self.window_open = is_last is False or keeps
+        self.num_reduced += not self.window_open
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)

@@ -15,6 +15,7 @@ from shardwise.unit.norms import LazyNorm, NormKind
 from shardwise.unit.pieces import axes_of_mesh
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.tensor_base import ShardTensorBase
+from shardwise.unit.ties import ties_of
 
 
 @torch.no_grad()
@@ -41,6 +42,8 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not params:
         return torch.zeros(())
+    for tie in ties_of(params):
+        tie.sum_grads()
     found = [_local(param.grad) for param in params]
     grads = [grad for grad in found if grad is not None and grad.numel()]
     order = float(norm_type)
@@ -49,6 +52,9 @@ def clip_grad_norm_(
     dtype = reduce(torch.promote_types, [param.dtype for param in params])
     nothing = torch.tensor(inf if order == -inf else 0.0, dtype=dtype, device=params[0].device)
     each = [next(norms) if grad is not None and grad.numel() else nothing for grad in found]
+    for place, owner in enumerate(map(owner_of, params)):
+        if owner is not None and owner.tie is not None and not owner.tie.counts(owner):
+            each[place] = nothing  # a copy; the first stage that has one counts it
     comms: dict[DeviceMesh, Comm] = {}
     kinds = [_kind(param, order, comms) for param in params]
     partials = torch.stack([norm.to(nothing.device, dtype) for norm in each])

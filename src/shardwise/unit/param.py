@@ -77,6 +77,7 @@ class ShardedParam:
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
         self.leaves_scale = False  # see PartialGrad
+        self.tie: Any = None  # with copies on other stages of a pipeline; see ties.py
         self.grad_hooks = GradHooks()
         self._watched = False
 
