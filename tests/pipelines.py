@@ -14,7 +14,7 @@ from models import Block
 from shardwise.interop.fsdp2 import fully_shard
 
 WORDS, WIDTH, LENGTH = 11, 8, 3
-NUM_BLOCKS = 4
+NUM_BLOCKS = 8
 ROWS = 12  # of each data-parallel rank in a step
 
 SINGLE = ("GPipe", "1F1B")
@@ -70,12 +70,12 @@ def whole_batch(step: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     return xs, ys
 
 
-def stage_of(index: int, num: int, *, tied: bool = False) -> Net:
+def stage_of(index: int, num: int) -> Net:
     """Return one of ``num`` stages, not sharded."""
     each = NUM_BLOCKS // num
     ends = "first" if index == 0 else "last" if index == num - 1 else "none"
     blocks = range(index * each, (index + 1) * each)
-    return Net(blocks, ends="both" if num == 1 else ends, tied=tied)
+    return Net(blocks, ends="both" if num == 1 else ends)
 
 
 def by_fully_shard(part: Any, *, mesh: Any, stage: int, precision: str) -> nn.Module:
@@ -106,20 +106,18 @@ class Pipeline:
         num_micro_batches: int,
         shards: Callable[[nn.Module], Any],
         *,
-        tied: bool = False,
-        stage_class: type[PipelineStage] = PipelineStage,
+        stages_per_rank: int = 2,
+        stage_class: Callable[..., PipelineStage] = PipelineStage,
         **settings: Any,
     ) -> None:
         place, size = axes["pp"].get_local_rank(), axes["pp"].size()
-        num = size if schedule in SINGLE else 2 * size
-        self.indices = [place]
-        if schedule not in SINGLE:
-            self.indices.append(num - 1 - place if schedule in IN_A_V else size + place)
+        num = size if schedule in SINGLE else stages_per_rank * size
+        if schedule in IN_A_V:
+            self.indices = [place, num - 1 - place]
+        else:
+            self.indices = list(range(place, num, size))
         self.num_stages = num
-        self.parts: list[Any] = []
-        for index in self.indices:
-            part: Any = stage_of(index, num, tied=tied and num == 1)
-            self.parts.append(shards(part))
+        self.parts: list[Any] = [shards(stage_of(index, num)) for index in self.indices]
         stages = [
             stage_class(part, index, num, torch.device("cpu"), group=axes["pp"].get_group())
             for part, index in zip(self.parts, self.indices, strict=True)

@@ -10,6 +10,7 @@ from torch import nn
 import shardwise
 from pipelines import (
     BY,
+    NUM_BLOCKS,
     SINGLE,
     WIDTH,
     WORDS,
@@ -28,7 +29,7 @@ from shardwise.errors import ConfigError, ReplicaError
 
 NAMES = {"head.weight": "embed.weight"}
 STEPS = 3
-ROUNDINGS = STEPS * of_gradient(*(8, 11) * 4, 8, over=24)
+ROUNDINGS = STEPS * of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=24)
 
 
 def tied_pipeline(schedule: str, axes: shardwise.Axes, **settings: Any) -> Pipeline:
