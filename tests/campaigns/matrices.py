@@ -14,6 +14,7 @@ import test_models_calls as calls  # noqa: E402
 import test_models_checkpointing as checkpointing  # noqa: E402
 import test_models_parameters as parameters  # noqa: E402
 import test_stream_order as streams  # noqa: E402
+import test_tied_stages as tied  # noqa: E402
 
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
@@ -23,7 +24,6 @@ import test_rank_of_stages as stages  # noqa: E402
 import test_shard_tensor_draws as draws  # noqa: E402
 import test_shard_tensor_optimizers as optimizers  # noqa: E402
 import test_shard_tensor_sweep as functions  # noqa: E402
-import test_tied_stages as tied  # noqa: E402
 from memory_cells import MODELS, cells_of  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from trainer import LAYOUTS, compare  # noqa: E402
