@@ -10,8 +10,8 @@ from torch import nn
 import shardwise
 from pipelines import (
     BY,
+    IN_A_V,
     NUM_BLOCKS,
-    SINGLE,
     WIDTH,
     WORDS,
     Net,
@@ -64,7 +64,7 @@ def tied_steps(rank: int, num_ranks: int, folder: Path, cases: list[tuple[str, s
                 each.step()
                 each.zero_grad()
             mine = [p for n, p in made.named().items() if n in ("embed.weight", "head.weight")]
-            crosses = schedule in SINGLE or schedule == "Interleaved1F1B"
+            crosses = schedule not in IN_A_V  # whose first and last stage one rank has
             slices = [p.to_local().numel() for p in mine] if crosses else []
             assert sent_for_tied(made) - before == sum(4 * (n + 1) for n in slices)
         expected = dict(whole.named_parameters(remove_duplicate=False))

@@ -38,6 +38,7 @@ from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.engine.stage_gradients import check_shape, of_all_stages, share_weights
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
+from shardwise.unit.plain_state import owner_of
 from shardwise.unit.ties import ties_of
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -197,7 +198,7 @@ def check_gradients(
         _run(stages, mine, micro_batches, loss)
     else:
         run(composed, mine)
-    for tie in ties_of(param for each in stages for param in each.parameters()):
+    for tie in ties_of(owner_of(param) for each in stages for param in each.parameters()):
         tie.sum_grads()
     loss(plain, batch).backward()
     tolerance = max(map(_tolerance, stages))

@@ -115,10 +115,9 @@ class Tie:
                 (grad._local_tensor if isinstance(grad, DTensor) else grad).copy_(total)
 
 
-def ties_of(params: Iterable[Any]) -> list[Tie]:
-    """Return the ties of a model's parameters, in an order that all ranks share."""
-    owners = [owner for owner in map(owner_of, params) if owner is not None]
-    found = {id(o.tie): o.tie for o in owners if getattr(o, "tie", None) is not None}
+def ties_of(owners: Iterable[Any]) -> list[Tie]:
+    """Return the ties of parameters' owners (None are nobody's), in an order all ranks share."""
+    found = {id(o.tie): o.tie for o in owners if o is not None and o.tie is not None}
     return sorted(found.values(), key=lambda tie: str(tie.name))
 
 
