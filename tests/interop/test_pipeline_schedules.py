@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 import shardwise
@@ -287,6 +289,21 @@ def gathers_follow_the_schedule(rank: int, num_ranks: int) -> None:
                         assert counts_of([part])[0] - had == wanted, (by, schedule, index)
                 for param in made.params:
                     param.grad = None
+            for part in made.parts:  # and torch's name of the state says so
+                assert states_of(part) == {"SHARDED"}
+                for module in (m for m in part.modules() if isinstance(m, FSDPModule)):
+                    module.unshard()
+                assert states_of(part) == {"UNSHARDED"}
+                for module in (m for m in part.modules() if isinstance(m, FSDPModule)):
+                    module.reshard()
+                assert states_of(part) == {"SHARDED"}
+
+
+def states_of(part: Any) -> set[str]:
+    """Return what torch's tests ask of every parameter (`FSDPParam.sharded_state`)."""
+    context = torch_fully_shard.state(part)._state_ctx
+    groups = [group for state in context.all_states for group in state._fsdp_param_groups]
+    return {param.sharded_state.name for group in groups for param in group.fsdp_params}
 
 
 def test_stages_are_gathered_when_an_interleaved_schedule_opens_them_and_at_no_other_time() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from shardwise.engine.pipelining import end_schedule
 from shardwise.engine.runtime import Engine
@@ -190,6 +191,11 @@ class ParamView:
     @property
     def _param_fqn(self) -> str | None:
         return self._param.name if self._unit.scheduler is not None else None
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """Torch's name of the unit's state."""
+        return ShardedState.UNSHARDED if self._unit.is_unsharded else ShardedState.SHARDED
 
     @property
     def sharded_param(self) -> nn.Parameter:
