@@ -349,6 +349,36 @@ def test_gradients_of_several_schedules_are_reduced_once_and_divided_once() -> N
     run_ranks(windows_over_schedules, 4)
 
 
+def finalized_by_hand(rank: int, num_ranks: int) -> None:
+    """What torch 2.15's schedules call in the place of private names."""
+    for by in BY:
+        part: Any = BY[by](Net(), mesh=shardwise.Axes(), stage=3, precision="fp32")
+        part.set_manual_backward_finalization(True)
+        whole = Net()
+        for turn in range(2):
+            before = counts_of([part])[1]
+            with shardwise.accumulate([part], last=turn == 1):
+                for number in range(2):
+                    part.set_requires_gradient_sync(False)
+                    x, y = batch_of(2 * turn + number, rank)
+                    loss_of(part(x), y).backward()
+                    x, y = whole_batch(2 * turn + number, num_ranks)
+                    loss_of(whole(x), y).backward()
+                part.set_requires_gradient_sync(True)
+                part.finalize_backward()
+            joined = 1 if by == "shard" else num_units([part])
+            assert counts_of([part])[1] - before == turn * joined
+        roundings = of_gradient(*(8, 11) * NUM_BLOCKS, 8, over=8 * ROWS)
+        expected = {name: param.grad for name, param in whole.named_parameters()}
+        for name, param in part.named_parameters():
+            wanted: Any = expected[name]
+            assert_rounded_alike(full(param.grad), wanted, roundings, name)
+
+
+def test_passes_that_are_ended_by_hand_are_reduced_once_at_the_end_of_a_window() -> None:
+    run_ranks(finalized_by_hand, 2)
+
+
 def a_second_schedule_is_refused(rank: int, num_ranks: int) -> None:
     axes = shardwise.Axes(pp=2)
     for by in BY:

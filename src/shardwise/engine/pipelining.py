@@ -22,11 +22,8 @@ def end_schedule(engine: Engine) -> None:
 
     **Raises** StateError where ``p.grad`` has gradients of an earlier schedule already.
     """
-    if engine.conditions.is_last_micro_batch is False:
-        _keep(engine)
-        return
     params = [param for unit in engine.units for param in unit.params]
-    if any(p.has_partial for p in params):
+    if engine.conditions.is_last_micro_batch is not False and any(p.has_partial for p in params):
         engine.finish_reductions()
         before = next((p.name for p in params if _has_grad(p)), None)
         if before is not None:
@@ -37,7 +34,15 @@ def end_schedule(engine: Engine) -> None:
                 "`with shardwise.accumulate(stages, last=False): schedule.step(...)` for all but "
                 "the last before the optimizer's step"
             )
-    engine.reduce_kept()
+    end_passes(engine)
+
+
+def end_passes(engine: Engine) -> None:
+    """Reduce what backward passes have kept; inside of a window that is not over, keep it."""
+    if engine.conditions.is_last_micro_batch is False:
+        _keep(engine)
+    else:
+        engine.reduce_kept()
 
 
 def _has_grad(param: ShardedParam) -> bool:
