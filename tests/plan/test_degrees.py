@@ -76,7 +76,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
 def test_a_pipeline_gathers_and_reduces_once_a_step_whatever_the_micro_batches(stage: int) -> None:
     """As its runs do: see tests/interop/test_pipeline_schedules.py."""
     one, four, alone = (
-        make_plan(DEEP, num_shards=2, stage=stage, pipeline_parallel=pp, accumulation=num)
+        make_plan(DEEP, num_shards=2, stage=stage, pp=pp, accumulation=num)
         for pp, num in ((2, 1), (2, 4), (1, 4))
     )
     kinds = ("shard.all_gather", "shard.reduce_scatter")

@@ -75,7 +75,7 @@ class _Player:
         self._candidate = candidate
         self._weights = [footprint(u, setting) for u in tape.units]
         # A pipeline's schedule gathers a stage once for all micro-batches, and reduces it once.
-        self._is_stage = candidate.pipeline_parallel > 1
+        self._is_stage = candidate.pp > 1
         asked = candidate.reduce_every or setting.stage.reduce_every
         self._reduce_every = "step" if self._is_stage else asked
         self._offloading = Offloading(candidate)
