@@ -38,6 +38,7 @@ class Checkpoints:
 
     Use it as a context: it holds the folder's lock, so that a second run there is refused. The
     ``keep_last`` newest steps and all multiples of ``keep_every`` are kept; None keeps all.
+    ``model`` and ``optimizer`` may be lists, as in `save`.
 
     Note [News from the background]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -46,7 +46,8 @@ def save(
     step in ``path``. ``extra`` takes schedulers, scalers, loaders (whatever has a ``state_dict()``)
     and plain values; each rank's are its own. A checkpoint that exists is only replaced with
     ``replace``, at once. For saving in the background and for keeping the last few see
-    `Checkpoints`.
+    `Checkpoints`. A rank with several stages of a pipeline gives a list of them, and one optimizer
+    over all or a list of one for each.
 
     **Cost** this rank's slices once to disk, synced; five exchanges of a few bytes.
 
@@ -111,7 +112,8 @@ def load(
     other. What
     ``extra`` names is restored in place where it has a ``load_state_dict()``; all of the user's
     state is in the answer. With another number of ranks than saved, each rank's random generators
-    are seeded from those of rank 0 and its own number. Gradients are dropped.
+    are seeded from those of rank 0 and its own number. Gradients are dropped. ``model`` and
+    ``optimizer`` may be lists, as in `save`.
 
     **Cost** reads this rank's slices and at most two MiB beside each; no copy of the model.
 

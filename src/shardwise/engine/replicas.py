@@ -49,7 +49,8 @@ def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     Compared are parameters and optimizer state with the ranks that hold the same slices (all ranks
     at stage 0, the other replicas with a replicate axis), optimizer scalars, and full parameters
     that are in memory and not stale. Call it between steps, every so many. Without copies (one
-    rank, or stages 1 to 3 without a replicate axis, between steps) there is little to compare.
+    rank, or stages 1 to 3 without a replicate axis, between steps) there is little to compare. Of a
+    pipeline, give all stages of the rank, and their optimizers; tied copies are compared as well.
 
     **Cost** one pass of xxh3-128 over what has copies (read through the CPU), one exchange of 32
     bytes per rank. Ranks that differ also exchange 16 bytes per tensor.

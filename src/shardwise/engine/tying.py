@@ -23,7 +23,7 @@ def tie(model: Model, names: Mapping[str, str]) -> None:
     copies take the values of the first stage's. From then on their gradients are summed over the
     stages, by `clip_grad_norm_` or the optimizer's step, whichever comes first; the norm counts it
     once, and checkpoints hold it once, under its first name. Each stage's optimizer holds its copy,
-    with the same settings.
+    with the same settings. A deep copy of a stage is not tied.
 
     **Cost** two exchanges of a few bytes; in each step, this rank's slice of the gradient to each
     other stage that has a copy.
