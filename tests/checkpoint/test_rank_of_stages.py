@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardwise
 from pipelines import NUM_BLOCKS, Net, batch_of, full, loss_of, pipeline_of, stage_of, whole_batch
 from ranks import run_ranks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError
 
@@ -82,6 +86,8 @@ def a_v_of_stages(rank: int, num_ranks: int, folder: Path, by: str) -> None:
         assert loaded
         assert all(torch.equal(tensor, saved[name]) for name, tensor in loaded.items())
 
+    shardwise.save(folder / "trained", alone)
+
     # And back: of one model, into several stages of a rank, by the checkpoints of a run.
     shardwise.save(folder / "alone", alone, optimizers_of([alone], "shard"))
     with shardwise.Checkpoints(folder / "run", other.parts) as run:
@@ -103,6 +109,14 @@ def test_a_rank_saves_and_loads_its_stages_as_one_model(
     assert not loaded.missing
     assert not loaded.unexpected
     assert all(optimizer.state[p]["exp_avg"].any() for p in whole.parameters())
+    exported = [tmp_path / f"exported-{name}" for name in ("saved", "trained")]
+    for path, target in zip(
+        (next((tmp_path / "saved").glob("step-*")), tmp_path / "trained"), exported, strict=True
+    ):
+        export_huggingface(Checkpoint(Files(), path), target, files=Files())
+    ours, theirs = (load_file(target / "model.safetensors") for target in exported)
+    assert ours.keys() == theirs.keys()  # the same weights of stages and of one model
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     plain_parts = [stage_of(index, NUM_BLOCKS) for index in range(NUM_BLOCKS)]
     shardwise.load(tmp_path / "saved", plain_parts)
     stages = dict(pair for part in plain_parts for pair in part.named_parameters())
