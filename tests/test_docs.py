@@ -210,15 +210,16 @@ def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "last_words"),
+    ("arguments", "last_words", "num_ranks"),
     [
-        (["shard_and_tensor.py"], "step  20"),
-        (["long_context.py", "--method", "heads"], "a rank has 64 of 256 tokens"),
-        (["experts.py"], "sent "),
+        (["shard_and_tensor.py"], "step  20", 4),
+        (["long_context.py", "--method", "heads"], "a rank has 64 of 256 tokens", 4),
+        (["experts.py"], "sent ", 4),
+        (["pipeline.py"], "in one process", 8),
     ],
 )
-def test_composed_models_learn(arguments: list[str], last_words: str) -> None:
-    out = programs.run_example(*arguments, num_ranks=4)
+def test_composed_models_learn(arguments: list[str], last_words: str, num_ranks: int) -> None:
+    out = programs.run_example(*arguments, num_ranks=num_ranks)
     first, *_, last = losses_in(out)
     assert last < first / 2
     assert out.splitlines()[-1].startswith(last_words)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shardwise.engine.gradients import check_gradients as check_gradients
     from shardwise.engine.losses import mean_loss as mean_loss
     from shardwise.engine.replicas import check_replicas as check_replicas
+    from shardwise.engine.tying import tie as tie
     from shardwise.engine.uneven import join as join
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
@@ -82,6 +83,7 @@ _HOMES = {
     "shard": "shardwise.engine.api",
     "spread_experts": "shardwise.parallel.experts",
     "stats": "shardwise.engine.api",
+    "tie": "shardwise.engine.tying",
 }
 
 __version__ = "0.1.0"

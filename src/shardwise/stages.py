@@ -44,6 +44,7 @@ class UnitSettings:
     ``reads_in_backward``: backward needs the full parameters; an embedding's needs the ids alone.
     ``stays_full``: backward's end leaves the full parameters, for the next forward of a window.
     ``keeps_grads``: gradients stay on this rank, whatever the stage does, until that is over.
+    ``awaits_end``: a pipeline's schedule says when it is over, and no window's last micro-batch.
     ``forward_prefetch``, ``backward_prefetch``: the units to gather with this one (None: those that
     the recorded order expects).
     """
@@ -52,6 +53,7 @@ class UnitSettings:
     keeps_last: bool = True
     stays_full: bool = False
     keeps_grads: bool = False
+    awaits_end: bool = False
     optional: bool = False
     stands_while_full: bool = False
     reads_in_backward: bool = True

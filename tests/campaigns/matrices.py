@@ -14,10 +14,13 @@ import test_models_calls as calls  # noqa: E402
 import test_models_checkpointing as checkpointing  # noqa: E402
 import test_models_parameters as parameters  # noqa: E402
 import test_stream_order as streams  # noqa: E402
+import test_tied_stages as tied  # noqa: E402
 
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
 import test_parallel_models as parallel  # noqa: E402
+import test_pipeline_schedules as schedules  # noqa: E402
+import test_rank_of_stages as stages  # noqa: E402
 import test_shard_tensor_draws as draws  # noqa: E402
 import test_shard_tensor_optimizers as optimizers  # noqa: E402
 import test_shard_tensor_sweep as functions  # noqa: E402
@@ -86,3 +89,25 @@ def test_every_adapter_in_every_setting() -> None:
     peft = pytest.importorskip("test_peft", reason="peft is in the test extra")
     for name in sorted(peft.VARIANTS):
         run_ranks(peft.compare_with_ddp, 2, name, peft.SETTINGS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+@pytest.mark.parametrize("schedule", schedules.THERE)
+def test_every_schedule_at_every_stage_and_precision(schedule: str, num_ranks: int) -> None:
+    cases = [case for case in schedules.every_case() if case.schedule == schedule]
+    run_ranks(schedules.matrix, num_ranks, cases)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+@pytest.mark.parametrize("schedule", schedules.THERE)
+def test_every_schedule_of_tied_stages_at_every_stage(
+    schedule: str, num_ranks: int, tmp_path: Path
+) -> None:
+    cases = [(schedule, "shard", stage) for stage in range(4)] + [(schedule, "fully_shard", 3)]
+    run_ranks(tied.tied_steps, num_ranks, tmp_path, cases)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+@pytest.mark.parametrize("by", ["shard", "fully_shard"])
+def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_path: Path) -> None:
+    stages.test_a_rank_saves_and_loads_its_stages_as_one_model(num_ranks, by, tmp_path)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -208,6 +209,34 @@ def along_the_longer_dim(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 and param.shape[1] == 8 else None
 
 
+def in_a_schedule(rank: int, world_size: int, shards: Callable[[Any], Any]) -> list[Tensor]:
+    """Run a schedule, which divides the gradients at once: its last reductions must be over.
+
+    See pytorch#144535, a race between both.
+    """
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("pp", "dp"))
+    model = shards(Stack())
+    stage = PipelineStage(model, 0, 1, CPU, group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
+    optimizer = momentum(model.parameters())
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for _ in range(2):
+        schedule.step(torch.randn(4, 8, generator=generator), target=torch.ones(4, 5))
+        for p in model.parameters():
+            p.grad.div_(2).mul_(2)
+        found += [p.grad.to_local().detach().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [full(p) for p in model.parameters()]
+
+
+def sharded_by_block(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def between_steps(rank: int, world_size: int) -> list[Tensor]:
     """Read and change parameters between steps; cut a pass short; leave one without backward."""
     model = shard(Stack())
@@ -262,6 +291,9 @@ add(
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     ),
 )
+for stage in (2, 3):
+    add(f"stage {stage}, in a schedule", partial(in_a_schedule, shards=partial(shard, stage=stage)))
+add("by block, in a schedule", partial(in_a_schedule, shards=sharded_by_block))
 for stage in (1, 3):
     add(f"stage {stage}, on a stream", partial(sharded, stage=stage, on_own_stream=True))
 add("slices at home, on a stream", partial(at_home, on_own_stream=True))
@@ -366,6 +398,11 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         blind(backend_sum._Running, "wait"),
         "by block, offloaded",
         r"the evict stream, reads .* while _reduce_scatter_base_",
+    ),
+    "a schedule divides means that are not reduced yet": (
+        blind(backend_sum._Running, "wait"),
+        "by block, in a schedule",
+        r"div_ .*, on the compute stream, .* while _reduce_scatter_base_",
     ),
     "means are gathered before they are summed over replicas": (
         blind(Comm, "all_reduce"),

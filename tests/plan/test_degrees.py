@@ -72,6 +72,21 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
     )
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_pipeline_gathers_and_reduces_once_a_step_whatever_the_micro_batches(stage: int) -> None:
+    """As its runs do: see tests/interop/test_pipeline_schedules.py."""
+    one, four, alone = (
+        make_plan(DEEP, num_shards=2, stage=stage, pp=pp, accumulation=num)
+        for pp, num in ((2, 1), (2, 4), (1, 4))
+    )
+    kinds = ("shard.all_gather", "shard.reduce_scatter")
+    found = [[plan.played.program.num_collectives[k] for k in kinds] for plan in (one, four, alone)]
+    assert found[0] == found[1]
+    assert found[2][1] > found[1][1]
+    first, last = (sum(plan.played.program.sent_bytes[k] for k in kinds) for plan in (one, four))
+    assert first == pytest.approx(last, rel=0.01)  # the figures are of one end stage or the other
+
+
 def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
     for vocab in (64, 100_000):
         shape = replace(DEEP, vocab=vocab)

@@ -18,6 +18,7 @@ from shardwise.checkpoint.manifest import (
     turn_of_key,
 )
 from shardwise.checkpoint.merge import Merged, key_of, merge, row_of
+from shardwise.checkpoint.same_bits import check_stages
 from shardwise.checkpoint.sealed import FORMAT, PIECES_FORMAT
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
@@ -42,7 +43,9 @@ def assemble(control: Control, table: Table, run: str, step: int | None) -> tupl
     if said is not None:
         made = _of_alike(control, table, _differing(control, digests, said))
     else:
-        made = _of_groups(control, table, merge(control, table, digests))
+        merged = merge(control, table, digests)
+        check_stages(control, table, merged)
+        made = _of_groups(control, table, merged)
     first = made.meshes[0]
     manifest = Manifest(
         format=PIECES_FORMAT if said is None else FORMAT,

@@ -9,9 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from torch import nn
-
 from shardwise.checkpoint.all_ranks import explain, on_all_ranks
 from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files, Lock
@@ -30,7 +27,7 @@ from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import naming
-from shardwise.engine.api import engine_of
+from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 
 _RUNNING, _DONE, _FAILED = range(3)
@@ -41,6 +38,7 @@ class Checkpoints:
 
     Use it as a context: it holds the folder's lock, so that a second run there is refused. The
     ``keep_last`` newest steps and all multiples of ``keep_every`` are kept; None keeps all.
+    ``model`` and ``optimizer`` may be lists, as in `save`.
 
     Note [News from the background]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -53,8 +51,8 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: Model,
+        optimizer: Optimizer | None = None,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -67,8 +65,8 @@ class Checkpoints:
         self._files = files or Files()
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
-        self._engine = engine_of(model)
-        self._control = self._engine.open_control()  # for the thread
+        self._engine = Parts(model)
+        self._control = self._engine.first.open_control()  # for the thread
         self._staging = Staging()
         self._saving: Saving | None = None
         self._lock: Lock | None = None
@@ -83,7 +81,7 @@ class Checkpoints:
         except BaseException:
             self._leave_folder()
             raise
-        self._end_checks = self._engine.conditions.before_each_pass(self._check_in_pass)
+        self._end_checks = self._engine.before_each_pass(self._check_in_pass)
 
     def _enter_folder(self) -> None:
         if self._control.rank == 0:
@@ -207,7 +205,7 @@ class Checkpoints:
         self._end_checks()
 
     def _check_in_pass(self) -> None:
-        if self._engine.comm.axes.stages is None:
+        if not self._engine.has_stages:
             self.check()
         else:
             self._warn_of_unread()

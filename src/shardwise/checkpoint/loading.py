@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import MAX_LOOKS, check_quickly, step_name, steps_in
@@ -44,6 +41,7 @@ from shardwise.checkpoint.restore import (
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import module_states
 from shardwise.comm.control import Control
+from shardwise.engine.parts import Joined, Model, Optimizer
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _SHOWN = 5
@@ -74,8 +72,8 @@ class Request:
 
     files: Files
     control: Control
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    model: Model
+    optimizer: Optimizer | None
     extra: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = True
     cast: bool = False
@@ -171,7 +169,8 @@ def _warn(request: Request, loaded: Loaded) -> None:
 
 def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
     """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
-    control, optimizer = request.control, request.optimizer
+    control = request.control
+    optimizer = None if request.optimizer is None else Joined(request.optimizer)
     host = host_of(request.model)
     same_ranks = manifest.num_ranks == host.num_ranks
     # A rank that did not save goes on with the own state of one that did.
@@ -243,7 +242,8 @@ class _Plan:
 
 def _plan(request: Request, host: Host, checkpoint: Checkpoint, values: Mapping[str, Any]) -> _Plan:
     """Match a checkpoint with the model, the optimizer and what else is to be restored."""
-    model, optimizer = request.model, request.optimizer
+    model = request.model
+    optimizer = None if request.optimizer is None else Joined(request.optimizer)
     how = {"strict": request.strict, "cast": request.cast}
     matched = match_model(checkpoint, model, host.places, **how, elsewhere=host.elsewhere)
     missing = [key for key in request.extra if key not in values["extra"]]

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import clean_name, param_names, persistent_buffers
 from shardwise.comm.control import Control, SoloControl, exchange_any
-from shardwise.engine.api import engine_of
-from shardwise.engine.runtime import Engine
+from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from shardwise.layout.boxes import Region, full_region
 from shardwise.unit.cut import Cut
@@ -117,12 +116,13 @@ class Host:
         """Let nothing run until a load succeeds."""
 
 
-def host_of(model: nn.Module) -> Host:
+def host_of(model: Model) -> Host:
     """Return the host. **Raises** ConfigError when the model is sharded by somebody else."""
-    if any(isinstance(param, DTensor) for param in model.parameters()):
-        return _Sharded(engine_of(model), model)
+    params = (param for each in modules_of(model) for param in each.parameters())
+    if any(isinstance(param, DTensor) for param in params):
+        return _Sharded(Parts(model), model)
     try:
-        return _Sharded(engine_of(model), model)  # gathered, or without parameters
+        return _Sharded(Parts(model), model)  # gathered, or without parameters
     except ConfigError:
         return _Plain(model)
 
@@ -130,7 +130,7 @@ def host_of(model: nn.Module) -> Host:
 class _Sharded(Host):
     """A sharded model; its engine refuses to run what is half loaded."""
 
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
+    def __init__(self, engine: Parts, model: Model) -> None:
         self._engine = engine
         engine.rest("load()")
         self.control = engine.everyone
@@ -140,9 +140,9 @@ class _Sharded(Host):
         self.places = [place for param in params for place in _places_of(param)]
         self.elsewhere = self._names_elsewhere(model)
 
-    def _names_elsewhere(self, model: nn.Module) -> frozenset[str]:
+    def _names_elsewhere(self, model: Model) -> frozenset[str]:
         """Ask the other stages of a pipeline what they have. **Cost** two exchanges."""
-        if self._engine.comm.axes.stages is None:
+        if not self._engine.has_stages:
             return frozenset()
         names = [name for place in self.places for name in place.names]
         names += [name for name, _ in persistent_buffers(model)]
@@ -156,10 +156,10 @@ class _Sharded(Host):
     def begin(self, names: set[str], path: Path) -> None:
         self._engine.finish_reductions()
         why = f"a load of {path} did not come to its end; load a whole checkpoint first"
-        self._engine.conditions.begin_load(names, why)
+        self._engine.begin_load(names, why)
 
     def end(self, names: set[str], path: Path) -> None:
-        left = self._engine.conditions.end_load(names)
+        left = self._engine.end_load(names)
         if left is not None:
             raise CheckpointError(
                 f"{path}: '{left}' is half loaded from another checkpoint, and not in this "
@@ -167,7 +167,7 @@ class _Sharded(Host):
             )
 
     def stop(self, why: str) -> None:
-        self._engine.conditions.refuse(why)
+        self._engine.refuse(why)
 
 
 def _places_of(param: ShardedParam) -> list[Place]:
@@ -196,13 +196,14 @@ class _Plain(Host):
 
     elsewhere: frozenset[str] = frozenset()
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self.control = SoloControl()
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if in_group else 0
         self.num_ranks = dist.get_world_size() if in_group else 1
         names: dict[nn.Parameter, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
+        parts = [each.named_parameters(remove_duplicate=False) for each in modules_of(model)]
+        for name, param in (pair for part in parts for pair in part):
             names.setdefault(param, []).append(clean_name(name))
             if param.is_meta:
                 raise ConfigError(

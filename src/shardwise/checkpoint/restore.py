@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
@@ -13,6 +12,7 @@ from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import local_piece, names_of_params, persistent_buffers
+from shardwise.engine.parts import Joined, Model
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Region
 from shardwise.unit.inner import cut_by_rows, plain_parts
@@ -66,7 +66,7 @@ class Names:
 
 def match_model(
     source: Source,
-    model: nn.Module,
+    model: Model,
     places: Sequence[Place],
     *,
     strict: bool,
@@ -162,9 +162,7 @@ def _check(
         )
 
 
-def match_optimizer(
-    source: Source, optimizer: torch.optim.Optimizer, matched: Matched
-) -> list[dict[str, Any]]:
+def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list[dict[str, Any]]:
     """Return the saved settings of each of the optimizer's groups; nothing is changed.
 
     **Raises** CheckpointError when the checkpoint holds no optimizer, another one, or other groups.
@@ -175,10 +173,10 @@ def match_optimizer(
             f"{source.where}: it holds no optimizer state; load with optimizer=None to take the "
             "parameters alone"
         )
-    if info.class_name not in ("", type(optimizer).__name__):
+    if info.class_name not in ("", optimizer.name):
         raise CheckpointError(
             f"{source.where}: the optimizer is {info.class_name} there and "
-            f"{type(optimizer).__name__} here; load with optimizer=None to take parameters alone"
+            f"{optimizer.name} here; load with optimizer=None to take parameters alone"
         )
     saved_names = {id(place): name for place, name in matched.places}
     places = [*(place for place, _ in matched.places), *matched.missing]
@@ -206,7 +204,7 @@ def match_optimizer(
 
 def optimizer_targets(
     source: Checkpoint,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Joined,
     matched: Matched,
     groups: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[Place, dict[str, Any]], list[Target]]:
@@ -347,11 +345,25 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
 
 
 def apply_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Joined,
     groups: Sequence[Mapping[str, Any]],
     states: Mapping[Place, dict[str, Any]],
 ) -> None:
     """Give the optimizer its settings and its state, once all tensors are read."""
+    for each in optimizer.optimizers:
+        _apply_settings(each, groups)
+        for place, state in states.items():
+            if not any(
+                place.held is param for group in each.param_groups for param in group["params"]
+            ):
+                continue
+            if state:
+                each.state[place.held] = state
+            else:
+                each.state.pop(place.held, None)
+
+
+def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             before = group.get(key)
@@ -361,8 +373,3 @@ def apply_optimizer(
                 tensors[0].copy_(tensors[1])
             else:
                 group[key] = value
-    for place, state in states.items():
-        if state:
-            optimizer.state[place.held] = state
-        else:
-            optimizer.state.pop(place.held, None)

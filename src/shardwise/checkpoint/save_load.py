@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
@@ -18,11 +17,12 @@ from shardwise.checkpoint.gc_pause import collector_paused
 from shardwise.checkpoint.generators import read_generators
 from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.places import host_of
+from shardwise.checkpoint.same_bits import once
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming
-from shardwise.engine.api import engine_of
+from shardwise.engine.parts import Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError
 
 NOTHING: Mapping[str, Any] = {}
@@ -32,8 +32,8 @@ _RUN_BYTES = 8
 @collector_paused()
 def save(
     path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Model,
+    optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
     extra: Mapping[str, Any] = NOTHING,
@@ -46,7 +46,8 @@ def save(
     step in ``path``. ``extra`` takes schedulers, scalers, loaders (whatever has a ``state_dict()``)
     and plain values; each rank's are its own. A checkpoint that exists is only replaced with
     ``replace``, at once. For saving in the background and for keeping the last few see
-    `Checkpoints`.
+    `Checkpoints`. A rank with several stages of a pipeline gives a list of them, and one optimizer
+    over all or a list of one for each.
 
     **Cost** this rank's slices once to disk, synced; five exchanges of a few bytes.
 
@@ -56,8 +57,7 @@ def save(
     files, target = Files(), Path(path).absolute()
     if step is not None:
         target = target / step_name(checked_step(step))
-    engine = engine_of(model)
-    control = engine.everyone
+    control = Parts(model).everyone
     with naming(f"the save of {target}"):
         table = collect_on_all_ranks(model, optimizer, extra)
         manifest, part = assemble(control, table, new_run(control), step)
@@ -94,8 +94,8 @@ def tell_other_files(path: Path) -> str:
 
 def load(
     path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Model,
+    optimizer: Optimizer | None = None,
     *,
     step: int | None = None,
     extra: Mapping[str, Any] = NOTHING,
@@ -112,7 +112,8 @@ def load(
     other. What
     ``extra`` names is restored in place where it has a ``load_state_dict()``; all of the user's
     state is in the answer. With another number of ranks than saved, each rank's random generators
-    are seeded from those of rank 0 and its own number. Gradients are dropped.
+    are seeded from those of rank 0 and its own number. Gradients are dropped. ``model`` and
+    ``optimizer`` may be lists, as in `save`.
 
     **Cost** reads this rank's slices and at most two MiB beside each; no copy of the model.
 
@@ -121,7 +122,8 @@ def load(
     (the model then refuses to run until a load succeeds).
     """
     files, folder = Files(), Path(path).absolute()
-    _check_model(model)
+    for each in modules_of(model):
+        _check_model(each)
     control = host_of(model).control
     request = Request(
         files,
@@ -159,18 +161,18 @@ def _check_model(model: object) -> None:
 
 @collector_paused()
 def collect_on_all_ranks(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    model: Model,
+    optimizer: Optimizer | None,
     extra: Mapping[str, Any],
     then: Callable[[Table], Table] = lambda table: table,
 ) -> Table:
     """Return ``then`` of this rank's state; where that fails on one rank, it fails on all."""
-    engine = engine_of(model)
+    engine = Parts(model)
     device = engine.comm.device
     tables: list[Table] = []
 
     def work() -> None:
-        tables.append(then(collect(model, optimizer, extra, read_generators(device))))
+        tables.append(then(once(collect(model, optimizer, extra, read_generators(device)))))
 
     on_all_ranks(engine.everyone, work)
     return tables[0]

@@ -30,8 +30,7 @@ from shardwise.checkpoint.source import Kind, TensorInfo
 from shardwise.checkpoint.values import encode
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control
-from shardwise.engine.api import engine_of
-from shardwise.engine.runtime import Engine
+from shardwise.engine.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region
 from shardwise.unit.cut import Cut
@@ -67,7 +66,8 @@ class Table:
 
     ``meshes`` are the ranks over which ``layouts`` are cut. ``is_alike``: this rank has all it
     has in common with all others. ``is_staged``: only what it then writes itself was copied.
-    ``apart`` are parameters on a mesh of their own, which may be others on other ranks.
+    ``apart`` are parameters on a mesh of their own, which may be others on other ranks. ``place``:
+    of this rank's stages in a pipeline.
     """
 
     stage: int
@@ -82,6 +82,7 @@ class Table:
     is_alike: bool = True
     is_staged: bool = False
     apart: tuple[str, ...] = ()
+    place: int | None = None
 
 
 def clean_name(name: str) -> str:
@@ -91,27 +92,28 @@ def clean_name(name: str) -> str:
 
 def param_names(param: ShardedParam) -> tuple[str, ...]:
     """Return every name of a parameter; the first one is that under which it is saved."""
-    return tuple(clean_name(use.name) for use in param.uses)
+    names = [clean_name(use.name) for use in param.uses]
+    return tuple(dict.fromkeys(names if param.tie is None else [param.tie.name, *names]))
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the buffers that belong to the state, by name."""
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules_of(model):
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield clean_name(f"{prefix}.{key}" if prefix else key), buffer
 
 
-def module_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def module_states(model: Model) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that keep a state of their own beside parameters and buffers, by name."""
-    for name, module in model.named_modules():
+    for name, module in named_modules_of(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield clean_name(name), module
 
 
 def collect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    model: Model,
+    optimizer: Optimizer | None,
     extra: Mapping[str, Any],
     generators: Mapping[str, Any],
 ) -> Table:
@@ -121,7 +123,7 @@ def collect(
     ConfigError for an optimizer of another model, CheckpointError for state that cannot be written,
     naming it.
     """
-    engine = engine_of(model)
+    engine = Parts(model)
     _check_moment(engine)
     engine.rest("save()")
     params = [param for unit in engine.units for param in unit.params]
@@ -135,12 +137,12 @@ def collect(
     uncut: list[Item] = []
     row = None
     if optimizer is not None:
-        row = _collect_optimizer(optimizer, params, cuts, layouts, sharded, uncut)
+        row = _collect_optimizer(Joined(optimizer), params, cuts, layouts, sharded, uncut)
     for name, buffer in persistent_buffers(model):
         uncut.append(_uncut("buffer", name, buffer))
     values, own = _own_values(model, extra, generators)
     return Table(
-        stage=engine.config.stage.number,
+        stage=engine.first.config.stage.number,
         meshes=tuple(layouts.meshes),
         layouts=tuple(layouts.rows),
         sharded=tuple(sharded),
@@ -149,6 +151,7 @@ def collect(
         optimizer=row,
         own=own,
         values=values,
+        place=None if engine.comm.axes.stages is None else engine.comm.axes.stages.rank,
         apart=tuple(
             cuts[id(p)].name
             for p in params
@@ -174,9 +177,7 @@ def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
 _T = TypeVar("_T")
 
 
-def names_of_params(
-    known: Sequence[tuple[Any, _T]], optimizer: torch.optim.Optimizer
-) -> list[list[_T]]:
+def names_of_params(known: Sequence[tuple[Any, _T]], optimizer: Joined) -> list[list[_T]]:
     """Return what is known of the parameters of each of the optimizer's groups.
 
     ``known`` are pairs of a parameter, as the optimizer knows it, and that.
@@ -199,12 +200,12 @@ def names_of_params(
     return groups
 
 
-def _check_moment(engine: Engine) -> None:
+def _check_moment(engine: Parts) -> None:
     if engine.suspended:
         raise StateError(
             "save() inside gathered(): leave that context first; changes come back then"
         )
-    engine.conditions.check_usable("save(): ")
+    engine.check_usable("save(): ")
     engine.finish_reductions()
     partial = [u.name or "(root)" for u in engine.units if u.grad_state is GradState.PARTIAL]
     if partial or engine.is_in_window:
@@ -231,7 +232,7 @@ class _Cut:
 class _Layouts:
     """The layouts of this rank's units, and the ranks over which they are cut."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Parts) -> None:
         self.rows: list[LayoutRow] = []
         self._numbers: dict[Any, int] = {}
         self._ranks: dict[int, Ranks] = {}
@@ -325,7 +326,7 @@ def local_piece(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region |
 
 
 def _collect_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Joined,
     params: list[ShardedParam],
     cuts: Mapping[int, _Cut],
     layouts: _Layouts,
@@ -334,7 +335,9 @@ def _collect_optimizer(
 ) -> OptimizerRow:
     """Add the optimizer's tensors to the lists; return what else it has."""
     by_group = names_of_params([(param.sharded, param) for param in params], optimizer)
-    cut_plain_state(optimizer)
+    for each in optimizer.optimizers:
+        cut_plain_state(each)
+    optimizer.check_settings()
     values: dict[str, dict[str, Any]] = {}
     for param in (param for group in by_group for param in group):
         cut = cuts[id(param)]
@@ -360,13 +363,12 @@ def _collect_optimizer(
     encoded_state, tensors = encode(values, "state", tensors)
     for place, tensor in tensors.items():
         uncut.append(_uncut("optimizer", "", tensor, place))
-    class_name = type(optimizer).__name__
-    return OptimizerRow(class_name=class_name, groups=encoded_groups, state=encoded_state)
+    return OptimizerRow(class_name=optimizer.name, groups=encoded_groups, state=encoded_state)
 
 
-def _not_of_one(optimizer: torch.optim.Optimizer, key: str, name: str) -> CheckpointError:
+def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
     """Return the error of state that is not one parameter's, and so cannot be cut anew."""
-    kind = type(optimizer).__name__
+    kind = optimizer.name
     return CheckpointError(
         f"optimizer: {kind} keeps its state '{key}', found at '{name}', in tensors that are not "
         "cut as that parameter is (L-BFGS joins all parameters), and a checkpoint has state "
@@ -376,7 +378,7 @@ def _not_of_one(optimizer: torch.optim.Optimizer, key: str, name: str) -> Checkp
 
 
 def _own_values(
-    model: nn.Module, extra: Mapping[str, Any], generators: Mapping[str, Any]
+    model: Model, extra: Mapping[str, Any], generators: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[Item, ...]]:
     """Return this rank's values for its index, and the tensors that they hold."""
     states = {key: _state_of(value) for key, value in extra.items()}

@@ -17,7 +17,7 @@ over its elements) is alike, whatever s says. In bf16 that is 3 % of it: check s
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from math import isfinite, log2, sqrt
 from typing import Any
@@ -31,10 +31,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.comm.control import Control
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import find_engine, shard
+from shardwise.engine.parts import Model, Parts, modules_of
+from shardwise.engine.stage_gradients import check_shape, of_all_stages, share_weights
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
+from shardwise.unit.plain_state import owner_of
+from shardwise.unit.ties import ties_of
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _MAX_SHOWN = 12
@@ -154,7 +159,8 @@ def check_gradients(
     batch: Any,
     mesh: Axes | DeviceMesh | None = None,
     *,
-    compose: Callable[[nn.Module], nn.Module] | None = None,
+    compose: Callable[[nn.Module], Model] | None = None,
+    run: Callable[[Any, Any], object] | None = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     local_batch: Callable[[Any], Any] | None = None,
     micro_batches: int = 1,
@@ -170,6 +176,11 @@ def check_gradients(
     models have the weights of the composed one; but for `shard`, which takes one rank's for all,
     ``make_model`` must make the same ones on every rank (seed it).
 
+    For a pipeline ``compose`` returns this rank's stage, or a list of its stages, with their layers
+    under the names of the whole model, and ``run(stages, batch)`` takes one step of the schedule
+    over this rank's part of the batch; ``micro_batches`` says in how many, for the explanations.
+    The schedule's ``loss_fn`` must mean what ``loss`` does.
+
     **Cost** a plain model and its gradients on every rank, and one gradient in full at a time.
 
     **Raises** GradientError on all ranks where any gradient is wrong, with which, by how much, and
@@ -177,25 +188,58 @@ def check_gradients(
     """
     plain = make_model()
     composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
-    _take_weights(plain, composed)
+    stages = modules_of(composed)
+    control = _control_of(stages)
+    _take_weights(plain, stages, control)
     rank, num_ranks, degrees = _places(mesh, micro_batches)
     mine = _rows(batch, rank, num_ranks) if local_batch is None else local_batch(batch)
     loss = loss or _default_loss
-    engine = find_engine(composed)
-    parts = _micro_batches(mine, micro_batches)
-    for part in parts:
-        window = nullcontext() if engine is None else accumulate(composed, last=part is parts[-1])
-        with window:
-            (loss(composed, part) / micro_batches).backward()
+    if run is None:
+        _run(stages, mine, micro_batches, loss)
+    else:
+        run(composed, mine)
+    for tie in ties_of(owner_of(param) for each in stages for param in each.parameters()):
+        tie.sum_grads()
     loss(plain, batch).backward()
-    tolerance = _tolerance(composed)
-    report = GradientReport(tuple(_compare(plain, composed, tolerance)), tolerance, degrees)
+    tolerance = max(map(_tolerance, stages))
+    checks = [check for each in stages for check in _compare(plain, each, tolerance)]
+    if control is not None:
+        order = [_plain_name(name) for name, _ in plain.named_parameters(remove_duplicate=False)]
+        said = of_all_stages(control, [asdict(check) for check in checks], order)
+        checks = [GradientCheck(**each) for each in said]
+    report = GradientReport(tuple(checks), tolerance, degrees)
     (num_wrong,) = all_reduce_scalars([float(bool(report.wrong))])
     if report.wrong:
         raise GradientError(str(report))
     if num_wrong:
         raise GradientError("another rank has wrong gradients; its message says which")
     return report
+
+
+def _control_of(stages: Sequence[nn.Module]) -> Control | None:
+    """Return the exchanges between the stages of a pipeline, where the composed model is one."""
+    if any(find_engine(each) is None for each in stages):
+        return None
+    parts = Parts(stages)
+    return parts.everyone if parts.has_stages or len(stages) > 1 else None
+
+
+def _run(
+    stages: Sequence[nn.Module],
+    mine: Any,
+    micro_batches: int,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+) -> None:
+    """Run the micro-batches of a model that is no pipeline."""
+    if len(stages) > 1:
+        raise ConfigError("run: compose= returned several stages; say how a schedule runs them")
+    composed = stages[0]
+    engine = find_engine(composed)
+    parts = _micro_batches(mine, micro_batches)
+    for part in parts:
+        window = nullcontext() if engine is None else accumulate(composed, last=part is parts[-1])
+        with window:
+            (loss(composed, part) / micro_batches).backward()
 
 
 def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, int, dict[str, int]]:
@@ -273,23 +317,28 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _take_weights(plain: nn.Module, composed: nn.Module) -> None:
+def _take_weights(plain: nn.Module, stages: Sequence[nn.Module], control: Control | None) -> None:
     """Give one process the weights and buffers of the composed model; all ranks take part."""
-    device = next((p.device for p in composed.parameters()), torch.device("cpu"))
+    params = (param for each in stages for param in each.parameters())
+    device = next((p.device for p in params), torch.device("cpu"))
     if any(p.is_meta for p in plain.parameters()):
         _to_empty(plain, device)
     plain.to(device)
-    named = (*plain.named_parameters(), *plain.named_buffers())
-    places = {_plain_name(name): tensor for name, tensor in named}
-    for name, tensor in (*composed.named_parameters(), *composed.named_buffers()):
-        value, place = _full(tensor), places.get(_plain_name(name))
-        if place is None or place.shape != value.shape:
-            found = "has no such tensor" if place is None else f"has {tuple(place.shape)}"
-            raise ConfigError(
-                f"make_model: '{name}' {tuple(value.shape)} of the composed model; the plain one "
-                f"{found}. compose= must keep names and shapes"
-            )
-        place.copy_(value)
+    places = dict(_named_tensors(plain))
+    found = {n: _full(tensor) for each in stages for n, tensor in _named_tensors(each)}
+    if control is not None:
+        share_weights(control, found, places)
+        return
+    for name, value in found.items():
+        check_shape(name, value.shape, places.get(name))
+        places[name].copy_(value)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        yield _plain_name(name), tensor
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield _plain_name(name), buffer
 
 
 def _to_empty(plain: nn.Module, device: torch.device) -> None:
@@ -305,7 +354,8 @@ def _to_empty(plain: nn.Module, device: torch.device) -> None:
 
 
 def _compare(plain: nn.Module, composed: nn.Module, tolerance: float) -> Iterator[GradientCheck]:
-    theirs = {_plain_name(name): param for name, param in plain.named_parameters()}
+    every = plain.named_parameters(remove_duplicate=False)
+    theirs = {_plain_name(name): param for name, param in every}
     wanted_ones = [param.grad for param in theirs.values() if param.grad is not None]
     largest = max((float(_rms(grad.double())) for grad in wanted_ones if grad.numel()), default=0.0)
     for wrapped, param in composed.named_parameters():

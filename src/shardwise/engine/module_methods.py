@@ -14,6 +14,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from shardwise.comm.packed import Packed
 from shardwise.engine.module_state import ModuleState, noted_state
+from shardwise.engine.pipelining import end_passes
 from shardwise.unit.unit import Unit
 
 
@@ -75,7 +76,12 @@ class FSDPModule(TorchFSDPModule):
 
     # -- when gradients are reduced, and parameters freed
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accept it: here every backward pass completes its reductions."""
+        """Say that more passes follow; with gradients that stay on this rank, no window ends them.
+
+        Otherwise every backward pass completes its reductions.
+        """
+        for state in _states_of(self, True):
+            state.change(awaits_end=not is_last_backward)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -180,13 +186,14 @@ class FSDPModule(TorchFSDPModule):
 
     # -- torch 2.15 and later
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accept it: each backward pass ends by itself, and leaves what it was told to keep."""
+        """Say that `finalize_backward` ends the passes; they leave what they were told to keep."""
+        self.set_is_last_backward(not enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
         """Reduce what backward passes have kept on this rank; call it on the root."""
         state: ModuleState = self._get_fsdp_state()
         if state.engine is not None:
-            state.engine.reduce_kept()
+            end_passes(state.engine)
         return Handle(()) if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:

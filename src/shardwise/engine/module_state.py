@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed._composable_state import _State
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+from shardwise.engine.pipelining import end_schedule
 from shardwise.engine.runtime import Engine
 from shardwise.unit.unit import Unit
 
@@ -136,7 +138,7 @@ class ModuleState(_State):
         return self.lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
-        self.lazy_init().reduce_kept()
+        end_schedule(self.lazy_init())
 
     @cached_property
     def _fsdp_param_groups(self) -> list["GroupView"]:
@@ -189,6 +191,11 @@ class ParamView:
     @property
     def _param_fqn(self) -> str | None:
         return self._param.name if self._unit.scheduler is not None else None
+
+    @property
+    def sharded_state(self) -> ShardedState:
+        """Torch's name of the unit's state."""
+        return ShardedState.UNSHARDED if self._unit.is_unsharded else ShardedState.SHARDED
 
     @property
     def sharded_param(self) -> nn.Parameter:

@@ -15,15 +15,14 @@ from typing import NoReturn
 
 import torch
 import xxhash
-from torch import nn
+from torch.distributed import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.watch import name_ranks
 from shardwise.engine.agreement import find_difference
-from shardwise.engine.api import engine_of
-from shardwise.engine.runtime import Engine
+from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.param import ShardedParam
@@ -44,13 +43,14 @@ class _Entry:
     digest: bytes
 
 
-def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def check_replicas(model: Model, optimizer: Optimizer | None = None) -> None:
     """Check that state which several ranks hold has the same bits on all; every rank calls it.
 
     Compared are parameters and optimizer state with the ranks that hold the same slices (all ranks
     at stage 0, the other replicas with a replicate axis), optimizer scalars, and full parameters
     that are in memory and not stale. Call it between steps, every so many. Without copies (one
-    rank, or stages 1 to 3 without a replicate axis, between steps) there is little to compare.
+    rank, or stages 1 to 3 without a replicate axis, between steps) there is little to compare. Of a
+    pipeline, give all stages of the rank, and their optimizers; tied copies are compared as well.
 
     **Cost** one pass of xxh3-128 over what has copies (read through the CPU), one exchange of 32
     bytes per rank. Ranks that differ also exchange 16 bytes per tensor.
@@ -58,19 +58,22 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     **Raises** ReplicaError, the same on all ranks, naming the parameter, which tensor of it, and
     the rank that differs from the majority (with two copies, both).
     """
-    engine = engine_of(model)
+    engine = Parts(model)
     engine.rest("check_replicas()")
-    found = list(_found_over(engine, optimizer))
+    joined = None if optimizer is None else Joined(optimizer)
+    found = list(_found_over(engine, joined))
     if engine.everyone is not engine.comm.control:
         rows = exchange_any(engine.everyone, "".join(found[:1]).encode())
         found = [row.decode() for row in rows if row]  # all ranks raise, or none does
     if found:
         raise ReplicaError(found[0])
     if engine.everyone is not engine.comm.control:
-        _check_uncut(engine, optimizer)
+        _check_uncut(engine, joined)
+    if engine.has_stages:
+        _check_tied(engine, joined)
 
 
-def _found_over(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+def _found_over(engine: Parts, optimizer: Joined | None) -> Iterator[str]:
     """Yield what is wrong on each mesh; every rank of a mesh finds the same."""
     for comm in engine.comms:
         try:
@@ -79,7 +82,7 @@ def _found_over(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iter
             yield str(error)
 
 
-def _check_uncut(engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_uncut(engine: Parts, optimizer: Joined | None) -> None:
     """Check what tensor parallelism does not cut, over the ranks with one place in the mesh."""
     control, stages = engine.everyone, engine.comm.axes.stages
     place = engine.comm.control.rank.to_bytes(4) + (stages.rank if stages else 0).to_bytes(4)
@@ -106,9 +109,11 @@ def _check_uncut(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Non
     raise _corrupted(found)
 
 
-def _uncut_entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> Iterator[_Entry]:
+def _uncut_entries(engine: Parts, optimizer: Joined | None) -> Iterator[_Entry]:
     """Yield the slices of this rank that others have too, along axes of tensor parallelism."""
-    for param in (p for unit in engine.units if unit.comm is engine.comm for p in unit.params):
+    for param in (
+        p for unit in engine.units if unit.comm in engine.dense_comms for p in unit.params
+    ):
         outer = param.cut.outer
         if outer is None or all(placement.is_replicate() for placement in outer.placements):
             yield _Entry(f"parameter '{param.name}', value", True, _digest(param.sharded))
@@ -118,7 +123,31 @@ def _uncut_entries(engine: Engine, optimizer: torch.optim.Optimizer | None) -> I
                     yield _Entry(f"parameter '{param.name}', {key}", True, _digest(value))
 
 
-def _check_over(comm: Comm, engine: Engine, optimizer: torch.optim.Optimizer | None) -> None:
+def _check_tied(engine: Parts, optimizer: Joined | None) -> None:
+    """Check the copies of one parameter on several stages, with the ranks that have its slice."""
+    control, stages = engine.everyone, engine.comm.axes.stages
+    assert stages is not None
+    mine: dict[str, list[str]] = {}
+    for param in (p for unit in engine.units for p in unit.params if p.tie is not None):
+        state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
+        tensors = {"value": param.sharded, **{k: v for k, v in state.items() if torch.is_tensor(v)}}
+        for key, tensor in tensors.items():
+            label = f"parameter '{param.tie.name}', {key}"
+            mine.setdefault(label, []).append(_digest(tensor).hex())
+    ranks = get_process_group_ranks(stages.group)
+    rows = exchange_any(control, json.dumps([ranks, mine]).encode())
+    said = dict(zip(control.members, map(json.loads, rows), strict=True))
+    found: dict[str, None] = {}
+    for ranks, theirs in said.values():
+        for label in theirs:
+            having = [rank for rank in ranks if label in said[rank][1]]
+            if len({digest for rank in having for digest in said[rank][1][label]}) > 1:
+                found[f"{label}: {name_ranks(having)} differ, stages that it is tied over"] = None
+    if found:
+        raise _corrupted(list(found))
+
+
+def _check_over(comm: Comm, engine: Parts, optimizer: Joined | None) -> None:
     """Check the units of one mesh."""
     control = comm.control
     if control.num_ranks == 1:
@@ -137,9 +166,7 @@ def _digest_of(entries: list[_Entry], everywhere: bool) -> bytes:
     return xxhash.xxh3_128_digest("".join(lines).encode(errors="backslashreplace"))
 
 
-def _entries(
-    units: list[Unit], comm: Comm, optimizer: torch.optim.Optimizer | None
-) -> Iterator[_Entry]:
+def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterator[_Entry]:
     """Yield every tensor of this rank that has a copy on another one, digested."""
     replicate = comm.axes.replicate
     for unit in units:

@@ -55,6 +55,8 @@ class Engine:
         self.ledger = ledger
         self.conditions = Conditions()
         self.all_states: Sequence[Any] = ()  # of the modules that the units were made for
+        self.mates: Sequence[Engine] = (self,)  # of the stages that this rank has
+        self.num_reduced = 0  # backward passes, or windows, whose gradients were all reduced
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self._passes = Passes(self)
         self._runs_grad_hooks = False
@@ -109,7 +111,8 @@ class Engine:
         A rank knows those along its own axes, and hears of theirs; twice, as another stage may have
         tensor parallelism where this one has none. **Cost** a collective for each.
         """
-        cuts = [p.cut for unit in self.units for p in unit.params if p.cut is not None]
+        units = [unit for mate in self.mates for unit in mate.units]
+        cuts = [p.cut for unit in units for p in unit.params if p.cut is not None]
         axes = {id(axis.group): axis for cut in cuts for axis in cut.own_axes}
         if self.comm.axes.stages is not None:
             axes[id(self.comm.axes.stages.group)] = self.comm.axes.stages
@@ -307,6 +310,7 @@ class Engine:
         is_last = self.conditions.is_last_micro_batch
         keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
         self.window_open = is_last is False or keeps
+        self.num_reduced += not self.window_open
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)
@@ -357,14 +361,14 @@ class Engine:
         """Bytes of the means that are not in ``p.grad`` yet."""
         return self._reductions.nbytes
 
-    def reduce_kept(self) -> None:
+    def reduce_kept(self, *, last: bool = True) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""
         for unit in self.units:
             if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
                 unit.enter_grad_state(GradState.PARTIAL)
             if not unit.settings.stays_full:
                 unit.unpin()
-        with self.conditions.micro_batch(last=True):
+        with self.conditions.micro_batch(last=last):
             self.on_pass([])  # those that another rank may have take part, as in any pass
             self.on_pass_end()
 

@@ -350,8 +350,9 @@ class Schedule(Generic[U]):
 
         None: no window is open, and each micro-batch is the last one but for ``keeps_grads``.
         """
-        if is_last or unit.settings.keeps_grads:
-            return bool(is_last)
+        keeps = unit.settings.keeps_grads
+        if is_last or keeps:
+            return bool(is_last) and not (keeps and unit.settings.awaits_end)
         return is_last is None or unit.settings.stage.reduce_every == "micro_batch"
 
     def after_backward(self, unit: U, *, is_last: bool | None) -> None:

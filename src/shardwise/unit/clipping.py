@@ -15,6 +15,7 @@ from shardwise.unit.norms import LazyNorm, NormKind
 from shardwise.unit.pieces import axes_of_mesh
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.tensor_base import ShardTensorBase
+from shardwise.unit.ties import ties_of
 
 
 @torch.no_grad()
@@ -41,6 +42,10 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if not params:
         return torch.zeros(())
+    owners = [owner_of(param) for param in params]
+    ties = ties_of(owners)
+    for tie in ties:
+        tie.sum_grads()
     found = [_local(param.grad) for param in params]
     grads = [grad for grad in found if grad is not None and grad.numel()]
     order = float(norm_type)
@@ -49,11 +54,14 @@ def clip_grad_norm_(
     dtype = reduce(torch.promote_types, [param.dtype for param in params])
     nothing = torch.tensor(inf if order == -inf else 0.0, dtype=dtype, device=params[0].device)
     each = [next(norms) if grad is not None and grad.numel() else nothing for grad in found]
+    for place, owner in enumerate(owners if ties else ()):
+        if owner is not None and owner.tie is not None and not owner.tie.counts(owner):
+            each[place] = nothing  # a copy; the first stage that has one counts it
     comms: dict[DeviceMesh, Comm] = {}
     kinds = [_kind(param, order, comms) for param in params]
     partials = torch.stack([norm.to(nothing.device, dtype) for norm in each])
     total = LazyNorm.of(partials, *kinds).total(order)
-    owner = next(filter(None, map(owner_of, params)), None)
+    owner = next(filter(None, owners), None)
     if owner is not None and (stages := owner.unit.comm.axes.stages) is not None:
         total = NormKind(order, owner.unit.comm, (stages,)).combine(total)
     if error_if_nonfinite and not torch.isfinite(total):

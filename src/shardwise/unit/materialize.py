@@ -112,8 +112,10 @@ class Materializer:
         home = None
         if config.offload is not None:
             home = Home(torch.device(config.offload), self._device, comm.time)
+        # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
+        frees = config.stage.frees_after_forward and self._comm.axes.stages is None
         settings = UnitSettings(
-            replace(config.stage, reduce_every=config.reduce_every),
+            replace(config.stage, reduce_every=config.reduce_every, frees_after_forward=frees),
             optional=spec.optional,
             reads_in_backward=type(spec.module).forward is not nn.Embedding.forward,
         )

@@ -76,6 +76,8 @@ class ShardedParam:
         self.local: Any = None  # this rank's elements, as they were last laid out
         self.mean: torch.Tensor | None = None
         self.partial: torch.Tensor | None = None
+        self.leaves_scale = False  # see PartialGrad
+        self.tie: Any = None  # with copies on other stages of a pipeline; see ties.py
         self.grad_hooks = GradHooks()
         self._watched = False
 
@@ -240,7 +242,7 @@ class ShardedParam:
 
     def forget_partial(self) -> None:
         """Forget the unreduced gradient; the unit's state is the caller's to change."""
-        self.partial = None
+        self.partial, self.leaves_scale = None, False
         if self.full is not None:
             self.full.grad = None
 
@@ -259,6 +261,7 @@ class ShardedParam:
             return None
         grad, self.full.grad = self.full.grad, None
         partial, self.partial = self.partial, None
+        self.leaves_scale = False
         if partial is not None:
             grad = partial if grad is None else partial.add_(grad)
         if grad is None:

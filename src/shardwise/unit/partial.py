@@ -14,6 +14,7 @@ class Holder(Protocol):
     name: str
     sharded: Any
     cut: Any
+    leaves_scale: bool
 
     def drop_partial(self) -> None:
         """Forget the unreduced gradient."""
@@ -22,7 +23,9 @@ class Holder(Protocol):
 class PartialGrad(torch.Tensor):
     """What ``p.grad`` gives inside an accumulation window: there is a gradient, but no mean yet.
 
-    It can be asked for its metadata and be dropped (``zero_grad``); anything else raises.
+    It can be asked for its metadata and be dropped (``zero_grad``); anything else raises. But a
+    pipeline's schedule inside of a window may divide it, once, and leaves it as it is: the last
+    schedule divides all of the window.
     """
 
     _param: Holder
@@ -62,6 +65,9 @@ class PartialGrad(torch.Tensor):
                 if isinstance(grad, PartialGrad):
                     grad._param.drop_partial()
             return None
+        if name == "div_" and isinstance(args[0], PartialGrad) and args[0]._param.leaves_scale:
+            args[0]._param.leaves_scale = False
+            return args[0]
         params = [a._param for a in _flatten(args) if isinstance(a, PartialGrad)]
         raise _not_reduced(name, params)
 

@@ -147,10 +147,13 @@ def _check_container(module: Any) -> None:
 def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bool, Axis | None]:
     """Return whether parameters are freed after forward, and over what they stay spread.
 
-    None is True, but for the root. An int makes a mesh of groups of that many ranks.
+    None is True, but for the root, and for stages of a pipeline, where the first micro-batch
+    gathers for all of a step. An int makes a mesh of groups of that many ranks.
     """
-    if asked is None or isinstance(asked, bool):
-        return asked is not False, None
+    if asked is None:
+        return spread.axes.stages is None, None
+    if isinstance(asked, bool):
+        return asked, None
     size = spread.axes.shard.size
     if not isinstance(asked, int):
         raise ValueError(

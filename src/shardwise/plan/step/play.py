@@ -74,7 +74,10 @@ class _Player:
         self._tape = tape
         self._candidate = candidate
         self._weights = [footprint(u, setting) for u in tape.units]
-        self._reduce_every = candidate.reduce_every or setting.stage.reduce_every
+        # A pipeline's schedule gathers a stage once for all micro-batches, and reduces it once.
+        self._is_stage = candidate.pp > 1
+        asked = candidate.reduce_every or setting.stage.reduce_every
+        self._reduce_every = "step" if self._is_stage else asked
         self._offloading = Offloading(candidate)
         visits = [e for e in tape.events if isinstance(e, Visit)]
         self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
@@ -84,7 +87,11 @@ class _Player:
         self._buffers = self._kept_buffers()
         self._meter = Meter(self._rest())
         self._issue = Issuer()
-        settings = UnitSettings(replace(setting.stage, reduce_every=self._reduce_every))
+        frees = setting.stage.frees_after_forward and not self._is_stage
+        self._row = replace(
+            setting.stage, reduce_every=self._reduce_every, frees_after_forward=frees
+        )
+        settings = UnitSettings(self._row)
         context = PlayContext(
             self._meter, self._issue, self._offloading, candidate, tape.compute_dtype, settings
         )
@@ -134,6 +141,11 @@ class _Player:
         meter = self._meter
         self._is_last = number == self._candidate.accumulation - 1
         meter.micro_batch = self._issue.micro_batch = number
+        if self._is_stage:
+            frees = self._row.frees_after_backward and self._is_last
+            row = replace(self._row, frees_after_backward=frees)
+            for unit in self._units:
+                unit.settings = replace(unit.settings, stage=row, stays_full=not self._is_last)
         keeps = number > 0 and self._reduce_every == "step"
         self._adds = keeps and not any(w.sums_apart for w in self._weights)
         self._in_backward = False

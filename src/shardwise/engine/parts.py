@@ -1,0 +1,200 @@
+"""The stages of a pipeline that one rank has, and their optimizers, as one model and one optimizer.
+
+Interleaved and V-shaped schedules give a rank several stages, each a model of its own with an
+engine of its own. What is said of a whole model (checkpoints, replicas, windows) takes one model or
+a list of them; here the two become one.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.control import Control
+from shardwise.engine.api import engine_of
+from shardwise.engine.runtime import Engine
+from shardwise.errors import ConfigError
+from shardwise.unit.unit import Unit
+
+Model = nn.Module | Sequence[nn.Module]
+Optimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def modules_of(model: Model) -> tuple[nn.Module, ...]:
+    """Return the stages that a model is given as. **Raises** ConfigError where there is none."""
+    found = tuple(model) if isinstance(model, list | tuple) else (model,)
+    if not found:
+        raise ConfigError(
+            "model: expected a module, or a list of a rank's stages, got an empty one"
+        )
+    return found
+
+
+def named_modules_of(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of all stages; their names are those of the whole model."""
+    for each in modules_of(model):
+        yield from each.named_modules()
+
+
+class Parts:
+    """The engines of one rank's stages; one engine as a rule. What is told is told to each."""
+
+    def __init__(self, model: Model) -> None:
+        self.engines: list[Engine] = [engine_of(each) for each in modules_of(model)]
+        self.first = self.engines[0]
+        axes = self.comm.axes
+        for engine in self.engines[1:]:
+            if engine.comm.axes.mesh != axes.mesh or engine.config.stage != self.first.config.stage:
+                raise ConfigError(
+                    "model: the stages of a rank are sharded alike, over one mesh at one stage of "
+                    f"ZeRO; here {self.first.config.stage.number} on {axes.mesh} and "
+                    f"{engine.config.stage.number} on {engine.comm.axes.mesh}"
+                )
+        for engine in self.engines:
+            engine.mates = self.engines
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of all stages."""
+        return [unit for engine in self.engines for unit in engine.units]
+
+    @property
+    def comm(self) -> Comm:
+        """The collectives over the data-parallel ranks."""
+        return self.first.comm
+
+    @property
+    def comms(self) -> list[Comm]:
+        """Those of every mesh, for each stage."""
+        return list({id(c): c for engine in self.engines for c in engine.comms}.values())
+
+    @property
+    def dense_comms(self) -> list[Comm]:
+        """Those over the data-parallel ranks, of each stage."""
+        return [engine.comm for engine in self.engines]
+
+    @property
+    def has_stages(self) -> bool:
+        """Tell whether other ranks have other stages."""
+        return self.comm.axes.stages is not None
+
+    @property
+    def everyone(self) -> Control:
+        """The exchanges between all ranks that hold a part of the model."""
+        return self.first.everyone
+
+    @property
+    def suspended(self) -> bool:
+        """Tell whether any of them is gathered."""
+        return any(engine.suspended for engine in self.engines)
+
+    @property
+    def is_in_window(self) -> bool:
+        """Tell whether any of them is inside an accumulation window."""
+        return any(engine.is_in_window for engine in self.engines)
+
+    def rest(self, what: str) -> None:
+        """Let shards alone stand in the modules, for ``what``."""
+        for engine in self.engines:
+            engine.rest(what)
+
+    def check_usable(self, what: str) -> None:
+        """Refuse ``what`` while parameters are not to be used. **Raises** StateError."""
+        for engine in self.engines:
+            engine.conditions.check_usable(what)
+
+    def finish_reductions(self) -> None:
+        """Complete the reductions under way."""
+        for engine in self.engines:
+            engine.finish_reductions()
+
+    def begin_load(self, names: Collection[str], why: str) -> None:
+        """Begin to write parameters and state of these names."""
+        for engine in self.engines:
+            engine.conditions.begin_load(names, why)
+
+    def end_load(self, names: Collection[str]) -> str | None:
+        """End a load that went well; return a name that an earlier one has left half loaded."""
+        left = [engine.conditions.end_load(names) for engine in self.engines]
+        return next(filter(None, left), None)
+
+    def refuse(self, why: str) -> None:
+        """Let nobody use the parameters, until a load of all of them ends well."""
+        for engine in self.engines:
+            engine.conditions.refuse(why)
+
+    def before_each_pass(self, check: Callable[[], None]) -> Callable[[], None]:
+        """Call ``check`` before each recorded pass of the first stage; return what ends that."""
+        return self.first.conditions.before_each_pass(check)
+
+
+class Joined:
+    """Several optimizers of one kind, one for each stage, as a checkpoint sees one.
+
+    Group n has the parameters of all groups n.
+    """
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        given = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+        self.optimizers: list[Any] = list(given)
+        first = self.optimizers[0] if self.optimizers else None
+        for each in self.optimizers:
+            if not hasattr(each, "param_groups"):
+                raise ConfigError(
+                    "optimizer: expected a torch.optim.Optimizer, a list of one for each stage, or "
+                    f"None, got {type(each).__name__}"
+                )
+        if first is None:
+            raise ConfigError("optimizer: got an empty list; pass None where there is none")
+        self.name = type(first).__name__
+        for each in self.optimizers[1:]:
+            kinds = [f"{type(o).__name__}, {len(o.param_groups)} groups" for o in (first, each)]
+            if kinds[0] != kinds[1]:
+                raise ConfigError(
+                    f"optimizer: those of a rank's stages are of one kind; here {kinds[0]}, and "
+                    f"{kinds[1]}"
+                )
+        self.state = _States(self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups, with the settings of the first optimizer's."""
+        groups = []
+        for alike in zip(*(each.param_groups for each in self.optimizers), strict=True):
+            params = [param for group in alike for param in group["params"]]
+            groups.append({**alike[0], "params": params})
+        return groups
+
+    def check_settings(self) -> None:
+        """Refuse groups of other settings: a checkpoint has one. **Raises** ConfigError."""
+        for number, (first, *others) in enumerate(
+            zip(*(each.param_groups for each in self.optimizers), strict=True)
+        ):
+            for other in others:
+                for key in first.keys() | other.keys():
+                    ours, theirs = first.get(key), other.get(key)
+                    if key != "params" and ours is not theirs and ours != theirs:
+                        raise ConfigError(
+                            f"optimizer: '{key}' of group {number} is {ours!r} in the first "
+                            f"stage's and {theirs!r} in another's: a checkpoint has one"
+                        )
+
+
+class _States:
+    """The state of several optimizers, by parameter."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._optimizers = optimizers
+
+    def get(self, param: Any, default: Any) -> Any:
+        """Return the state of a parameter."""
+        found = (each.state[param] for each in self._optimizers if param in each.state)
+        return next(found, default)
+
+    def pop(self, param: Any, default: Any) -> Any:
+        """Forget the state of a parameter."""
+        for each in self._optimizers:
+            default = each.state.pop(param, default)
+        return default

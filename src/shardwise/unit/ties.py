@@ -1,0 +1,128 @@
+"""One parameter of which several stages of a pipeline have a copy each.
+
+Note [When gradients of tied copies are summed]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Each stage reduces its copy's gradients with its own, at the end of its own passes, when another
+stage may still wait for what this one is to send: to wait for its gradient there would be a
+deadlock. All ranks have ended their passes when they clip or step. So the sum is made by whichever
+comes first, `clip_grad_norm_` or the optimizer's step, once for each reduction. All copies get the
+same sum, in the order of the stages, and take the same step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.comm.peers import exchange_with
+from shardwise.layout.placements import local_of
+from shardwise.mesh import Axis
+from shardwise.unit.plain_state import owner_of
+
+
+class Tie:
+    """The copies of one parameter: ``params`` are this rank's, ``places`` all stages that have one.
+
+    ``stages`` is the pipeline's axis; None where this rank alone has them all.
+    """
+
+    def __init__(
+        self, name: str, params: Sequence[Any], stages: Axis | None, places: Sequence[int]
+    ) -> None:
+        self.name = name
+        self.params = list(params)
+        self.stages = stages
+        self.places = list(places)
+        self._reduced = self._num_reduced()
+        for param in self.params:
+            param.tie = self
+        hold = weakref.ref(self)
+        handle = register_optimizer_step_pre_hook(lambda o, *_: _before_step(hold, o))
+        weakref.finalize(self, handle.remove)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other stages that have a copy, by their place along the axis."""
+        return [p for p in self.places if self.stages is not None and p != self.stages.rank]
+
+    def counts(self, param: Any) -> bool:
+        """Tell whether a copy stands for all of them where each parameter counts once."""
+        is_first = self.stages is None or self.places[0] == self.stages.rank
+        return is_first and param is self.params[0]
+
+    def is_among(self, params: Iterable[Any]) -> bool:
+        """Tell whether one of this rank's copies is among parameters of the model."""
+        return any(owner_of(param) in self.params for param in params)
+
+    def _num_reduced(self) -> list[int]:
+        return [param.unit.scheduler.num_reduced for param in self.params]
+
+    @torch.no_grad()
+    def share_values(self) -> None:
+        """Give all copies the values of the first stage's."""
+        local = local_of(self.params[0].sharded)
+        if self.stages is not None and self.peers:
+            found = self._exchange(local.reshape(-1))
+            local = found[self.places[0]].view(local.shape)
+        for param in self.params:
+            if param.sharded._local_tensor is not local:
+                param.sharded._local_tensor.copy_(local)
+
+    def _exchange(self, mine: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return what each stage has, by place. **Cost** sends this rank's slice to each."""
+        if self.stages is None:
+            return {self.places[0]: mine}
+        comm = self.params[0].unit.comm
+        theirs = exchange_with(self.peers, mine, self.stages, comm, self.name)
+        return {self.stages.rank: mine, **theirs}
+
+    @torch.no_grad()
+    def sum_grads(self) -> None:
+        """Sum the gradients of all copies, once for each reduction; every stage of them calls it.
+
+        **Cost** sends this rank's slice of the gradient to each other stage with a copy.
+        """
+        now = self._num_reduced()
+        if now == self._reduced:
+            return
+        self._reduced = now
+        grads = [param.sharded.grad for param in self.params]
+        first = local_of(self.params[0].sharded)
+        there = [local_of(grad) for grad in grads if grad is not None]
+        dtype = there[0].dtype if there else first.dtype
+        # The last element counts who has a gradient: where nobody has, there is none.
+        mine = first.new_zeros(first.numel() + 1, dtype=dtype)
+        for local in there:
+            mine[:-1] += local.reshape(-1)
+            mine[-1] += 1
+        found = self._exchange(mine)
+        total = torch.zeros_like(mine)
+        for place in self.places:
+            total += found[place]
+        if there or bool(total[-1]):
+            self._give([total[:-1].view(first.shape)] * len(grads), grads)
+
+    def _give(self, totals: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
+        for param, grad, total in zip(self.params, grads, totals, strict=True):
+            if grad is None:
+                param.sharded.grad = param.form.like(total.clone())
+            else:
+                (grad._local_tensor if isinstance(grad, DTensor) else grad).copy_(total)
+
+
+def ties_of(owners: Iterable[Any]) -> list[Tie]:
+    """Return the ties of parameters' owners (None are nobody's), in an order all ranks share."""
+    found = {id(o.tie): o.tie for o in owners if o is not None and o.tie is not None}
+    return sorted(found.values(), key=lambda tie: str(tie.name))
+
+
+def _before_step(hold: weakref.ref[Tie], optimizer: torch.optim.Optimizer) -> None:
+    """Sum the gradients before the first step that takes one of the copies."""
+    tie = hold()
+    if tie is not None and tie.is_among(p for g in optimizer.param_groups for p in g["params"]):
+        tie.sum_grads()

@@ -1,0 +1,145 @@
+"""`check_gradients` holds a step of a pipeline's schedule against one process."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import shardwise
+from pipelines import BY, THERE, Net, Pipeline, batch_of, loss_of, micro_batches_of, whole_batch
+from ranks import run_ranks
+from shardwise.engine.gradients import GradientReport
+from shardwise.errors import ConfigError, GradientError
+
+
+def plain_loss(model: Any, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return loss_of(model(x), y)
+
+
+class Checked:
+    """One pipeline, as `check_gradients` is told of it."""
+
+    def __init__(
+        self,
+        schedule: str,
+        axes: shardwise.Axes,
+        shards: Any,
+        *,
+        tied: bool = False,
+        ties: bool = True,
+        **how: Any,
+    ) -> None:
+        self.axes, self.tied, self.ties = axes, tied, tied and ties
+        self.num = micro_batches_of(schedule, 3)
+        self.makes = lambda: Pipeline(schedule, axes, self.num, shards, **how)
+
+    def compose(self, model: nn.Module) -> list[nn.Module]:
+        self.pipeline = self.makes()
+        if self.ties:
+            shardwise.tie(self.pipeline.parts, {"head.weight": "embed.weight"})
+        return self.pipeline.parts
+
+    def run(self, parts: list[nn.Module], batch: Any) -> None:
+        assert parts is not None
+        self.pipeline.step(*batch)
+
+    def report(self, **more: Any) -> GradientReport:
+        told = {"compose": self.compose, "run": self.run, "loss": plain_loss, **more}
+        return shardwise.check_gradients(
+            lambda: Net(tied=self.tied),
+            whole_batch(0, self.axes["dp_shard"].size()),
+            self.axes,
+            micro_batches=self.num,
+            **told,
+        )
+
+
+def by_torch(part: Any, mesh: Any) -> nn.Module:
+    for block in part.blocks.values():
+        torch_fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    return torch_fully_shard(part, mesh=mesh, reshard_after_forward=False)
+
+
+def right_ones_pass(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(pp=2)
+    shards = {by: partial(BY[by], mesh=axes, stage=3, precision="fp32") for by in BY}
+    for number, schedule in enumerate(THERE):
+        by = ("shard", "fully_shard")[number % 2]
+        for tied in (False, True):
+            report = Checked(schedule, axes, shards[by], tied=tied).report()
+            assert not report.wrong
+            names = [check.name for check in report.checks]  # of all stages, on every rank
+            assert sorted(names) == sorted(n for n, _ in Net().named_parameters())
+    theirs = Checked("1F1B", axes, partial(by_torch, mesh=axes["dp_shard"])).report()
+    assert not theirs.wrong
+
+
+def test_every_schedule_has_the_gradients_of_one_process() -> None:
+    run_ranks(right_ones_pass, 4)
+
+
+def wrong_ones_are_named(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(pp=2)
+    shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
+
+    def said_of(checked: Checked, **more: Any) -> str:
+        with pytest.raises(GradientError) as caught:
+            checked.report(**more)
+        return str(caught.value)
+
+    # Micro-batches whose losses nobody divides: 3 times, on all ranks alike.
+    said = said_of(Checked("Interleaved1F1B", axes, shards, scale_grads=False))
+    assert "34 of 34 gradients are wrong" in said
+    assert "3 times too large: 3 is micro-batches: the loss of each is to be divided" in said
+
+    # One stage forgets its last reduction, as if a schedule had not said that it is over.
+    checked = Checked("1F1B", axes, shards)
+
+    def forgets(parts: list[Any], batch: Any) -> None:
+        checked.run(parts, batch)
+        if axes["pp"].get_local_rank() == 1:
+            for param in parts[0].parameters():
+                param.grad = None
+
+    said = said_of(checked, run=forgets)
+    assert "there is no gradient; in one process there is" in said
+    assert "blocks.*.up.weight (4 parameters)" in said
+
+    # Copies that are one parameter in the plain model, and not tied here.
+    said = said_of(Checked("GPipe", axes, shards, tied=True, ties=False))
+    assert "head.weight: the gradient is no multiple of the right one" in said
+    assert "embed.weight: the gradient is no multiple of the right one" in said
+
+
+def test_a_scale_of_micro_batches_and_a_missing_last_sync_are_named_on_all_ranks() -> None:
+    run_ranks(wrong_ones_are_named, 2)
+
+
+def what_does_not_fit_is_said(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(pp=2)
+    shards = partial(BY["shard"], mesh=axes, stage=3, precision="fp32")
+    checked = Checked("Interleaved1F1B", axes, shards)
+    with pytest.raises(ConfigError, match="run: compose= returned several stages"):
+        checked.report(run=None)
+    with pytest.raises(ConfigError, match="no stage has 'more' of the plain model"):
+        shardwise.check_gradients(
+            WithMore, batch_of(0, 0), axes, compose=checked.compose, run=checked.run
+        )
+    with pytest.raises(ConfigError, match=r"make_model: 'blocks\.\d.* the plain one has no such"):
+        shardwise.check_gradients(
+            lambda: Net(range(1)), batch_of(0, 0), axes, compose=checked.compose, run=checked.run
+        )
+
+
+class WithMore(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(2))
+
+
+def test_stages_that_are_not_the_plain_model_are_refused_on_all_ranks() -> None:
+    run_ranks(what_does_not_fit_is_said, 2)
