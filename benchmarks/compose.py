@@ -116,6 +116,7 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
 
     import shardwise
+    from shardwise.train.pipeline import Stage
 
     axes = shardwise.Axes(pp=2)
     stage, device = axes["pp"].get_local_rank(), torch.device("cpu")
@@ -126,8 +127,8 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
         return cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
     models = {
-        "fsdp2": by_torch(stage_of(make_decoder(), stage, 2), axes["dp_shard"]),
-        "shard": shardwise.shard(stage_of(make_decoder(), stage, 2), mesh=axes),
+        "fsdp2": by_torch(Stage(make_decoder(), stage, 2), axes["dp_shard"]),
+        "shard": shardwise.shard(Stage(make_decoder(), stage, 2), mesh=axes),
     }
     steps = {}
     for name, model in models.items():
@@ -149,35 +150,6 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
         steps[name] = step
     times = in_turns(steps, rounds)
     return {**times, **shard_bytes(models["shard"], steps["shard"], False)}
-
-
-def stage_of(decoder: Any, index: int, num_stages: int) -> Any:
-    """Return some blocks of a decoder as a module with the whole one's names."""
-    from torch import nn
-
-    from shardwise.plan.model.decoder import rotary_tables
-
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            each = len(decoder.blocks) // num_stages
-            mine = range(index * each, (index + 1) * each)
-            self.head_dim = decoder.head_dim
-            self.embedding = decoder.embedding if index == 0 else None
-            self.blocks = nn.ModuleDict({str(n): decoder.blocks[n] for n in mine})
-            last = index == num_stages - 1
-            self.norm, self.head = (decoder.norm, decoder.head) if last else (None, None)
-
-        def forward(self, x: Any) -> Any:
-            import torch
-
-            x = x if self.embedding is None else self.embedding(x)
-            rotary = rotary_tables(torch.arange(x.shape[1]), self.head_dim)
-            for block in self.blocks.values():
-                x = block(x, *rotary)
-            return x if self.head is None else self.head(self.norm(x))
-
-    return Stage()
 
 
 # -- context parallelism

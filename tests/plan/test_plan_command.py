@@ -220,7 +220,6 @@ def test_the_optimizer_of_a_run_is_planned_and_written(
     [
         (["gpt2"], "gpt2"),
         (["demo", "--offload-optimizer", "host"], "offload"),
-        (["demo", "--pp", "2"], "no pipelines"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
         (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),

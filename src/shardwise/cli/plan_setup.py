@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.axes import Axes
-from shardwise.cli.plan_write import ALIKE, TRAINED_DEGREES, planned_optimizer, train_config_of
+from shardwise.cli.plan_write import ALIKE, planned_optimizer, train_config_of
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
@@ -129,7 +129,7 @@ def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
 def space_of(setup: Setup, *, to_train: bool = False) -> Space:
     """Return what a search varies: every setting that the user did not decide.
 
-    ``to_train``: no offloading and no pipelines, which `shardwise train` does not do.
+    ``to_train``: no offloading, which `shardwise train` does not do.
     """
     base, given = setup.candidate, setup.given
     return Space(
@@ -148,9 +148,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         ),
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if to_train else _offloads(setup),
-        degrees=tuple(
-            each for each in setup.degrees or (base.degrees,) if each[1] == 1 or not to_train
-        ),
+        degrees=setup.degrees or (base.degrees,),
     )
 
 
@@ -208,7 +206,7 @@ def _of_train(config: TrainConfig) -> dict[str, Any]:
             f"ep: a plan knows no expert parallelism yet, and the file has ep={config.ep}; plan it "
             "with ep: 1, where each rank gathers all experts of a layer"
         )
-    names = (*ALIKE, *TRAINED_DEGREES, "dp_replicate", "dp_shard", "global_batch", "ranks")
+    names = (*ALIKE, *DEGREES, "dp_replicate", "dp_shard", "global_batch", "ranks")
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.candidate import DEGREES, Candidate, Offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS
@@ -18,7 +18,6 @@ ALIKE = (  # settings of a candidate that a run has under the same names
     *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
     *("micro_batch", "accumulation"),
 )
-TRAINED_DEGREES = ("tp", "cp")  # what `shardwise train` runs beside data parallelism
 
 
 def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
@@ -76,8 +75,6 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
         )
     if candidate.offload != Offload():
         raise ConfigError("write: the engine does not offload yet; leave --offload-* out")
-    if candidate.pp > 1:
-        raise ConfigError("write: `shardwise train` runs no pipelines; leave --pp out")
     if candidate.activation_checkpointing == "selective":
         raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
     if candidate.optimizer not in (planned_optimizer(config), *_WRITABLE):
@@ -97,7 +94,7 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     made = config.model_copy(
         update={
             **other,
-            **{name: getattr(candidate, name) for name in (*ALIKE, *TRAINED_DEGREES)},
+            **{name: getattr(candidate, name) for name in (*ALIKE, *DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,

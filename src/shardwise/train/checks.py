@@ -61,6 +61,11 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
     not load, the vocabulary is too small.
     """
     config = resolve_batch(config, world_size)
+    if config.pp > 1 and (config.accumulation or 1) < config.pp:
+        raise ConfigError(
+            f"accumulation: expected at least pp {config.pp}, as many micro-batches as stages, got "
+            f"{config.accumulation}"
+        )
     find_documents(config.data)
     tokenizer = load_tokenizer(config.tokenizer)
     vocab = config.vocab or tokenizer.vocab

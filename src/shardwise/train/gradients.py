@@ -1,11 +1,14 @@
 """One pass of a run's model against one process: `shardwise train --check-gradients`."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.device import fork_rng_devices
 from shardwise.engine.gradients import GradientReport, check_gradients
+from shardwise.train.pipeline import Pipeline
 from shardwise.train.setup import Run, make_decoder, shard_decoder
 from shardwise.train.windows import rank_indices, read_windows
 
@@ -23,6 +26,8 @@ def check_run_gradients(run: Run) -> GradientReport:
     config = run.config.model_copy(update={"dropout": 0.0})
     if config.precision == "fp16":
         config = config.model_copy(update={"precision": "fp32"})
+    config = config.model_copy(update={"pp_schedule": "gpipe", "accumulation": 1})
+    axes = config.axes.over(run.place.world_size)
     part, num_parts = run.part_of_batch
     indices = [
         index
@@ -36,14 +41,18 @@ def check_run_gradients(run: Run) -> GradientReport:
         inputs, wanted, *positions = batch
         return F.cross_entropy(model(inputs, None, *positions).float().transpose(1, 2), wanted)
 
+    def take_step(stages: Any, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
+        return Pipeline(stages, axes, config, run.device).step(*batch)
+
     mine = (x.chunk(num_parts)[part] for x in (ids, targets))
     # Whole windows, those of the one process, are computed as ever in there.
     with torch.random.fork_rng(fork_rng_devices(run.device)), run.cut(*mine) as local:
         return check_gradients(
             lambda: make_decoder(config, run.tokenizer),
             (ids, targets),
-            config.axes.over(run.place.world_size),
+            axes,
             compose=lambda model: shard_decoder(config, model),
+            run=take_step if config.pp > 1 else None,
             loss=loss,
             local_batch=lambda _: local,
         )

@@ -251,22 +251,31 @@ def _compute_step(run: Run, step: int) -> LocalStep:
         group["lr"] = lr
         if betas is not None and "betas" in group:
             group["betas"] = betas
-    loss_sum = torch.zeros((), device=run.device)
-    for number in range(run.accumulation):
-        ids, targets = run.train_batch(step, number)
-        last = number == run.accumulation - 1
-        with shardwise.accumulate(model, last=last), run.cut(ids, targets) as inputs:
-            loss = model(*inputs)  # of as many tokens on every rank
-            run.scaler.scale(loss / run.accumulation).backward()
-        loss_sum += loss.detach()
+    loss = _passes(run, step)
     run.scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    norm = shardwise.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     run.scaler.step(optimizer)
     run.scaler.update()
     balance_experts(model)
     state = count_state(model, optimizer)
     optimizer.zero_grad()
-    return LocalStep(loss_sum.item() / run.accumulation, lr, _number(norm), state)
+    return LocalStep(loss.item(), lr, _number(norm), state)
+
+
+def _passes(run: Run, step: int) -> Tensor:
+    """Run forward and backward of all micro-batches; return the mean loss of this rank's tokens."""
+    if run.pipeline is not None:
+        with shardwise.accumulate(run.model, last=True), run.cut(*run.rows_of_step(step)) as inputs:
+            return run.pipeline.step(*inputs)
+    loss_sum = torch.zeros((), device=run.device)
+    for number in range(run.accumulation):
+        last = number == run.accumulation - 1
+        batch = run.train_batch(step, number)
+        with shardwise.accumulate(run.model, last=last), run.cut(*batch) as inputs:
+            loss = run.model(*inputs)  # of as many tokens on every rank
+            run.scaler.scale(loss / run.accumulation).backward()
+        loss_sum += loss.detach()
+    return loss_sum / run.accumulation
 
 
 @torch.no_grad()
@@ -278,16 +287,21 @@ def evaluate(run: Run) -> float:
     """
     config, (part, num_parts) = run.config, run.part_of_batch
     run.model.eval()
-    per_pass = config.micro_batch * num_parts
+    rows = config.micro_batch * (run.accumulation if run.pipeline is not None else 1)
     total, count = 0.0, 0.0
-    for number in range(math.ceil(config.eval_windows / per_pass)):
-        indices = rank_indices(config.micro_batch, number, part, num_parts)
+    for number in range(math.ceil(config.eval_windows / (rows * num_parts))):
+        indices = rank_indices(rows, number, part, num_parts)
         real = sum(index < config.eval_windows for index in indices)
         windows = [run.sampler.eval_window(index % config.eval_windows) for index in indices]
         whole = (x.to(run.device) for x in read_windows(run.stream, windows, config.seq))
         with run.cut(*whole) as (ids, targets, positions):
-            logits = run.model(ids, None, positions)[:real].float()
-            targets = targets[:real]
+            if run.pipeline is None:
+                logits = run.model(ids, None, positions)
+            else:
+                logits = run.pipeline.logits(ids, targets, positions)
+        if logits is None:  # the last stage of a pipeline has them
+            continue
+        logits, targets = logits[:real].float(), targets[:real]
         losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="sum")
         total, count = total + float(losses), count + targets.numel()
     run.model.train()
@@ -298,8 +312,8 @@ def evaluate(run: Run) -> float:
 def _sample(run: Run) -> str:
     """Continue the prompt; every rank draws the same tokens."""
     config = run.config
-    if not config.sample_tokens:
-        return ""
+    if not config.sample_tokens or run.pipeline is not None:
+        return ""  # no single rank has a model that says the next token
     run.model.eval()
     ids = torch.tensor(list(run.tokenizer.encode(config.prompt)), dtype=torch.int64)
     ids = generate(

@@ -49,6 +49,10 @@ class ModelKeys(BaseModel):
     dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
     ep: int = key(1, "Degrees", "ranks that share the experts, cut out of dp_shard x cp x tp", gt=0)
     tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
+    pp: int = key(1, "Degrees", "stages of a pipeline, of consecutive blocks each", gt=0)
+    pp_schedule: Literal["1f1b", "gpipe"] = key(
+        "1f1b", "Degrees", "the order of a pipeline's passes; accumulation is its micro-batches"
+    )
     cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
     cp_method: Literal["gather", "heads", "ring"] = key(
         "gather", "Degrees", "how attention sees whole windows under cp"
@@ -57,7 +61,7 @@ class ModelKeys(BaseModel):
     @property
     def axes(self) -> Axes:
         """The degrees of parallelism."""
-        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp, ep=self.ep)
+        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp, self.ep)
 
     def shape(self, vocab: int) -> DecoderShape:
         """Return the shape of the run's decoder."""
@@ -90,6 +94,13 @@ class ModelKeys(BaseModel):
             )
         if self.experts % self.ep or (self.ep > 1 and not self.experts):
             raise ValueError(f"ep: expected a divisor of experts {self.experts}, got {self.ep}")
+        if self.pp > self.layers:
+            raise ValueError(f"pp: expected at most layers {self.layers}, got {self.pp}")
+        if self.pp > 1 and self.experts and self.expert_balance:
+            raise ValueError(
+                "pp: stages hand on tokens alone, and not the loss of expert_balance; set "
+                "expert_balance to 0, and expert_bias to true"
+            )
         if self.seq % self.cp:
             raise ValueError(f"cp: expected a divisor of seq {self.seq}, got {self.cp}")
         if self.seq // self.cp % self.tp:

@@ -40,7 +40,7 @@ _MODEL_KEYS = (
 )
 _TOLD_KEYS = (
     *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
-    *("dp_replicate", "dp_shard", "tp", "cp", "cp_method", "ep", "expert_balance", "units"),
+    *("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_method", "ep", "expert_balance", "units"),
     *("micro_batch", "accumulation", "global_batch", "steps", "lr", "min_lr", "schedule"),
     *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
     *("optimizer_options", "schedule_options", "loss_scale_window"),
@@ -110,7 +110,7 @@ class RunCheckpoints:
         engine, folder = engine_of(run.model), checkpoints_path(config)
         # Where there is a folder another run may be at work: its lock tells.
         asked = config.save_every > 0 or config.resume != "never" or folder.exists()
-        if engine.comm.control.broadcast(bytes([asked])) != b"\0":
+        if engine.everyone.broadcast(bytes([asked])) != b"\0":
             self._keeper = Checkpoints(
                 folder,
                 run.model,

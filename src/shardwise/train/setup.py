@@ -38,6 +38,7 @@ from shardwise.train.decoder import Decoder
 from shardwise.train.degrees import spread_decoder
 from shardwise.train.launch import RankPlace
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
+from shardwise.train.pipeline import TIED, Pipeline, Stage
 from shardwise.train.text import (
     Tokenizer,
     TokenStream,
@@ -63,6 +64,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     context: ContextParallel | None  # where windows are cut over ranks
+    pipeline: Pipeline | None  # where this rank has one of several stages
     base_memory_bytes: int  # in use before the model was there
 
     @property
@@ -86,6 +88,12 @@ class Run:
         windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
         ids, targets = read_windows(self.stream, windows, self.config.seq)
         return ids.to(self.device), targets.to(self.device)
+
+    def rows_of_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and targets of all micro-batches of a step, one after the other."""
+        batches = [self.train_batch(step, number) for number in range(self.accumulation)]
+        ids, targets = zip(*batches, strict=True)
+        return torch.cat(ids), torch.cat(targets)
 
     def cut(
         self, ids: torch.Tensor, targets: torch.Tensor
@@ -128,7 +136,8 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     model = shard_decoder(config, make_decoder(config, tokenizer))
     axes = config.axes.over(place.world_size)
     context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
-    torch.manual_seed(_seed_of(config.seed, place.rank))  # Note [Generators of the ranks]
+    pipeline = Pipeline(model, axes, config, device) if config.pp > 1 else None
+    torch.manual_seed(_seed_of(config.seed, place.rank, "ranks"))  # Note [Generators of the ranks]
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=config.loss_scale,
@@ -137,7 +146,8 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     )
     optimizer = _make_optimizer(config, model)
     return Run(
-        *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler, context),
+        *(config, place, device, tokenizer, stream, sampler, model, optimizer, scaler),
+        *(context, pipeline),
         base_memory_bytes,
     )
 
@@ -150,10 +160,15 @@ def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
 
 
 def shard_decoder(config: TrainConfig, model: nn.Module) -> nn.Module:
-    """Spread a decoder over the ranks as the keys of a run say."""
+    """Spread a decoder over the ranks as the keys of a run say; return this rank's stage of it."""
     axes = config.axes
-    return shardwise.shard(
-        spread_decoder(spread_experts(model, axes), axes),
+    spread_decoder(spread_experts(model, axes), axes)
+    if axes.pp > 1:
+        stage = axes["pp"].get_local_rank()
+        model = Stage(model, stage, axes.pp, axes.tp)
+        torch.manual_seed(_seed_of(config.seed, stage, "stages"))  # or all would draw the same
+    model = shardwise.shard(
+        model,
         stage=config.stage,
         precision=config.precision,
         layout=config.layout,
@@ -164,6 +179,9 @@ def shard_decoder(config: TrainConfig, model: nn.Module) -> nn.Module:
         prefetch_bytes=config.prefetch_bytes,
         bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
     )
+    if axes.pp > 1 and config.tied_head:
+        shardwise.tie(model, TIED)
+    return model
 
 
 def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -185,10 +203,10 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         ) from None
 
 
-def _seed_of(seed: int, rank: int) -> int:
-    """Return a rank's seed; torch looks at 32 bits of it, and adding keeps the ranks apart."""
-    digest = hashlib.blake2b(f"ranks of seed {seed}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") + rank
+def _seed_of(seed: int, number: int, what: str) -> int:
+    """Return the seed of one of several; torch looks at 32 bits, and adding keeps them apart."""
+    digest = hashlib.blake2b(f"{what} of seed {seed}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") + number
 
 
 def _decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -31,6 +31,15 @@ def one_turn(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
     train(rank, num_ranks, flags)
 
 
+# Stages draw other weights than the whole model, so one process begins.
+PIPELINE_TURNS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {"pp": 2}),
+    (4, {"pp": 2, "tp": 2, "pp_schedule": "gpipe", "activation_checkpointing": True}),
+    (3, {"pp": 3, "stage": 0}),
+    (4, {"pp": 2, "cp": 2, "cp_method": "heads", "stage": 1}),
+    (4, {"pp": 2, "dp_replicate": 2, "stage": 2, "micro_batch": 1}),
+]
 # With experts; one micro-batch each, as the auxiliary loss is one of a micro-batch.
 EXPERTS: dict[str, Any] = {
     **{"experts": 6, "shared_experts": 1, "dense_layers": 1, "expert_scoring": "sigmoid"},
@@ -45,18 +54,21 @@ EXPERT_TURNS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["dense", "tied", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "tied", "experts", "pipeline", "tied pipeline"])
 def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, kind: str) -> None:
-    flags = {**FLAGS, "data": write_text(tmp_path), "tied_head": kind == "tied"}
-    flags |= EXPERTS if kind == "experts" else {}
-    turns = EXPERT_TURNS if kind == "experts" else TURNS[: 3 if kind == "tied" else None]
+    flags = {**FLAGS, "data": write_text(tmp_path), "tied_head": kind.startswith("tied")}
+    turns = TURNS[: 3 if kind == "tied" else None]
+    if kind == "experts":
+        flags, turns = {**flags, **EXPERTS}, EXPERT_TURNS
+    elif kind.endswith("pipeline"):
+        flags, turns = {**flags, "layers": 3}, PIPELINE_TURNS
     for number, (num_ranks, degrees) in enumerate(turns):
         steps = {"steps": 2 * number + 2, "save_every": 2, "resume": "auto"}
         run_ranks(one_turn, num_ranks, {**flags, **degrees, **steps, "output": tmp_path / "run"})
     last = 2 * len(turns)
     alone = {"micro_batch": flags["global_batch"], "steps": last, "output": tmp_path / "alone"}
     run_ranks(one_turn, 1, {**flags, **alone})
-    config = TrainConfig(**{**TINY, **FLAGS})
+    config = TrainConfig(**{**TINY, **FLAGS, "layers": flags.get("layers", TINY["layers"])})
     roundings = decoder_roundings(config, flags["global_batch"] * last)
     ours, theirs = (
         {line["step"]: line for line in lines_of(tmp_path / name) if "loss" in line}
@@ -87,6 +99,10 @@ def test_a_run_goes_on_over_any_degrees_as_one_process_does(tmp_path: Path, kind
         ({"ep": 2}, "ep: expected a divisor of experts 0, got 2"),
         ({"experts": 1}, "experts_per_token: expected at most experts 1, got 2"),
         ({"ep": 4, "experts": 4}, "axes: ep=4 does not divide dp_shard x cp x tp = 6 x 1 x 1"),
+        ({"pp": 3, "layers": 2}, "pp: expected at most layers 2, got 3"),
+        ({"pp": 2, "experts": 4}, "stages hand on tokens alone, and not the loss of expert_bal"),
+        ({"pp": 2, "precision": "fp16"}, "precision: expected bf16 or fp32 with pp"),
+        ({"pp": 2}, "accumulation: expected at least pp 2, as many micro-batches as stages, got 1"),
         ({"dp_shard": 0}, "expected a number of ranks, or -1 for those that are left"),
     ],
 )
