@@ -1,5 +1,6 @@
 """Every cell of the matrices of which the suite has samples: `make soak CAMPAIGN=matrices`."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("checkpoint", "engine", "interop", "plan")
+FOLDERS = ("checkpoint", "engine", "interop", "plan", "train")
 sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in FOLDERS)]
 
 import test_models_calls as calls  # noqa: E402
@@ -16,6 +17,7 @@ import test_models_parameters as parameters  # noqa: E402
 import test_stream_order as streams  # noqa: E402
 import test_tied_stages as tied  # noqa: E402
 
+import shardwise.train.gradients as gradients  # noqa: E402
 import test_hostile as hostile  # noqa: E402
 import test_memory_matrix as memory  # noqa: E402
 import test_parallel_models as parallel  # noqa: E402
@@ -26,6 +28,8 @@ import test_shard_tensor_optimizers as optimizers  # noqa: E402
 import test_shard_tensor_sweep as functions  # noqa: E402
 from memory_cells import MODELS, cells_of  # noqa: E402
 from ranks import run_ranks  # noqa: E402
+from resumes import prepared, write_text  # noqa: E402
+from shardwise.errors import GradientError  # noqa: E402
 from trainer import LAYOUTS, compare  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -111,3 +115,55 @@ def test_every_schedule_of_tied_stages_at_every_stage(
 @pytest.mark.parametrize("by", ["shard", "fully_shard"])
 def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_path: Path) -> None:
     stages.test_a_rank_saves_and_loads_its_stages_as_one_model(num_ranks, by, tmp_path)
+
+
+DEGREES = ("dp_replicate", "cp", "tp", "pp", "ep")
+SIZES: dict[str, Any] = {
+    **{"layers": 2, "dim": 32, "heads": 8, "seq": 16, "micro_batch": 1, "accumulation": 2},
+    **{"expert_balance": 0.0, "eval_windows": 1, "sample_tokens": 0},
+}
+
+
+def composed_cells(num_ranks: int) -> list[dict[str, Any]]:
+    """Return all degrees that fit the ranks, with what else varies dealt over them in turns."""
+    found = []
+    powers = [2**n for n in range(num_ranks.bit_length())]
+    for degrees in itertools.product(powers, repeat=len(DEGREES)):
+        replicas, cp, tp, pp, ep = degrees
+        region, left = divmod(num_ranks, replicas * pp)
+        if left or region % (cp * tp) or region % ep or pp > SIZES["layers"]:
+            continue
+        n = len(found)
+        cell = dict(zip(DEGREES, degrees, strict=True))
+        cell |= {"experts": 8} if ep > 1 or n % 5 == 0 else {}
+        cell |= {"stage": n % 4, "tied_head": n % 3 == 0, "layout": ("rows", "flat")[n // 4 % 2]}
+        cell |= {"activation_checkpointing": n % 7 < 3, "precision": ("fp32", "bf16")[n % 6 == 5]}
+        cell |= {"cp_method": ("gather", "heads", "ring")[n % 3]} if cp > 1 else {}
+        found.append(cell)
+    return found
+
+
+def has_the_gradients_of_one_process(
+    rank: int, num_ranks: int, cells: list[dict[str, Any]], folder: Path
+) -> list[str]:
+    wrong = []
+    for number, cell in enumerate(cells):
+        output = {"output": folder / f"{num_ranks}-{number}", "data": folder / "text.txt"}
+        run = prepared(rank, num_ranks, {**SIZES, **cell, **output})
+        try:
+            gradients.check_run_gradients(run)
+        except GradientError as error:
+            wrong.append(f"{cell}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_every_product_of_degrees_has_the_gradients_of_one_process(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    write_text(tmp_path)
+    cells = composed_cells(num_ranks)
+    for lo in range(0, len(cells), 12):  # each cell makes groups of processes, which stay
+        part = cells[lo : lo + 12]
+        found = run_ranks(has_the_gradients_of_one_process, num_ranks, part, tmp_path, fresh=True)
+        assert not any(found), "\n".join(found[0])

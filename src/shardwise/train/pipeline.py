@@ -57,6 +57,8 @@ class Stage(nn.Module):
                 x = torch.utils.checkpoint.checkpoint(block, x, *rotary, use_reentrant=False)
             else:
                 x = block(x, *rotary)
+            if isinstance(x, tuple):  # experts have a loss of their own, which is 0 here
+                x, _ = x
         if self.norm is None or self.head is None:
             return x
         logits: Tensor = self.head(self.norm(x))
