@@ -72,8 +72,7 @@ def batch_of(seed: int) -> tuple[Any, Any]:
 def by_torch(model: Any, mesh: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    blocks = model.blocks.values() if hasattr(model.blocks, "values") else model.blocks
-    for block in blocks:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 

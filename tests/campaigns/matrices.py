@@ -137,6 +137,7 @@ def composed_cells(num_ranks: int) -> list[dict[str, Any]]:
         cell = dict(zip(DEGREES, degrees, strict=True))
         cell |= {"experts": 8} if ep > 1 or n % 5 == 0 else {}
         cell |= {"stage": n % 4, "tied_head": n % 3 == 0, "layout": ("rows", "flat")[n // 4 % 2]}
+        cell |= {"layout": "rows"} if pp > 1 and cell["tied_head"] else {}
         cell |= {"activation_checkpointing": n % 7 < 3, "precision": ("fp32", "bf16")[n % 6 == 5]}
         cell |= {"cp_method": ("gather", "heads", "ring")[n % 3]} if cp > 1 else {}
         found.append(cell)

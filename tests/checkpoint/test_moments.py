@@ -1,5 +1,6 @@
 """Saves and loads at moments when they could go wrong without a word."""
 
+import itertools
 import threading
 import warnings
 from contextlib import nullcontext
@@ -257,7 +258,7 @@ def failing_in_the_same_pass(rank: int, world_size: int, folder: str) -> tuple[i
     files = FaultyFiles(Files(), *faults)
     with shardwise.Checkpoints(folder, model, optimizer, files=files) as checkpoints:
         checkpoints.save(1)
-        for number in range(1000):
+        for number in itertools.count():  # as many as the background's thread takes to fail
             try:
                 model(torch.zeros(1, 13)).sum().backward()
             except CheckpointError as error:

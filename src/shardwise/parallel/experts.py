@@ -31,6 +31,7 @@ from shardwise.comm.exchange import Exchange
 from shardwise.errors import ConfigError
 from shardwise.mesh import axis_of
 from shardwise.parallel.routing import Router, Routing, load_of
+from shardwise.unit.dispatch import in_full
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -267,5 +268,10 @@ def _check(name: str, param: nn.Parameter, num_ranks: int) -> None:
 
 
 def local_of(param: Tensor) -> Tensor:
-    """Return what this rank has of a parameter; autograd goes through it."""
-    return param.to_local() if isinstance(param, DTensor) else param
+    """Return what this rank has of a parameter; autograd goes through it.
+
+    A block that is recomputed in backward, and is no unit by itself, has shards in its modules:
+    operations find the full parameters behind them, which `to_local` would not.
+    """
+    whole: Tensor = in_full(param)
+    return whole.to_local() if isinstance(whole, DTensor) else whole

@@ -203,6 +203,8 @@ class TrainConfig(ModelKeys):
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
+        if self.pp > 1 and self.tied_head and self.layout == "flat":
+            raise ValueError("layout: expected rows with pp and tied_head, got flat")
         if self.pp > 1 and self.precision == "fp16":
             raise ValueError("precision: expected bf16 or fp32 with pp, got fp16")
         if self.warmup_steps > self.steps:

@@ -8,7 +8,7 @@ failed, a step that gave other bits when it was computed again.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -119,6 +119,14 @@ def train_prepared(
         place, peak_memory_bytes(run.device) - run.base_memory_bytes
     )
     result.state_bytes_of_ranks = of_all_ranks(place, result.state.total_bytes)
+    if config.pp > 1:  # every stage is there world_size / pp times
+        whole = {
+            name: sum(of_all_ranks(place, getattr(result.state, name)))
+            * config.pp
+            // place.world_size
+            for name in ("num_params", "replicated_bytes")
+        }
+        result.state = replace(result.state, **whole)
     return result
 
 

@@ -36,7 +36,9 @@ class Stage(nn.Module):
         self.checkpointed, self.dropout = whole.checkpointed, whole.dropout
         self.positions: Tensor | None = None
         self.embedding = whole.embedding if index == 0 else None
-        self.blocks = nn.ModuleDict({str(n): whole.blocks[n] for n in mine})
+        self.blocks = nn.ModuleList()  # whose members are units, as those of the whole one's
+        for n in mine:
+            self.blocks.add_module(str(n), whole.blocks[n])
         self.norm: Any = whole.norm if is_last else None
         self.head: Any = whole.head if is_last else None
 
@@ -52,7 +54,7 @@ class Stage(nn.Module):
         if positions is None:
             positions = torch.arange(num_tokens, device=x.device)
         rotary = rotary_tables(positions.flatten(), self.head_dim)
-        for block in self.blocks.values():
+        for block in self.blocks:
             if self.checkpointed and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(block, x, *rotary, use_reentrant=False)
             else:

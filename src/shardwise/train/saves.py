@@ -40,7 +40,18 @@ _MODEL_KEYS = (
 )
 _TOLD_KEYS = (
     *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
-    *("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_method", "ep", "expert_balance", "units"),
+    *(
+        "dp_replicate",
+        "dp_shard",
+        "tp",
+        "pp",
+        "pp_schedule",
+        "cp",
+        "cp_method",
+        "ep",
+        "expert_balance",
+        "units",
+    ),
     *("micro_batch", "accumulation", "global_batch", "steps", "lr", "min_lr", "schedule"),
     *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
     *("optimizer_options", "schedule_options", "loss_scale_window"),
