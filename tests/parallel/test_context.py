@@ -334,6 +334,15 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
             pass
         F.scaled_dot_product_attention(*[torch.zeros(1, 2, 12 // num_ranks, 4)] * 3)
     assert not is_cut()
+    # 6 and 7 tokens: to the rank of 7, keys of 7 tokens look like its part of the sequence.
+    last = rank == num_ranks - 1
+    with context.cut(torch.zeros(1, 13)) as (_, positions):
+        part = torch.zeros(1, 2, positions.shape[1], 4)
+        F.scaled_dot_product_attention(part, part, part, is_causal=True)
+        if last:
+            keys = torch.zeros(1, 2, 7, 4)
+            with pytest.raises(ConfigError, match="from 6 tokens, this rank's part, to 7 keys"):
+                F.scaled_dot_product_attention(part, keys, keys)
     # Attention over something else inside is torch's, and so is all of it afterwards.
     other = torch.randn(1, 5, 7, 4)
     wanted = F.scaled_dot_product_attention(other, other, other, is_causal=True)

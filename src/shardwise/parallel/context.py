@@ -111,9 +111,16 @@ class ContextParallel:
     def _over_parts(self, *args: Any, **kwargs: Any) -> Tensor:
         """Take the place of torch's function, which is in its own while it is computed."""
         call = AttentionCall(*args, **kwargs)
-        here = self._current.num_tokens(self.exchange.axis.rank)
+        cut, queries, keys = self._current, call.query.shape[-2], call.key.shape[-2]
+        here = cut.num_tokens(self.exchange.axis.rank)
         with mock.patch.object(F, _ATTENTION, _TORCHS):
-            if {call.query.shape[-2], call.key.shape[-2]} != {here}:
+            if {queries, keys} != {here}:
+                if queries == here and keys in map(cut.num_tokens, range(cut.num_ranks)):
+                    raise ConfigError(
+                        f"attention: from {here} tokens, this rank's part, to {keys} keys, as many "
+                        "as another rank's part has: that rank would take them for its part. Give "
+                        "the keys another length (one more that a mask hides)"
+                    )
                 return _TORCHS(*args, **kwargs)  # an image, a whole sequence that is looked at
             self._seen = True
             return attend(call, self._current, self.exchange, self.method)
