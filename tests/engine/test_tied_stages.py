@@ -130,6 +130,8 @@ def what_cannot_be_tied(rank: int, num_ranks: int) -> None:
     ends = ("a", "b")
     refused(Ends(ends[place]), {"c": "a"}, "no stage has a parameter 'c'")
     refused(Ends(ends[place]), {}, "names={}: expected")
+    both_ways = {"a": "b", "b": "a"}
+    refused(Ends(ends[place]), both_ways, r"names: \['a', 'b'\] stand on both sides")
     others = {"b": "a"} if rank else {"a": "b"}
     refused(Ends(ends[place]), others, r"names: rank \d asked for")
     other_shape = Ends(ends[place], (WORDS, WIDTH + place))
@@ -180,3 +182,23 @@ def tied_over_a_window(rank: int, num_ranks: int) -> None:
 
 def test_a_window_over_schedules_sums_tied_gradients_once() -> None:
     run_ranks(tied_over_a_window, 2)
+
+
+def frozen_copies_send_nothing(rank: int, num_ranks: int) -> None:
+    def frozen(part: Any) -> nn.Module:
+        for name, param in part.named_parameters():
+            param.requires_grad_(name not in ("embed.weight", "head.weight"))
+        return shardwise.shard(part, mesh=axes, units="Block")
+
+    axes = shardwise.Axes(pp=2)
+    made = Pipeline("1F1B", axes, 2, frozen)
+    shardwise.tie(made.parts, NAMES)
+    before = sent_for_tied(made)
+    made.step(*batch_of(0, 0))
+    shardwise.clip_grad_norm_(made.params, 1.0)
+    torch.optim.SGD(made.params, lr=0.5).step()
+    assert sent_for_tied(made) == before
+
+
+def test_frozen_copies_send_nothing_in_a_step() -> None:
+    run_ranks(frozen_copies_send_nothing, 2)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
 from ranks import run_ranks
@@ -17,6 +18,7 @@ from roundings import assert_all_rounded_alike, assert_rounded_alike, of_gradien
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.parallel.attention import AttentionCall, attend
+from shardwise.parallel.context import is_cut
 from shardwise.parallel.sequences import SequenceCut, cut_of
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape
@@ -315,6 +317,32 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
         shardwise.ContextParallel(model, axes, method="ring").cut(ids, documents=[4, 8]),
     ):
         F.scaled_dot_product_attention(part, part, part, is_causal=True)
+    with (
+        pytest.raises(ConfigError, match="there is a mask beside is_causal=True"),
+        context.cut(ids),
+    ):
+        F.scaled_dot_product_attention(part, part, part, attn_mask=mask, is_causal=True)
+    with pytest.raises(ConfigError, match="got a DTensor"), context.cut(ids):
+        of_rank = DTensor.from_local(part, axes["tp"], [Shard(1)])
+        F.scaled_dot_product_attention(of_rank, of_rank, of_rank, is_causal=True)
+    # Attention of the outer one would be computed over the inner one's documents.
+    with context.cut(ids, documents=[4, 8]):
+        with (
+            pytest.raises(ConfigError, match="a sequence is cut already"),
+            shardwise.ContextParallel(model, axes).cut(ids),
+        ):
+            pass
+        F.scaled_dot_product_attention(*[torch.zeros(1, 2, 12 // num_ranks, 4)] * 3)
+    assert not is_cut()
+    # 6 and 7 tokens: to the rank of 7, keys of 7 tokens look like its part of the sequence.
+    last = rank == num_ranks - 1
+    with context.cut(torch.zeros(1, 13)) as (_, positions):
+        part = torch.zeros(1, 2, positions.shape[1], 4)
+        F.scaled_dot_product_attention(part, part, part, is_causal=True)
+        if last:
+            keys = torch.zeros(1, 2, 7, 4)
+            with pytest.raises(ConfigError, match="from 6 tokens, this rank's part, to 7 keys"):
+                F.scaled_dot_product_attention(part, keys, keys)
     # Attention over something else inside is torch's, and so is all of it afterwards.
     other = torch.randn(1, 5, 7, 4)
     wanted = F.scaled_dot_product_attention(other, other, other, is_causal=True)
@@ -327,3 +355,30 @@ def what_would_be_wrong_is_refused(rank: int, num_ranks: int) -> None:
 
 def test_what_would_train_on_a_part_without_a_word_is_refused() -> None:
     run_ranks(what_would_be_wrong_is_refused, 2)
+
+
+def contexts_of_one_model_are_over_their_own_ranks(rank: int, num_ranks: int) -> None:
+    """A run that takes longer sequences from some step on makes another context."""
+    model = shardwise.shard(nn.Linear(1, 1))
+    sent = 0
+    for cp in (2, num_ranks):
+        context = shardwise.ContextParallel(model, shardwise.Axes(cp=cp))
+        x = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(cp))
+        wanted = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        with context.cut(x, wanted) as (part, mine, positions):  # one head, as [B, t, E]
+            found = F.scaled_dot_product_attention(part, part, part, is_causal=True)
+        assert positions.tolist() == [cut_of(8, cp).tokens(context.exchange.axis.rank)]
+        assert_rounded_alike(found, mine, 8, scale=1)
+        sent += 2 * (8 // cp) * (4 + 4) * (cp - 1) * 4
+        assert shardwise.stats(model).sent_bytes["cp.all_gather"] == sent
+
+
+def test_contexts_of_one_model_are_over_their_own_ranks() -> None:
+    run_ranks(contexts_of_one_model_are_over_their_own_ranks, 4)
+
+
+def test_what_others_put_in_the_place_of_torchs_attention_is_no_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: args[0])
+    assert not is_cut()

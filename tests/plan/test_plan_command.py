@@ -235,6 +235,17 @@ def test_what_the_engine_cannot_do_is_not_written(
     assert not path.exists()
 
 
+def test_degrees_that_a_run_refuses_are_not_written(tmp_path: Path, refused: Refused) -> None:
+    run, path = tmp_path / "run.yaml", tmp_path / "train.yaml"
+    run.write_text("dim: 64\nheads: 8\nkv_heads: 2\nffn_multiple: 4\nvocab: 256\nlayers: 2\n")
+    asked = (run_plan, run, "--ranks", "4", "--write", path)
+    assert "tp: expected a divisor of kv_heads 2, got 4" in refused(*asked, "--tp", "4")
+    assert "accumulation: expected at least pp 2" in refused(*asked, "--pp", "2")
+    search = (*asked, "--search", "--degrees")
+    assert "tp: expected a divisor of kv_heads 2, got 4" in refused(*search, "4x1x1")
+    assert not path.exists()
+
+
 # -- files that cannot be written
 @pytest.mark.parametrize(
     ("command", "flag", "more"),

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.axes import Axes
-from shardwise.cli.plan_write import ALIKE, planned_optimizer, train_config_of
+from shardwise.cli.plan_write import (
+    ALIKE,
+    planned_optimizer,
+    train_config_of,
+    trainable_degrees,
+)
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
@@ -129,9 +134,14 @@ def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
 def space_of(setup: Setup, *, to_train: bool = False) -> Space:
     """Return what a search varies: every setting that the user did not decide.
 
-    ``to_train``: no offloading, which `shardwise train` does not do.
+    ``to_train``: no offloading, and no degrees that `shardwise train` refuses.
+
+    **Raises** ConfigError where it refuses all of them.
     """
     base, given = setup.candidate, setup.given
+    degrees = setup.degrees or (base.degrees,)
+    if to_train and setup.config is not None:
+        degrees = trainable_degrees(base, degrees, setup.config)
     return Space(
         base,
         stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
@@ -148,7 +158,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         ),
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if to_train else _offloads(setup),
-        degrees=setup.degrees or (base.degrees,),
+        degrees=degrees,
     )
 
 

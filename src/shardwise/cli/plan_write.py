@@ -1,5 +1,6 @@
 """A plan as a file that `shardwise train` runs as it is, with what the plan expects of the run."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from shardwise.plan.candidate import DEGREES, Candidate, Offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS
+from shardwise.train.checks import check_micro_batches
 from shardwise.train.config import TrainConfig, dump_config
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
@@ -82,7 +84,31 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
             f"write: expected the file's own optimizer or one of {', '.join(_WRITABLE)}, got "
             f"{candidate.optimizer!r}"
         )
-    check_keys(TrainConfig, {"precision": candidate.precision}, {}, Path("write"), "train")
+    _check_degrees(candidate, config)
+    check_micro_batches(candidate.pp, candidate.accumulation)
+
+
+def trainable_degrees(
+    candidate: Candidate, degrees: Sequence[tuple[int, int, int]], config: TrainConfig
+) -> tuple[tuple[int, int, int], ...]:
+    """Return those that a run can have. **Raises** ConfigError, with a reason, where none can."""
+    kept, first = [], None
+    for tp, pp, cp in degrees:
+        try:
+            _check_degrees(replace(candidate, tp=tp, pp=pp, cp=cp), config)
+        except ConfigError as error:
+            first = first or error
+        else:
+            kept.append((tp, pp, cp))
+    if not kept and first is not None:
+        raise first
+    return tuple(kept)
+
+
+def _check_degrees(candidate: Candidate, config: TrainConfig) -> None:
+    names = ("precision", *DEGREES)
+    values = {**config.model_dump(), **{name: getattr(candidate, name) for name in names}}
+    check_keys(TrainConfig, values, {}, Path("write"), "train")
 
 
 def train_file(plan: Plan, config: TrainConfig) -> str:

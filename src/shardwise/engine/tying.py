@@ -38,6 +38,12 @@ def tie(model: Model, names: Mapping[str, str]) -> None:
             f"names={names!r}: expected which name is another of which, as in "
             "{'head.weight': 'embed.weight'}"
         )
+    both = sorted(set(names) & set(names.values()))
+    if both:
+        raise ConfigError(
+            f"names: {both} stand on both sides of {dict(names)}; give all other names of a "
+            "parameter the first one: {'b': 'a', 'c': 'a'}"
+        )
     firsts = dict.fromkeys(names.values())
     listed = {first: [first, *(n for n, of in names.items() if of == first)] for first in firsts}
     mine = {first: _copies(parts, found) for first, found in listed.items()}

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
 
 from shardwise.comm.exchange import Exchange
@@ -53,18 +54,29 @@ class AttentionCall:
             enable_gqa=self.enable_gqa,
         )
 
+    def with_one_head(self) -> "AttentionCall":
+        """Return [B, t, E] as [B, 1, t, E], and a mask [B, T, T] likewise."""
+        mask = self.attn_mask
+        if mask is not None and mask.ndim == 3:
+            mask = mask.unsqueeze(1)
+        query, key, value = (x.unsqueeze(1) for x in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value, attn_mask=mask)
+
 
 def attend(call: AttentionCall, cut: SequenceCut, exchange: Exchange, method: Method) -> Tensor:
     """Return this rank's part of attention over the whole sequence.
 
-    **Shapes** query [B, H, t, E], key and value [B, K, t, E] -> [B, H, t, E]. ``attn_mask``, where
-    there is one, is of the whole sequence: [..., T or 1, T].
+    **Shapes** query [B, H, t, E], key and value [B, K, t, E] -> [B, H, t, E]; of one head also
+    [B, t, E]. ``attn_mask``, where there is one, is of the whole sequence: [..., T or 1, T].
 
     **Cost** see Note [Gather, heads or ring]; the gradient exchanges as much.
 
-    **Raises** ConfigError for heads that N does not divide, or a mask of another shape.
+    **Raises** ConfigError for heads that N does not divide, a mask of another shape or beside
+    ``is_causal``, and DTensors.
     """
-    _check_mask(call, cut)
+    if call.query.ndim == 3:
+        return attend(call.with_one_head(), cut, exchange, method).squeeze(1)
+    _check(call, cut)
     if exchange.axis.size == 1:
         return _of_spans(call, cut, 0, call.query, call.key, call.value)
     return _METHODS[method](call, cut, exchange)
@@ -213,9 +225,24 @@ def _repeated(call: AttentionCall, num_ranks: int) -> tuple[Tensor, Tensor]:
     return call.key.repeat_interleave(times, dim=1), call.value.repeat_interleave(times, dim=1)
 
 
-def _check_mask(call: AttentionCall, cut: SequenceCut) -> None:
+def _check(call: AttentionCall, cut: SequenceCut) -> None:
+    if any(isinstance(x, DTensor) for x in (call.query, call.key, call.value, call.attn_mask)):
+        raise ConfigError(
+            "attention: over a sequence that is cut it takes tensors, and got a DTensor. Let the "
+            "layers before it give local ones (use_local_output=True, as is the default)"
+        )
+    if call.query.ndim != 4:
+        raise ConfigError(
+            f"attention: a query of shape {list(call.query.shape)}; over a sequence that is cut it "
+            "is [B, H, t, E] or, of one head, [B, t, E]"
+        )
     if call.attn_mask is None:
         return
+    if call.is_causal:
+        raise ConfigError(
+            "attention: there is a mask beside is_causal=True, of which torch's kernels take one; "
+            "let the mask alone say what sees what"
+        )
     if len(cut.documents) > 1:
         raise ConfigError(
             "attention: there is a mask beside documents=; leave one out (a mask as well says what "

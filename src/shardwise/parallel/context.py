@@ -27,7 +27,7 @@ from shardwise.engine.api import find_engine
 from shardwise.errors import ConfigError
 from shardwise.mesh import axis_of
 from shardwise.parallel.attention import AttentionCall, Method, attend
-from shardwise.parallel.sequences import SequenceCut, cut_of
+from shardwise.parallel.sequences import SequenceCut, Span, cut_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _ATTENTION = "scaled_dot_product_attention"
 _TORCHS = F.scaled_dot_product_attention
+_OURS = "computes_parts"  # marks ours: others replace torch's function as well
 
 
 class ContextParallel:
@@ -56,10 +57,12 @@ class ContextParallel:
         if isinstance(axes, DeviceMesh) and "cp" not in (axes.mesh_dim_names or ()):
             raise ConfigError(f"mesh: its axes {axes.mesh_dim_names} name no 'cp'")
         self.model, self.method = model, method
-        axis = axis_of(axes["cp"], 0, "cp")
         self._function = torch.compiler.disable(self._over_parts)  # one, as compiled code guards it
-        # A module's attribute, and not the context's, so that stats() finds it.
-        self.exchange = model.__dict__.setdefault("context_exchange", Exchange(axis, "(sequence)"))
+        setattr(self._function, _OURS, True)
+        self.exchange = Exchange(axis_of(axes["cp"], 0, "cp"), "(sequence)")
+        # A module's attribute, so that stats() finds it; another context of the model counts there.
+        first = model.__dict__.setdefault("context_exchange", self.exchange)
+        self.exchange.traffic = first.traffic
 
     @contextmanager
     def cut(
@@ -77,15 +80,17 @@ class ContextParallel:
         **Cost** none but the copies where the axis has one rank and there are no documents.
 
         **Raises** ConfigError where lengths differ, where the model's gradients are not summed over
-        the axis, and at the end where no attention was computed.
+        the axis, inside of another cut, and at the end where no attention was computed.
         """
+        if is_cut():
+            raise ConfigError(
+                "cut(): a sequence is cut already, and attention can be computed over one at a "
+                "time; end that cut first (models over the same axes can share one)"
+            )
         cut = self._cut_of(tensors, dim, documents)
         self._check_sums()
-        rank = self.exchange.axis.rank
-        device = tensors[0].device
-        places = torch.tensor(cut.tokens(rank), dtype=torch.int64, device=device)
-        starts = [span.document for span in cut.spans[rank] for _ in range(span.lo, span.hi)]
-        positions = (places - torch.tensor(starts, dtype=torch.int64, device=device))[None]
+        places, starts = _places(cut.spans[self.exchange.axis.rank], tensors[0].device)
+        positions = (places - starts)[None]
         if cut.num_ranks == 1:
             parts = tensors
         else:
@@ -106,9 +111,16 @@ class ContextParallel:
     def _over_parts(self, *args: Any, **kwargs: Any) -> Tensor:
         """Take the place of torch's function, which is in its own while it is computed."""
         call = AttentionCall(*args, **kwargs)
-        here = self._current.num_tokens(self.exchange.axis.rank)
+        cut, queries, keys = self._current, call.query.shape[-2], call.key.shape[-2]
+        here = cut.num_tokens(self.exchange.axis.rank)
         with mock.patch.object(F, _ATTENTION, _TORCHS):
-            if {call.query.shape[-2], call.key.shape[-2]} != {here}:
+            if {queries, keys} != {here}:
+                if queries == here and keys in map(cut.num_tokens, range(cut.num_ranks)):
+                    raise ConfigError(
+                        f"attention: from {here} tokens, this rank's part, to {keys} keys, as many "
+                        "as another rank's part has: that rank would take them for its part. Give "
+                        "the keys another length (one more that a mask hides)"
+                    )
                 return _TORCHS(*args, **kwargs)  # an image, a whole sequence that is looked at
             self._seen = True
             return attend(call, self._current, self.exchange, self.method)
@@ -139,4 +151,14 @@ class ContextParallel:
 
 def is_cut() -> bool:
     """Tell whether this is inside a `ContextParallel.cut` of a sequence."""
-    return F.scaled_dot_product_attention is not _TORCHS
+    return hasattr(F.scaled_dot_product_attention, _OURS)
+
+
+def _places(spans: Sequence[Span], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the place of each token in the whole sequence, and of its document's first one."""
+    numbers = [(span.lo, span.hi - span.lo, span.document) for span in spans]
+    first, lengths, documents = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).unbind(1)
+    here = lengths.cumsum(0)
+    left_out = (first - here + lengths).repeat_interleave(lengths)
+    places = torch.arange(len(left_out)) + left_out
+    return places.to(device), documents.repeat_interleave(lengths).to(device)

@@ -11,6 +11,7 @@ ranks that have the fewest tokens so far, so that ranks differ by one token at m
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from shardwise.errors import ConfigError
 
@@ -87,8 +88,7 @@ class SequenceCut:
 
     @property
     def _bounds(self) -> list[tuple[int, int]]:
-        ends = [sum(self.documents[: i + 1]) for i in range(len(self.documents))]
-        return list(zip([0, *ends[:-1]], ends, strict=True))
+        return list(pairwise(accumulate(self.documents, initial=0)))
 
     def _rank_of(self, chunk: int) -> int:
         return min(chunk, 2 * self.num_ranks - 1 - chunk)

@@ -54,6 +54,15 @@ def resolve_batch(config: TrainConfig, world_size: int) -> TrainConfig:
     return config.model_copy(update={"accumulation": accumulation})
 
 
+def check_micro_batches(pp: int, accumulation: int) -> None:
+    """Check that a pipeline has enough of them. **Raises** ConfigError."""
+    if pp > 1 and accumulation < pp:
+        raise ConfigError(
+            f"accumulation: expected at least pp {pp}, as many micro-batches as stages, got "
+            f"{accumulation}"
+        )
+
+
 def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
     """Find what would stop a run before anything is started; return the config fully decided.
 
@@ -61,11 +70,7 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
     not load, the vocabulary is too small.
     """
     config = resolve_batch(config, world_size)
-    if config.pp > 1 and (config.accumulation or 1) < config.pp:
-        raise ConfigError(
-            f"accumulation: expected at least pp {config.pp}, as many micro-batches as stages, got "
-            f"{config.accumulation}"
-        )
+    check_micro_batches(config.pp, config.accumulation or 1)
     find_documents(config.data)
     tokenizer = load_tokenizer(config.tokenizer)
     vocab = config.vocab or tokenizer.vocab

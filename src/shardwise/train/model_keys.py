@@ -106,6 +106,8 @@ class ModelKeys(BaseModel):
         if self.seq // self.cp % self.tp:
             part = f"seq {self.seq}" if self.cp == 1 else f"seq {self.seq} / cp {self.cp}"
             raise ValueError(f"tp: expected a divisor of {part}, got {self.tp}")
+        if self.cp > 1:
+            self._check_method()
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
                 f"heads: expected dim / heads to be a whole even number (rotary embeddings turn "
@@ -114,3 +116,14 @@ class ModelKeys(BaseModel):
         if self.heads % kv_heads:
             raise ValueError(f"kv_heads: expected a divisor of heads {self.heads}, got {kv_heads}")
         return self
+
+    def _check_method(self) -> None:
+        """Refuse what attention over parts of windows would refuse at the first step."""
+        if self.cp_method == "heads" and self.heads // self.tp % self.cp:
+            part = f"heads {self.heads}" if self.tp == 1 else f"heads {self.heads} / tp {self.tp}"
+            raise ValueError(
+                f"cp_method: 'heads' needs a cp that divides {part}, got {self.cp}; take 'gather'"
+            )
+        if self.cp_method == "ring" and (self.dropout or self.seq % (2 * self.cp)):
+            why = "no dropout" if self.dropout else f"2 x cp {self.cp} to divide seq {self.seq}"
+            raise ValueError(f"cp_method: 'ring' needs {why}; take 'gather'")

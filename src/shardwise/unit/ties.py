@@ -88,7 +88,9 @@ class Tie:
         **Cost** sends this rank's slice of the gradient to each other stage with a copy.
         """
         now = self._num_reduced()
-        if now == self._reduced:
+        # A frozen copy has no gradient, and all are frozen alike: a stage of nothing else reduces
+        # nothing, and would leave the others waiting.
+        if now == self._reduced or not self.params[0].sharded.requires_grad:
             return
         self._reduced = now
         grads = [param.sharded.grad for param in self.params]
