@@ -75,7 +75,7 @@ class Outcome:
     rank: int
     ended_at_s: float  # on the clock of time.monotonic(), which all processes share
     result: Any = None
-    error: str | None = None  # the remote traceback; of a rank that timed out, its stacks
+    error: str | None = None  # the remote traceback; of one that crashed or timed out, its stacks
     error_type: str | None = None  # the class name of the exception
     exit_code: int | None = None  # set if the process ended by itself or was killed (-signal)
     timed_out: bool = False  # still running at the end of the wait, and killed then
@@ -88,7 +88,7 @@ class Outcome:
         if self.timed_out:
             return f"was still running and had to be killed; its stacks:\n{self.error}"
         if self.exit_code is not None:
-            return f"ended without a result, exit code {self.exit_code}"
+            return f"ended without a result, exit code {self.exit_code}; its stacks:\n{self.error}"
         return f"raised {self.error_type}:\n{self.error}"
 
 
@@ -168,7 +168,10 @@ class Ranks:
                 return Outcome(rank, **pickle.loads(pipe.recv_bytes()))
             process.join(HANG_S)
             alive = False
-        return None if alive else Outcome(rank, time.monotonic(), exit_code=process.exitcode)
+        if alive:
+            return None
+        stacks = self._stacks(rank) or "(none)"
+        return Outcome(rank, time.monotonic(), error=stacks, exit_code=process.exitcode)
 
     def _kill_pending(self, pending: list[int]) -> dict[int, Outcome]:
         for rank in pending:  # each prints its stacks first
@@ -348,6 +351,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stacks = open(f"{scratch}/{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks)
+    faulthandler.enable(stacks)  # a crash leaves them as well
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gc.freeze()  # what was imported before the fork need not be looked at by every collection
     try:

@@ -31,9 +31,9 @@ def raise_on(rank: int, world_size: int, bad_rank: int) -> None:
     dist.barrier()
 
 
-def kill_yourself_on(rank: int, world_size: int, bad_rank: int) -> int:
+def kill_yourself_on(rank: int, world_size: int, bad_rank: int, how: int = signal.SIGKILL) -> int:
     if rank == bad_rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)
     return rank
 
 
@@ -127,6 +127,12 @@ def test_a_failure_does_not_wait_for_ranks_that_hang() -> None:
 def test_a_killed_rank_is_reported_with_its_signal() -> None:
     with pytest.raises(RankError, match="rank 2 of 3 ended without a result, exit code -9"):
         run_ranks(kill_yourself_on, 3, 2)
+
+
+def test_a_rank_that_crashes_shows_where_it_stood() -> None:
+    with pytest.raises(RankError, match="exit code -11; its stacks") as caught:
+        run_ranks(kill_yourself_on, 1, 0, signal.SIGSEGV)
+    assert "in kill_yourself_on" in str(caught.value)
 
 
 def test_a_rank_that_never_returns_is_killed_and_shows_where_it_stood() -> None:

@@ -44,7 +44,7 @@ def test_every_token_lies_on_one_rank_and_ranks_have_as_many_of_them(
     cut = SequenceCut(tuple(documents), num_ranks)
     tokens = [cut.tokens(rank) for rank in range(num_ranks)]
     assert sorted(token for mine in tokens for token in mine) == list(range(sum(documents)))
-    counts = [cut.num_tokens(rank) for rank in range(num_ranks)]
+    counts = list(cut.counts)
     assert counts == [len(mine) for mine in tokens]
     assert max(counts) - min(counts) <= 1
     starts = [sum(documents[:i]) for i in range(len(documents))]
@@ -206,7 +206,7 @@ def check_bytes(
     """Compare what `stats` counts with what the method says that a rank sends."""
     ranks, rank = context.exchange.axis.size, context.exchange.axis.rank
     cut = cut_of(sum(documents), ranks, documents)
-    counts = [cut.num_tokens(r) for r in range(ranks)]
+    counts = list(cut.counts)
     here, others = counts[rank], sum(counts) - counts[rank]
     vector = 4 * HEAD_DIM * rows * LAYERS
     passes = 2 if checkpointed else 1  # forward, and again in the backward pass

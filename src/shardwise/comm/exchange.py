@@ -129,7 +129,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ones = [1] * len(grad)
         arrived = ctx.exchange._swap(grad, ones, ones)
-        return arrived.sum(0, dtype=_sum_dtype(grad.dtype)).to(grad.dtype), None
+        summed = torch.promote_types(grad.dtype, torch.float32)
+        return arrived.sum(0, dtype=summed).to(grad.dtype), None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -174,7 +175,3 @@ class _Whole(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad[ctx.own].contiguous(), None, None
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -85,7 +85,7 @@ def attend(call: AttentionCall, cut: SequenceCut, exchange: Exchange, method: Me
 def _by_gather(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tensor:
     rank, key_dim = exchange.axis.rank, call.key.shape[-1]
     pairs = torch.cat([call.key, call.value], dim=-1).permute(2, 0, 1, 3)  # [t, B, K, E + E]
-    most = max(map(cut.num_tokens, range(cut.num_ranks)))
+    most = max(cut.counts)
     gathered = exchange.all_gather(F.pad(pairs, (0, 0) * 3 + (0, most - len(pairs))))
     whole = _in_sequence(gathered.flatten(0, 1), cut, most).permute(1, 2, 0, 3)
     key, value = whole.split([key_dim, whole.shape[-1] - key_dim], dim=-1)
@@ -97,8 +97,8 @@ def _by_heads(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tens
     key, value = _repeated(call, num_ranks)
     heads, here = call.query.shape[1], call.query.shape[2]
     parts = [_by_rank(x, num_ranks) for x in (call.query, key, value)]
-    mine, all_of = [here] * num_ranks, [cut.num_tokens(r) for r in range(num_ranks)]
-    rows = exchange.all_to_all(torch.cat(parts, dim=-1).flatten(0, 1), mine, all_of)
+    mine = [here] * num_ranks
+    rows = exchange.all_to_all(torch.cat(parts, dim=-1).flatten(0, 1), mine, cut.counts)
     whole = _in_sequence(rows, cut)  # [T, B, channels of this rank's heads]
     query, key, value = (
         x.unflatten(-1, (-1, of.shape[-1])).permute(1, 2, 0, 3)
@@ -111,10 +111,9 @@ def _by_heads(call: AttentionCall, cut: SequenceCut, exchange: Exchange) -> Tens
     mask = call.attn_mask
     if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
         mask = mask.chunk(num_ranks, dim=-3)[rank]
-    alone = SequenceCut(cut.documents, 1)
-    mixed = _of_spans(replace(call, attn_mask=mask), alone, 0, query, key, value)
+    mixed = _of_spans(replace(call, attn_mask=mask), cut.alone, 0, query, key, value)
     rows = _by_ranks_of(mixed.permute(2, 0, 1, 3).flatten(2), cut)
-    back = exchange.all_to_all(rows, all_of, mine)
+    back = exchange.all_to_all(rows, cut.counts, mine)
     back = back.view(num_ranks, here, len(call.query), heads // num_ranks, value.shape[-1])
     return back.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
@@ -184,7 +183,7 @@ def _in_sequence(rows: Tensor, cut: SequenceCut, each: int | None = None) -> Ten
         for span in cut.spans[rank]:
             lengths.append(span.hi - span.lo)
             places.append(span.lo)
-        left = 0 if each is None else each - cut.num_tokens(rank)
+        left = 0 if each is None else each - cut.counts[rank]
         if left:
             lengths.append(left)
             places.append(-1)

@@ -112,10 +112,10 @@ class ContextParallel:
         """Take the place of torch's function, which is in its own while it is computed."""
         call = AttentionCall(*args, **kwargs)
         cut, queries, keys = self._current, call.query.shape[-2], call.key.shape[-2]
-        here = cut.num_tokens(self.exchange.axis.rank)
+        here = cut.counts[self.exchange.axis.rank]
         with mock.patch.object(F, _ATTENTION, _TORCHS):
             if {queries, keys} != {here}:
-                if queries == here and keys in map(cut.num_tokens, range(cut.num_ranks)):
+                if queries == here and keys in cut.counts:
                     raise ConfigError(
                         f"attention: from {here} tokens, this rank's part, to {keys} keys, as many "
                         "as another rank's part has: that rank would take them for its part. Give "
@@ -123,7 +123,7 @@ class ContextParallel:
                     )
                 return _TORCHS(*args, **kwargs)  # an image, a whole sequence that is looked at
             self._seen = True
-            return attend(call, self._current, self.exchange, self.method)
+            return attend(call, cut, self.exchange, self.method)
 
     def _cut_of(
         self, tensors: Sequence[Tensor], dim: int, documents: Sequence[int] | None

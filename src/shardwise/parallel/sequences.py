@@ -49,10 +49,9 @@ class SequenceCut:
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """What each rank has, by rank; see Note [Head and tail]."""
-        ranks = range(self.num_ranks)
         if self.num_ranks == 1:
             return (tuple(Span(lo, hi, lo) for lo, hi in self._bounds),)
-        spans: list[list[Span]] = [[] for _ in ranks]
+        spans: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         tokens = [0] * self.num_ranks
         for start, stop in self._bounds:
             each, left = divmod(stop - start, 2 * self.num_ranks)
@@ -75,9 +74,15 @@ class SequenceCut:
         """Return the places in the whole sequence of a rank's tokens, in their order there."""
         return [place for span in self.spans[rank] for place in range(span.lo, span.hi)]
 
-    def num_tokens(self, rank: int) -> int:
-        """Return how many tokens a rank has."""
-        return sum(span.hi - span.lo for span in self.spans[rank])
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many tokens each rank has."""
+        return tuple(sum(span.hi - span.lo for span in mine) for mine in self.spans)
+
+    @cached_property
+    def alone(self) -> "SequenceCut":
+        """The same sequence on one rank."""
+        return SequenceCut(self.documents, 1)
 
     def num_products(self, rank: int) -> int:
         """Return how many pairs of a query and a key a rank computes in causal attention."""

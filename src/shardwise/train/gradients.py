@@ -51,7 +51,7 @@ def check_run_gradients(run: Run) -> GradientReport:
             lambda: make_decoder(config, run.tokenizer),
             (ids, targets),
             axes,
-            compose=lambda model: shard_decoder(config, model),
+            compose=lambda model: shard_decoder(config, axes, model),
             run=take_step if config.pp > 1 else None,
             loss=loss,
             local_batch=lambda _: local,

@@ -65,21 +65,23 @@ class ModelKeys(BaseModel):
 
     def shape(self, vocab: int) -> DecoderShape:
         """Return the shape of the run's decoder."""
-        ffn = 32 * max(1, round(self.ffn_multiple * self.dim / 32))
+        ffn = self._width(self.ffn_multiple)
         sizes = self.layers, self.dim, self.heads, self.kv_heads or self.heads, ffn, vocab
         shape = llama_shape(*sizes, tied=self.tied_head)
         if not self.experts:
             return shape
-        width = 32 * max(1, round((self.expert_ffn_multiple or self.ffn_multiple) * self.dim / 32))
         experts = Experts(
             self.experts,
             self.experts_per_token,
-            width,
+            self._width(self.expert_ffn_multiple or self.ffn_multiple),
             shared=self.shared_experts,
             dense_layers=self.dense_layers,
             scoring=self.expert_scoring,
         )
         return replace(shape, experts=experts)
+
+    def _width(self, multiple: float) -> int:
+        return 32 * max(1, round(multiple * self.dim / 32))
 
     @model_validator(mode="after")
     def _check_sizes_together(self) -> Self:

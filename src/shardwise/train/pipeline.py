@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from shardwise.plan.model.decoder import rotary_tables
+from shardwise.plan.model.decoder import rotary_tables, run_blocks, token_loss
 
 if TYPE_CHECKING:
     from shardwise.axes import Axes
@@ -54,13 +54,7 @@ class Stage(nn.Module):
         if positions is None:
             positions = torch.arange(num_tokens, device=x.device)
         rotary = rotary_tables(positions.flatten(), self.head_dim)
-        for block in self.blocks:
-            if self.checkpointed and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(block, x, *rotary, use_reentrant=False)
-            else:
-                x = block(x, *rotary)
-            if isinstance(x, tuple):  # experts have a loss of their own, which is 0 here
-                x, _ = x
+        x, _ = run_blocks(self.blocks, x, rotary, self.checkpointed)
         if self.norm is None or self.head is None:
             return x
         logits: Tensor = self.head(self.norm(x))
@@ -79,7 +73,7 @@ class Pipeline:
         self._stage: Any = stage
         pipe = PipelineStage(stage, index, num, device, group=axes["pp"].get_group())
         num_micro_batches = config.accumulation or 1
-        self._schedule = _SCHEDULES[config.pp_schedule](pipe, num_micro_batches, loss_fn=_loss)
+        self._schedule = _SCHEDULES[config.pp_schedule](pipe, num_micro_batches, loss_fn=token_loss)
 
     def step(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
         """Run forward and backward of all micro-batches, whose rows follow each other.
@@ -104,7 +98,3 @@ class Pipeline:
         self._stage.positions = positions
         told = {"target": targets, **given} if self.is_last else {}
         return schedule(*((ids,) if self.is_first else ()), **told)
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -26,6 +26,7 @@ import torch.distributed.nn.functional  # before a group exists: Note [Leaving t
 from torch import nn
 
 import shardwise
+from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.config import DEFAULT_BUCKET_BYTES
 from shardwise.device import local_device, reset_peak_memory
@@ -133,8 +134,8 @@ def prepare_run(config: TrainConfig, place: RankPlace, device: torch.device) -> 
     stream = open_stream(config.output)
     sampler = WindowSampler.over(len(stream.tokens), config.seq, config.eval_windows, config.seed)
     base_memory_bytes = reset_peak_memory(device)
-    model = shard_decoder(config, make_decoder(config, tokenizer))
     axes = config.axes.over(place.world_size)
+    model = shard_decoder(config, axes, make_decoder(config, tokenizer))
     context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
     pipeline = Pipeline(model, axes, config, device) if config.pp > 1 else None
     torch.manual_seed(_seed_of(config.seed, place.rank, "ranks"))  # Note [Generators of the ranks]
@@ -159,9 +160,8 @@ def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
         return Decoder(config, config.vocab or tokenizer.vocab)
 
 
-def shard_decoder(config: TrainConfig, model: nn.Module) -> nn.Module:
+def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Module:
     """Spread a decoder over the ranks as the keys of a run say; return this rank's stage of it."""
-    axes = config.axes
     spread_decoder(spread_experts(model, axes), axes)
     if axes.pp > 1:
         stage = axes["pp"].get_local_rank()

@@ -11,6 +11,7 @@ B windows, T positions, D dim, H query heads, K key/value heads, E of a head, V 
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -154,8 +155,10 @@ class Block(nn.Module):
         self.attention_norm = _norm(shape)
         self.attention = Attention(shape, out_std, dropout)
         self.feed_forward_norm = _norm(shape)
-        self.feed_forward: nn.Module = FeedForward(shape, out_std)
-        if routing is not None:
+        self.feed_forward: nn.Module
+        if routing is None:
+            self.feed_forward = FeedForward(shape, out_std)
+        else:
             self.feed_forward = _mixture(shape, routing, out_std)
 
     def forward(self, x: Tensor, *rotary: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -168,6 +171,27 @@ class Block(nn.Module):
             transformed, balance = transformed
         updated = x + F.dropout(transformed, self.dropout, self.training)
         return updated if balance is None else (updated, balance)
+
+
+def run_blocks(
+    blocks: Iterable[nn.Module], x: Tensor, rotary: tuple[Tensor, ...], checkpointed: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Return what blocks make of the stream [B, T, D], and the auxiliary losses of experts."""
+    balances: list[Tensor] = []
+    for block in blocks:
+        if checkpointed and torch.is_grad_enabled():
+            x = checkpoint(block, x, *rotary, use_reentrant=False)
+        else:
+            x = block(x, *rotary)
+        if isinstance(x, tuple):
+            x, balance = x
+            balances.append(balance)
+    return x, balances
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, fp32, in nats: [B, T, V], int64 [B, T] -> []."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 class PlainDecoder(nn.Module):
@@ -237,18 +261,10 @@ class PlainDecoder(nn.Module):
         rotary: tuple[Tensor, ...] = ()
         if self.rotary:
             rotary = rotary_tables(positions.flatten(), self.head_dim)
-        balances = []
-        for block in self.blocks:
-            if self.checkpointed and torch.is_grad_enabled():
-                x = checkpoint(block, x, *rotary, use_reentrant=False)
-            else:
-                x = block(x, *rotary)
-            if isinstance(x, tuple):
-                x, balance = x
-                balances.append(balance)
+        x, balances = run_blocks(self.blocks, x, rotary, self.checkpointed)
         found: Tensor = self.head(self.norm(x))
         if targets is not None:
-            found = F.cross_entropy(found.float().flatten(0, 1), targets.flatten())
+            found = token_loss(found, targets)
         if with_balance:
             return found, torch.stack(balances).sum() if balances else x.new_zeros(())
         if targets is not None and self.balance and self.training and balances:
