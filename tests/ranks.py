@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor._redistribute as redistribution
 import torch.distributed.tensor.debug as dtensor_caches
 
 LOOPBACK = "127.0.0.1"
@@ -427,10 +428,16 @@ def _clean_up() -> None:
     for group in list(world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-    # DTensor remembers what it has worked out for a mesh, and an equal mesh of the next call would
-    # get the old one, whose groups are closed.
-    for clear in ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-        getattr(dtensor_caches, clear, lambda: None)()  # not all versions have both
+    # DTensor remembers what it has worked out for a mesh: an equal mesh of the next call would get
+    # the old one, whose groups are closed, and each group that is remembered keeps three threads,
+    # which wake a hundred times a second.
+    for owner, clear in (
+        (dtensor_caches, "_clear_python_sharding_prop_cache"),
+        (dtensor_caches, "_clear_fast_path_sharding_prop_cache"),
+        (redistribution, "clear_redistribute_planner_cache"),
+        (getattr(redistribution, "_gen_transform_infos", None), "cache_clear"),
+    ):
+        getattr(owner, clear, lambda: None)()  # not all versions have all
     gc.collect()
 
 

@@ -69,11 +69,10 @@ def right_ones_pass(rank: int, num_ranks: int) -> None:
     shards = {by: partial(BY[by], mesh=axes, stage=3, precision="fp32") for by in BY}
     for number, schedule in enumerate(THERE):
         by = ("shard", "fully_shard")[number % 2]
-        for tied in (False, True):
-            report = Checked(schedule, axes, shards[by], tied=tied).report()
-            assert not report.wrong
-            names = [check.name for check in report.checks]  # of all stages, on every rank
-            assert sorted(names) == sorted(n for n, _ in Net().named_parameters())
+        report = Checked(schedule, axes, shards[by], tied=number // 2 % 2 == 0).report()
+        assert not report.wrong
+        names = [check.name for check in report.checks]  # of all stages, on every rank
+        assert sorted(names) == sorted(n for n, _ in Net().named_parameters())
     theirs = Checked("1F1B", axes, partial(by_torch, mesh=axes["dp_shard"])).report()
     assert not theirs.wrong
 
