@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor._redistribute as redistribution
 import torch.distributed.tensor.debug as dtensor_caches
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 LOOPBACK = "127.0.0.1"
 NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
@@ -352,7 +353,6 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     stacks = open(f"{scratch}/{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    faulthandler.enable(stacks)  # a crash leaves them as well
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gc.freeze()  # what was imported before the fork need not be looked at by every collection
     try:
@@ -369,6 +369,7 @@ def _serve(
             call = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
+        faulthandler.enable(stacks)  # a crash leaves them as well, whatever was called before
         answer, ok = _answer(call, rank, world_size)
         if fresh and ok:
             dist.destroy_process_group()
@@ -436,6 +437,7 @@ def _clean_up() -> None:
         (dtensor_caches, "_clear_fast_path_sharding_prop_cache"),
         (redistribution, "clear_redistribute_planner_cache"),
         (getattr(redistribution, "_gen_transform_infos", None), "cache_clear"),
+        (MeshTopoInfo.build_from_mesh, "cache_clear"),
     ):
         getattr(owner, clear, lambda: None)()  # not all versions have all
     gc.collect()
