@@ -77,11 +77,35 @@ def by_torch(model: Any, mesh: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def stepping(model: Any, passes: Callable[[Any], Any]) -> Callable[[], float]:
+    """Return a function that takes a step: the passes of a model, which return its loss, AdamW."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> float:
+        loss = passes(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
+def passes_over(batch: tuple[Any, Any]) -> Callable[[Any], Any]:
+    """Return the forward and backward pass of a batch."""
+
+    def passes(model: Any) -> Any:
+        loss = model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    return passes
+
+
 # -- tensor parallelism
 def tensor_case(rounds: int) -> dict[str, Any]:
     """Time steps of 2 shards x tp 2."""
-    import torch
-
     import shardwise
     from shardwise.train.degrees import spread_decoder
 
@@ -91,18 +115,7 @@ def tensor_case(rounds: int) -> dict[str, Any]:
         "fsdp2": by_torch(spread_decoder(make_decoder(), axes), axes["dp_shard"]),
         "shard": shardwise.shard(spread_decoder(make_decoder(), axes), mesh=axes),
     }
-    steps = {}
-    for name, model in models.items():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-        def step(model: Any = model, optimizer: Any = optimizer) -> float:
-            loss = model(*batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss)
-
-        steps[name] = step
+    steps = {name: stepping(model, passes_over(batch)) for name, model in models.items()}
     times = in_turns(steps, rounds)
     return {**times, **shard_bytes(models["shard"], steps["shard"], True)}
 
@@ -134,19 +147,16 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
         group = axes["pp"].get_group()
         pipe = PipelineStage(model, stage, 2, device, group=group)
         schedule = Schedule1F1B(pipe, MICRO_BATCHES, loss_fn=loss)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-        def step(schedule: Any = schedule, optimizer: Any = optimizer) -> float:
+        def passes(_: Any, schedule: Any = schedule) -> float:
             losses: list[Any] = []
             if stage == 0:
                 schedule.step(ids)
             else:
                 schedule.step(target=targets, losses=losses)
-            optimizer.step()
-            optimizer.zero_grad()
             return float(sum(losses)) / MICRO_BATCHES
 
-        steps[name] = step
+        steps[name] = stepping(model, passes)
     times = in_turns(steps, rounds)
     return {**times, **shard_bytes(models["shard"], steps["shard"], False)}
 
@@ -154,7 +164,6 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
 # -- context parallelism
 def context_case(rounds: int) -> dict[str, Any]:
     """Count what two ways of attention send, and time them beside each other."""
-    import torch
     from torch.nn.functional import cross_entropy
 
     import shardwise
@@ -165,19 +174,16 @@ def context_case(rounds: int) -> dict[str, Any]:
     for method in ("gather", "heads"):
         models[method] = model = shardwise.shard(make_decoder(), mesh=axes)
         context = shardwise.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-        def step(model: Any = model, context: Any = context, optimizer: Any = optimizer) -> float:
+        def passes(model: Any, context: Any = context) -> Any:
             with context.cut(ids, targets) as (part, wanted, positions):
                 logits = model(part, positions=positions)
                 total = cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
                 loss = shardwise.mean_loss(model, total, wanted.numel())
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss)
+            return loss.detach()
 
-        steps[method] = step
+        steps[method] = stepping(model, passes)
     times = in_turns(steps, rounds)
     heads, kv_heads = SHAPE["heads"], SHAPE["kv_heads"]
     vector = 4 * SHAPE["dim"] // heads * ROWS * LENGTH // 4 * SHAPE["layers"]
@@ -212,16 +218,7 @@ def expert_case(rounds: int) -> dict[str, Any]:
         torch.manual_seed(0)
         model = shardwise.spread_experts(PlainDecoder(shape), axes)
         models[f"ep {ep}"] = model = shardwise.shard(model, mesh=axes, experts="*.experts")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-
-        def step(model: Any = model, optimizer: Any = optimizer) -> float:
-            loss = model(*batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return float(loss)
-
-        steps[f"ep {ep}"] = step
+        steps[f"ep {ep}"] = stepping(model, passes_over(batch))
     times = in_turns(steps, rounds)
     name = f"ep {NUM_RANKS}"
     for layer in models[name].modules():
