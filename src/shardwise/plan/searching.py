@@ -44,7 +44,8 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
 class Space:
     """What is varied, each as the values to try; everything else is as in ``base``.
 
-    ``micro_batches`` empty: powers of two from 1 for as long as they fit.
+    ``micro_batches`` empty: powers of two from 1 for as long as they fit. ``fills_pipelines``: a
+    pipeline has as many micro-batches as stages at least, as a run has to.
     """
 
     base: Candidate
@@ -59,6 +60,7 @@ class Space:
     micro_batches: Sequence[int] = ()
     offloads: Sequence[Offload] = (Offload(),)
     degrees: Sequence[tuple[int, int, int]] = ((1, 1, 1),)  # tensor, pipeline, context
+    fills_pipelines: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _play_family(
     try:
         reason = _state_alone(model, smallest, capacity)
     except ConfigError as error:
-        if base.world_size == base.data_parallel:
+        if base.world_size == base.data_parallel and base.ep == 1:
             raise  # it is not the degrees that the model cannot have
         reason = str(error)
     if reason is not None:
@@ -252,7 +254,17 @@ def _play_family(
             if is_beyond and not micro_batches:
                 return
             continue
+        if space.fills_pipelines and limits.tokens_per_step is None:
+            accumulation = max(accumulation, base.pp)
         candidate = replace(candidate, accumulation=accumulation)
+        if space.fills_pipelines and accumulation < base.pp:
+            yield Rejected(
+                candidate,
+                f"a run of {base.pp} pipeline stages takes {base.pp} micro-batches or more, and "
+                f"{limits.tokens_per_step:,} tokens a step make {accumulation}",
+                was_played=False,
+            )
+            continue
         has_more = limits.tokens_per_step is None or accumulation > base.pp
         if is_too_large and has_more:
             yield Rejected(candidate, _ALREADY_TOO_LARGE, was_played=False)

@@ -72,6 +72,7 @@ class Execution:
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
+    ep: int = 1
     pipeline: int = 1
     pipeline_rank: int = 0
     chunks: int = 1
@@ -81,7 +82,9 @@ class Execution:
 
     def __post_init__(self) -> None:
         """Refuse degrees and sizes that are not positive."""
-        for name in ("micro_batch", "seq", "tp", "cp", "pipeline", "chunks", "micro_batches"):
+        for name in (
+            *("micro_batch", "seq", "tp", "cp", "ep", "pipeline", "chunks", "micro_batches"),
+        ):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"Execution.{name} must be at least 1, got {value}")
