@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,27 @@ import pytest
 import torch
 
 import shardwise
-from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_plan
+from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from ranks import run_ranks
+from shardwise.cli.plan import run_plan
 from shardwise.cli.plan_setup import set_up
+from shardwise.cli.plan_write import train_config_of
 from shardwise.errors import ConfigError
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.execution import Execution
 from shardwise.plan.model.shape_tape import shape_tape
 from shardwise.plan.model.shapes import Experts
 from shardwise.plan.planning import plan
+from shardwise.plan.report.facts import plan_facts
+from shardwise.plan.report.page import plans_html
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import Space, search
+from shardwise.plan.searching import Limits, Space, search
 from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
-from shardwise.train.config import TrainConfig
+from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.decoder import Decoder
 from shardwise.train.setup import shard_decoder
 from shardwise.train.summary import count_state
@@ -111,3 +117,175 @@ def test_a_plan_with_experts_holds_and_sends_what_its_run_does(
             sent, num = ranks[0]["sent"].get(name, 0), ranks[0]["num"].get(name, 0)
             assert program.sent_bytes.get(name, 0) == sent, (settings, name)
             assert program.num_collectives.get(name, 0) == num, (settings, name)
+
+
+# -- what a rank has
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_all_ranks_of_an_expert_group_have_the_whole_model(ep: int) -> None:
+    tape = shape_tape(MIXED, Execution(1, SEQ, ep=ep))
+    spread = [u for u in tape.units if u.experts_over is not None]
+    experts = sum(torch.Size(p.shape).numel() for u in spread for p in u.params)
+    assert tape.num_params + (ep - 1) * experts == MIXED.num_params
+    assert [u.name for u in spread] == ["layers.1.experts", "layers.2.experts"] * (ep > 1)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (1, 4), (4, 2)])
+def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp: int, ep: int) -> None:
+    """Without ``ep`` ranks of one tensor group compute the same experts, which counts once."""
+    shape = replace(MIXED, heads=4, kv_heads=4)
+    split = make_plan(shape, num_shards=4, tp=tp, ep=ep)
+    assert split.flops_per_step == make_plan(shape, num_shards=4).flops_per_step
+    assert split.candidate.world_size == 4 * tp
+    assert split.tokens_per_step == 4 * SEQ
+
+
+def test_first_layers_without_experts_are_planned_without() -> None:
+    layers = [
+        shape_tape(replace(MIXED, experts=replace(MIXED.experts, dense_layers=n)), Execution(1, 64))
+        for n in range(4)
+        if MIXED.experts is not None
+    ]
+    plain = shape_tape(replace(MIXED, experts=None), Execution(1, 64))
+    assert layers[3].flops == plain.flops
+    assert layers[3].num_params == plain.num_params
+    steps = [b.flops - a.flops for a, b in pairwise(layers)]
+    assert len(set(steps)) == 1
+    assert steps[0] != 0
+
+
+# -- what it tells
+def test_a_plan_tells_the_expert_degree_its_tokens_and_what_it_assumes() -> None:
+    made = make_plan(MIXED, num_shards=4, ep=4, accumulation=5)
+    assert "expert 4" in made.label
+    rows = SEQ * 2 * 3 // 4 * MIXED.dim * 2  # of two choices three of four are away; bf16
+    once = 4 * rows + 8 * 2 * 3  # to experts and back, twice; counts of two experts for three ranks
+    assert made.played.program.sent_bytes["ep.all_to_all"] == 5 * 2 * once
+    assert made.played.program.num_collectives["ep.all_to_all"] == 5 * 2 * 5
+    assert set(made.model_parallel_s) == {"expert"}
+    assert 0 < made.model_parallel_s["expert"] < made.simulated.compute_s
+    assert any("as many tokens to each expert" in note for note in made.notes)
+    assert any("balanced routing: 0.75" in line for line in made.assumptions)
+    facts = plan_facts(made)
+    assert facts["candidate"]["ep"] == 4
+    assert "ep.all_to_all" in facts["traffic"]["sent_bytes"]
+    page = plans_html([made])
+    assert "expert 4" in page
+    assert not make_plan(MIXED, num_shards=4).model_parallel_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_shards": 3, "ep": 3}, "ep=3: expected a divisor of the model's 8 experts"),
+        ({"num_shards": 2, "ep": 4}, "ep=4: expected a divisor of dp_shard x cp x tp = 2 x 1 x 1"),
+        ({"num_shards": 4, "tp": 3}, "tp=3: expected a divisor of the model's 4 heads"),
+    ],
+)
+def test_an_expert_degree_that_does_not_fit_is_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(MIXED, **settings)
+    with pytest.raises(ConfigError, match="ep=2: expected a divisor of the model's experts, and"):
+        make_plan(SHAPE, num_shards=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"ranks": 6, "ep": 4}, "axes: ep=4 does not divide dp_shard x cp x tp = 6 x 1 x 1 = 6: m"),
+        ({"ranks": 6, "ep": 0}, "ep: "),
+        ({"params": "7e9", "ep": 2}, "an accounting without a model has no use for --ep"),
+        ({"ranks": 6, "ep": 2}, "ep=2: expected a divisor of the model's experts, and it has none"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_told(
+    flags: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    model = [] if "params" in flags else ["llama-3-8b"]
+    assert run_plan([*model, *given]) != 0
+    assert words in capsys.readouterr().err
+
+
+# -- time
+def test_tokens_that_leave_the_node_take_longer() -> None:
+    node = make_cluster("h100", 16).node
+    inside, between = Group(8, 8, 1), Group(16, 8, 2)
+    one = all_to_all_seconds(7 << 20, inside, node)
+    assert one == send_seconds(7 << 20, False, node)
+    assert all_to_all_seconds(15 << 20, between, node) == send_seconds(8 << 20, True, node)
+    assert all_to_all_seconds(1 << 20, Group(1, 1, 1), node) == 0
+    settings: dict[str, Any] = {"num_shards": 4, "ep": 4, "micro_batch": 1024}
+    made = [make_plan(MIXED, make_cluster("h100", 4, per), **settings) for per in (4, 2, 1)]
+    seconds = [each.model_parallel_s["expert"] for each in made]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_expert_groups_are_placed_as_the_axes_are() -> None:
+    """``ep`` are neighbours, and those that have the same experts lie so many ranks apart."""
+    cluster = make_cluster("h100", 32)
+    groups = Prices(cluster, Candidate(num_shards=4, num_replicas=2, cp=2, tp=2, ep=8)).groups
+    assert groups["ep"] == Group(8, 8, 1)
+    assert groups["efsdp"] == Group(2, 1, 2)
+    assert groups["replicate"] == Group(2, 1, 2)
+    groups = Prices(cluster, Candidate(num_shards=16, tp=2, ep=2)).groups
+    assert groups["efsdp"] == Group(16, 4, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_stragglers_and_links_slow_a_step_with_experts(stage: int) -> None:
+    candidate = Candidate(stage=stage, num_shards=4, num_replicas=2, ep=2, accumulation=2)
+    model, cluster = make_model(MIXED), cluster_of_ranks(8)
+
+    def seconds(**scenario: Any) -> float:
+        scene = Scenario(num_shards=4, num_replicas=2, **scenario)
+        made = plan(model, cluster, candidate, scenario=scene)
+        assert made.simulated.critical_path
+        return made.step_s
+
+    plain = seconds()
+    assert seconds(stragglers=(Straggler(2.0, rank=3),)) > plain
+    assert seconds(slow_links=(SlowLink(9.0, rank=3),)) > plain
+    assert seconds(jitter_sigma=0.5) > plain
+
+
+def test_offloaded_experts_are_planned_too() -> None:
+    made = make_plan(MIXED, num_shards=4, ep=2, offload=Offload("host", "host"))
+    state = make_plan(MIXED, num_shards=4, ep=2).played.resting
+    assert made.played.host_bytes >= state.param_shards + state.optimizer_state
+
+
+# -- search, and what is written
+def test_a_search_keeps_the_expert_degree_and_says_where_it_does_not_fit() -> None:
+    space = Space(
+        Candidate(ep=8), stages=(3,), micro_batches=(1,), degrees=((1, 1, 1), (1, 2, 1), (2, 1, 1))
+    )
+    result = search(make_model(MIXED), cluster_of_ranks(8), space)
+    assert result.pareto
+    assert all(made.candidate.ep == 8 for made in result.pareto)
+    assert any("ep=8: expected a divisor of dp_shard x cp x tp" in why for why in result.reasons)
+
+
+def test_a_written_plan_with_experts_is_a_run_of_them(tmp_path: Path) -> None:
+    start, planned = tmp_path / "start.yaml", tmp_path / "planned.yaml"
+    start.write_text("".join(f"{key}: {value}\n" for key, value in TINY.items()))
+    assert run_plan([str(start), "--ranks", "4", "--ep", "2", "--write", str(planned)]) == 0
+    config = load_config(planned, {})
+    assert (config.ep, config.ranks, config.experts) == (2, 4, 6)
+    assert set_up(str(planned), PlanRequest()).candidate.ep == 2
+    config_of_shape = train_config_of(MIXED, SEQ)
+    assert config_of_shape is not None
+    assert config_of_shape.shape(MIXED.vocab) == MIXED
+
+
+def test_a_search_for_a_run_fills_pipelines_or_says_why_not() -> None:
+    model, cluster = make_model(replace(SHAPE, layers=4)), cluster_of_ranks(4)
+    space = Space(
+        Candidate(), stages=(1,), micro_batches=(1, 4), degrees=((1, 4, 1),), fills_pipelines=True
+    )
+    assert all(p.candidate.accumulation == 4 for p in search(model, cluster, space).pareto)
+    result = search(model, cluster, space, Limits(tokens_per_step=8 * SEQ))
+    assert {p.candidate.accumulation for p in result.pareto} == {8}
+    words = "a run of 4 pipeline stages takes 4 micro-batches or more, and 512 tokens a step make 2"
+    assert words in result.reasons

@@ -241,30 +241,15 @@ def _play_family(
     is_too_large = False
     for micro_batch in micro_batches or _POWERS_OF_TWO:
         candidate = replace(base, micro_batch=micro_batch)
-        accumulation = _accumulation(candidate, model.seq, limits.tokens_per_step)
-        if accumulation is None:
+        accumulation = _accumulation(candidate, model.seq, space, limits.tokens_per_step)
+        if isinstance(accumulation, str):
+            yield Rejected(replace(candidate, accumulation=1), accumulation, was_played=False)
             tokens = micro_batch * model.seq * base.data_parallel
-            yield Rejected(
-                replace(candidate, accumulation=1),
-                f"one micro-batch of all ranks is {tokens:,} tokens, which does not make "
-                f"{limits.tokens_per_step:,} a step",
-                was_played=False,
-            )
             is_beyond = limits.tokens_per_step is not None and tokens > limits.tokens_per_step
             if is_beyond and not micro_batches:
                 return
             continue
-        if space.fills_pipelines and limits.tokens_per_step is None:
-            accumulation = max(accumulation, base.pp)
         candidate = replace(candidate, accumulation=accumulation)
-        if space.fills_pipelines and accumulation < base.pp:
-            yield Rejected(
-                candidate,
-                f"a run of {base.pp} pipeline stages takes {base.pp} micro-batches or more, and "
-                f"{limits.tokens_per_step:,} tokens a step make {accumulation}",
-                was_played=False,
-            )
-            continue
         has_more = limits.tokens_per_step is None or accumulation > base.pp
         if is_too_large and has_more:
             yield Rejected(candidate, _ALREADY_TOO_LARGE, was_played=False)
@@ -284,14 +269,27 @@ def _play_family(
             return
 
 
-def _accumulation(candidate: Candidate, seq: int, tokens_per_step: int | None) -> int | None:
-    """Return the micro-batches per step that make the tokens within one per cent, if any do."""
+def _accumulation(
+    candidate: Candidate, seq: int, space: Space, tokens_per_step: int | None
+) -> int | str:
+    """Return the micro-batches per step that make the tokens within one per cent, or why not."""
+    least = candidate.pp if space.fills_pipelines else 1
     if tokens_per_step is None:
-        return candidate.accumulation
+        return max(candidate.accumulation, least)
     per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
     count = round(tokens_per_step / per_micro_batch)
     missed = abs(count * per_micro_batch - tokens_per_step)
-    return count if count and missed * 100 <= tokens_per_step else None
+    if not count or missed * 100 > tokens_per_step:
+        return (
+            f"one micro-batch of all ranks is {per_micro_batch:,} tokens, which does not make "
+            f"{tokens_per_step:,} a step"
+        )
+    if count < least:
+        return (
+            f"a run of {least} pipeline stages takes {least} micro-batches or more, and "
+            f"{tokens_per_step:,} tokens a step make {count}"
+        )
+    return count
 
 
 def _why_too_large(made: Plan, capacity: int) -> str:
