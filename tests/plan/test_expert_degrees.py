@@ -22,7 +22,7 @@ from shardwise.plan.candidate import Candidate, Offload
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
-from shardwise.plan.model.execution import Execution
+from shardwise.plan.model.execution import Execution, layer_bytes
 from shardwise.plan.model.shape_tape import shape_tape
 from shardwise.plan.model.shapes import Experts
 from shardwise.plan.planning import plan
@@ -54,6 +54,7 @@ RUNS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"ep": 2},  # three experts on a rank, two of which are rank 0's of two
         {"ep": 2, "tp": 2, "precision": "bf16"},
+        {"ep": 2, "tp": 4, "kv_heads": 4},  # experts are sharded, and nothing else is
         {"ep": 2, "dp_replicate": 2, "stage": 2},
         {"ep": 2, "cp": 2, "layout": "flat", "activation_checkpointing": True, "accumulation": 2},
     ],
@@ -137,6 +138,19 @@ def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp: int, ep: in
     assert split.flops_per_step == make_plan(shape, num_shards=4).flops_per_step
     assert split.candidate.world_size == 4 * tp
     assert split.tokens_per_step == 4 * SEQ
+
+
+def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -> None:
+    """By the formula: three lines as wide as a feed-forward, for each expert of a token."""
+    routed = 3 * 2 * 96 * SEQ * 2
+    kept = [
+        layer_bytes(MIXED, Execution(1, SEQ, tp=tp, sequence_parallel=True, ep=ep))
+        for tp, ep in ((1, 1), (2, 1), (2, 2))
+    ]
+    names = ("activation input", "up", "last input")
+    whole, same, shared = (sum(each[name] for name in names) for each in kept)
+    assert shared == whole // 2
+    assert same - shared == routed // 2
 
 
 def test_first_layers_without_experts_are_planned_without() -> None:
@@ -289,3 +303,17 @@ def test_a_search_for_a_run_fills_pipelines_or_says_why_not() -> None:
     assert {p.candidate.accumulation for p in result.pareto} == {8}
     words = "a run of 4 pipeline stages takes 4 micro-batches or more, and 512 tokens a step make 2"
     assert words in result.reasons
+
+
+def test_a_searched_and_written_pipeline_can_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = tmp_path / "planned.yaml"
+    words = "demo --ranks 2 --search --degrees 1x2x1 --stage 1 --micro-batch 1 --write"
+    assert run_plan([*words.split(), str(planned)]) == 0
+    config = load_config(planned, {})
+    assert (config.pp, config.accumulation) == (2, 2)
+    planned.unlink()
+    assert run_plan([*words.split(), str(planned), "--accumulation", "1"]) != 0
+    assert "accumulation: expected at least pp 2" in capsys.readouterr().err
+    assert not planned.exists()

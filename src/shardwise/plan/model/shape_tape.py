@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shardwise.plan.model.activations import ffn_width
 from shardwise.plan.model.execution import (
     Execution,
+    cut_shape,
     gathered_bytes,
     kept_layer_bytes,
     layer_bytes,
@@ -151,7 +152,8 @@ def _mask(shape: DecoderShape, run: Execution) -> int:
 def _layer_forward(shape: DecoderShape, run: Execution) -> Work:
     kept, made = kept_layer_bytes(shape, run), sum(layer_bytes(shape, run).values())
     # A layer under checkpointing frees what it made as it goes: at most about the widest part.
-    widest = ffn_width(shape) * (3 if shape.gated else 2) * run.tokens * DTYPE_BYTES[run.dtype]
+    width = ffn_width(cut_shape(shape, run))
+    widest = width * (3 if shape.gated else 2) * run.tokens * DTYPE_BYTES[run.dtype]
     passing = 0 if run.activation_checkpointing == "none" else min(made, widest // run.tp)
     peak = LiveBytes(activations=kept, temporary=passing + gathered_bytes(shape, run))
     return Work(1, "forward", layer_costs(shape, run), peak, LiveBytes(activations=kept))
@@ -214,7 +216,8 @@ def _layer_backward(shape: DecoderShape, run: Execution, facts: UnitFacts) -> Wo
     made, kept = sum(layer_bytes(shape, run).values()), kept_layer_bytes(shape, run)
     alive = kept if run.activation_checkpointing == "none" else max(made, kept)
     size = DTYPE_BYTES[run.dtype]
-    wide = ffn_width(shape) * (2 if shape.gated else 1) * run.tokens * size // run.tp
+    width = ffn_width(cut_shape(shape, run))
+    wide = width * (2 if shape.gated else 1) * run.tokens * size // run.tp
     temporary = wide + 2 * stream_bytes(shape, run) + 2 * gathered_bytes(shape, run)
     grads = full_bytes(facts, run.dtype)
     peak = LiveBytes(temporary=temporary, grads=grads)
