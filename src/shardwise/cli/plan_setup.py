@@ -17,7 +17,7 @@ from shardwise.cli.plan_write import (
 from shardwise.errors import ConfigError
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
-from shardwise.plan.candidate import DEGREES, Candidate, Offload
+from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload
 from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
 from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster
@@ -141,7 +141,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
     base, given = setup.candidate, setup.given
     degrees = setup.degrees or (base.degrees,)
     if to_train and setup.config is not None:
-        degrees = trainable_degrees(base, degrees, setup.config)
+        degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
     return Space(
         base,
         stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
@@ -159,6 +159,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
         offloads=(base.offload,) if to_train else _offloads(setup),
         degrees=degrees,
+        fills_pipelines=to_train,
     )
 
 
@@ -211,12 +212,7 @@ def _foreign(request: ModelRequest) -> ForeignSettings | None:
 
 def _of_train(config: TrainConfig) -> dict[str, Any]:
     """Return the settings of a run of `shardwise train` in the names of a request."""
-    if config.ep > 1:
-        raise ConfigError(
-            f"ep: a plan knows no expert parallelism yet, and the file has ep={config.ep}; plan it "
-            "with ep: 1, where each rank gathers all experts of a layer"
-        )
-    names = (*ALIKE, *DEGREES, "dp_replicate", "dp_shard", "global_batch", "ranks")
+    names = (*ALIKE, *ALL_DEGREES, "dp_replicate", "dp_shard", "global_batch", "ranks")
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)
@@ -251,7 +247,7 @@ def _cluster(
 
 
 def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
-    names = (*ALIKE, "activation_checkpointing", "optimizer", *DEGREES)
+    names = (*ALIKE, "activation_checkpointing", "optimizer", *ALL_DEGREES)
     chosen = {k: v for k, v in {**_DEFAULTS, **values}.items() if k in names}
     offload: Offload = values.get("offload", Offload())
     offload = replace(
@@ -274,7 +270,7 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
     axes = Axes(
         dp_replicate=values.get("dp_replicate", 1),
         dp_shard=values.get("dp_shard", -1),
-        **{name: getattr(candidate, name) for name in DEGREES},
+        **{name: getattr(candidate, name) for name in ALL_DEGREES},
     ).over(cluster.num_ranks)
     return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
 
@@ -288,7 +284,7 @@ def _model(
     splits: bool,
 ) -> Model:
     """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
-    is_split = splits or candidate.world_size != candidate.data_parallel
+    is_split = splits or candidate.world_size != candidate.data_parallel or candidate.ep > 1
     is_split |= config is not None and config.experts > 0  # routing depends on values: no trace
     if is_split or candidate.activation_checkpointing == "selective":
         if source is None and config is not None:
@@ -296,9 +292,9 @@ def _model(
         shape = source.shape if source is not None else None
         if source is None or shape is None:
             raise ConfigError(
-                f"model: {name} is planned by tracing it, which shows no tensor, pipeline or "
-                "context degree and no selective checkpointing; give a preset or a config.json of "
-                "a decoder"
+                f"model: {name} is planned by tracing it, which shows no tensor, pipeline, "
+                "context or expert degree and no selective checkpointing; give a preset or a "
+                "config.json of a decoder"
             )
         return ShapedModel(source.name, shape, seq or source.seq)
     if config is not None:

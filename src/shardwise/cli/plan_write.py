@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of
-from shardwise.plan.candidate import DEGREES, Candidate, Offload
+from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS
@@ -25,18 +25,31 @@ ALIKE = (  # settings of a candidate that a run has under the same names
 def train_config_of(shape: DecoderShape, seq: int) -> TrainConfig | None:
     """Return the keys of `shardwise train` for a shape; None where its decoder has no such shape.
 
-    It has no biases, no learned positions, no norms of queries and keys, and a gated feed-forward
-    whose width is a multiple of 32.
+    It has no biases, no learned positions, no norms of queries and keys, and gated feed-forwards
+    and experts whose widths are multiples of 32.
     """
+    experts = shape.experts
     sizes = shape.layers, shape.dim, shape.heads, shape.kv_heads, shape.ffn, shape.vocab
     head_dim = shape.dim // shape.heads
     if (
-        replace(llama_shape(*sizes), tied=shape.tied) != shape
+        replace(llama_shape(*sizes), tied=shape.tied, experts=experts) != shape
         or (shape.dim % shape.heads or head_dim % 2)
         or shape.ffn % 32
+        or (experts is not None and experts.ffn % 32)
     ):
         return None
+    mixture: dict[str, Any] = {}
+    if experts is not None:
+        mixture = {
+            "experts": experts.num,
+            "experts_per_token": experts.top_k,
+            "expert_ffn_multiple": experts.ffn / shape.dim,
+            "shared_experts": experts.shared,
+            "dense_layers": experts.dense_layers,
+            "expert_scoring": experts.scoring,
+        }
     return TrainConfig(
+        **mixture,
         dim=shape.dim,
         layers=shape.layers,
         heads=shape.heads,
@@ -89,13 +102,21 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
 
 
 def trainable_degrees(
-    candidate: Candidate, degrees: Sequence[tuple[int, int, int]], config: TrainConfig
+    candidate: Candidate,
+    degrees: Sequence[tuple[int, int, int]],
+    config: TrainConfig,
+    has_accumulation: bool = False,
 ) -> tuple[tuple[int, int, int], ...]:
-    """Return those that a run can have. **Raises** ConfigError, with a reason, where none can."""
+    """Return those that a run can have. **Raises** ConfigError, with a reason, where none can.
+
+    ``has_accumulation``: the candidate's is what the user asked for.
+    """
     kept, first = [], None
     for tp, pp, cp in degrees:
         try:
             _check_degrees(replace(candidate, tp=tp, pp=pp, cp=cp), config)
+            if has_accumulation:
+                check_micro_batches(pp, candidate.accumulation)
         except ConfigError as error:
             first = first or error
         else:
@@ -106,7 +127,7 @@ def trainable_degrees(
 
 
 def _check_degrees(candidate: Candidate, config: TrainConfig) -> None:
-    names = ("precision", *DEGREES)
+    names = ("precision", *ALL_DEGREES)
     values = {**config.model_dump(), **{name: getattr(candidate, name) for name in names}}
     check_keys(TrainConfig, values, {}, Path("write"), "train")
 
@@ -120,7 +141,7 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     made = config.model_copy(
         update={
             **other,
-            **{name: getattr(candidate, name) for name in (*ALIKE, *DEGREES)},
+            **{name: getattr(candidate, name) for name in (*ALIKE, *ALL_DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,

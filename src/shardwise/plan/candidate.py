@@ -10,6 +10,7 @@ from shardwise.quantities import format_bytes
 OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
+ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the same names
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Candidate:
     """How the model is sharded and fed.
 
     ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
-    the world is their product. ``prefetch_bytes`` None: the largest unit, as the engine does.
+    the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
+    experts. ``prefetch_bytes`` None: the largest unit, as the engine does.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
     """
 
@@ -49,6 +51,7 @@ class Candidate:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
     transport: Transport = "coalesced"
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ class Candidate:
         for name, degree in zip(DEGREES.values(), self.degrees, strict=True):
             if degree > 1:
                 parts.append(f"{name} {degree}")
+        if self.ep > 1:
+            parts.append(f"expert {self.ep}")
         offload = self.offload
         if offload.params != "device":
             parts.append(f"parameters on {offload.params} (not in the engine yet)")

@@ -24,7 +24,8 @@ class Planned:
     ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
     ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
     which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
-    axis, that is tensor and context parallel collectives; ``simulated`` counts it as computing.
+    axis, that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
+    computing.
     """
 
     model: str

@@ -39,8 +39,16 @@ from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import Simulated
 from shardwise.plan.timing.windows import play_window
 
-_AXIS_OF = {"tensor_parallel": "tensor", "context_parallel": "context"}
-_TRAFFIC_OF = {"tensor_parallel": "tensor.all_reduce", "context_parallel": "context.send"}
+_AXIS_OF = {
+    "tensor_parallel": "tensor",
+    "context_parallel": "context",
+    "expert_parallel": "expert",
+}
+_TRAFFIC_OF = {
+    "tensor_parallel": "tensor.all_reduce",
+    "context_parallel": "context.send",
+    "expert_parallel": "ep.all_to_all",
+}
 
 
 class Model(Protocol):
@@ -154,7 +162,7 @@ def _sends(
 
 
 def _degree_traffic(tape: Tape, candidate: Candidate) -> dict[str, tuple[int, int]]:
-    """Return bytes and number of the tensor and context collectives in a rank's step."""
+    """Return bytes and number of tensor, context and expert collectives in a rank's step."""
     found: dict[str, tuple[int, int]] = {}
     for cost in (c for e in tape.events if isinstance(e, Work) for c in e.costs):
         if name := _TRAFFIC_OF.get(cost.kind):
@@ -173,7 +181,7 @@ def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played
 
 
 def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
-    """Return the seconds of tensor and context collectives in what the slowest rank computed."""
+    """Return the seconds of the degrees' collectives in what the slowest rank computed."""
     program = simulated.program
     alone = {axis: _seconds_of(kind, program, prices) for kind, axis in _AXIS_OF.items()}
     if not any(alone.values()):
@@ -205,19 +213,21 @@ def _pipeline_notes(tapes: tuple[Tape, ...], in_memory: Tape, in_time: Tape) -> 
 
 
 def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
-    """Return the model's FLOPs on all ranks: those of a rank that has every layer, per stage."""
-    stages = candidate.pp
-    if stages > 1:
-        tape = model.tape(replace(candidate, pp=1))
+    """Return the model's FLOPs on all ranks, those that several ranks compute alike once."""
+    alone = replace(candidate, pp=1, tp=1, ep=1)
+    if alone != candidate:
+        tape = model.tape(alone)
     works = (e for e in tape.events if isinstance(e, Work) and e.phase != "recompute")
     flops = sum(cost.flops for work in works for cost in work.costs)
-    return flops * candidate.accumulation * (candidate.world_size // stages)
+    return flops * candidate.accumulation * candidate.data_parallel * candidate.cp
 
 
 def _num_groups(candidate: Candidate) -> int:
     """Count the process groups of a rank that have communicators on the device."""
     shards = candidate.num_shards * candidate.cp
-    sizes = shards, candidate.num_replicas, *candidate.degrees
+    sizes = [shards, candidate.num_replicas, *candidate.degrees]
+    if candidate.ep > 1:
+        sizes += [candidate.ep, shards * candidate.tp // candidate.ep]
     return sum(size > 1 for size in sizes)
 
 

@@ -83,6 +83,7 @@ class ModelRequest(BaseModel):
     )
     dp_replicate: int = key(1, "Degrees", "groups of ranks with a full set of shards each", gt=0)
     dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
+    ep: int = key(1, "Degrees", "ranks that share the experts, cut out of dp_shard x cp x tp", gt=0)
     tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
     pp: int = key(1, "Degrees", "stages of a pipeline", gt=0)
     cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)

@@ -44,7 +44,8 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
 class Space:
     """What is varied, each as the values to try; everything else is as in ``base``.
 
-    ``micro_batches`` empty: powers of two from 1 for as long as they fit.
+    ``micro_batches`` empty: powers of two from 1 for as long as they fit. ``fills_pipelines``: a
+    pipeline has as many micro-batches as stages at least, as a run has to.
     """
 
     base: Candidate
@@ -59,6 +60,7 @@ class Space:
     micro_batches: Sequence[int] = ()
     offloads: Sequence[Offload] = (Offload(),)
     degrees: Sequence[tuple[int, int, int]] = ((1, 1, 1),)  # tensor, pipeline, context
+    fills_pipelines: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _play_family(
     try:
         reason = _state_alone(model, smallest, capacity)
     except ConfigError as error:
-        if base.world_size == base.data_parallel:
+        if base.world_size == base.data_parallel and base.ep == 1:
             raise  # it is not the degrees that the model cannot have
         reason = str(error)
     if reason is not None:
@@ -239,15 +241,10 @@ def _play_family(
     is_too_large = False
     for micro_batch in micro_batches or _POWERS_OF_TWO:
         candidate = replace(base, micro_batch=micro_batch)
-        accumulation = _accumulation(candidate, model.seq, limits.tokens_per_step)
-        if accumulation is None:
+        accumulation = _accumulation(candidate, model.seq, space, limits.tokens_per_step)
+        if isinstance(accumulation, str):
+            yield Rejected(replace(candidate, accumulation=1), accumulation, was_played=False)
             tokens = micro_batch * model.seq * base.data_parallel
-            yield Rejected(
-                replace(candidate, accumulation=1),
-                f"one micro-batch of all ranks is {tokens:,} tokens, which does not make "
-                f"{limits.tokens_per_step:,} a step",
-                was_played=False,
-            )
             is_beyond = limits.tokens_per_step is not None and tokens > limits.tokens_per_step
             if is_beyond and not micro_batches:
                 return
@@ -272,14 +269,27 @@ def _play_family(
             return
 
 
-def _accumulation(candidate: Candidate, seq: int, tokens_per_step: int | None) -> int | None:
-    """Return the micro-batches per step that make the tokens within one per cent, if any do."""
+def _accumulation(
+    candidate: Candidate, seq: int, space: Space, tokens_per_step: int | None
+) -> int | str:
+    """Return the micro-batches per step that make the tokens within one per cent, or why not."""
+    least = candidate.pp if space.fills_pipelines else 1
     if tokens_per_step is None:
-        return candidate.accumulation
+        return max(candidate.accumulation, least)
     per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
     count = round(tokens_per_step / per_micro_batch)
     missed = abs(count * per_micro_batch - tokens_per_step)
-    return count if count and missed * 100 <= tokens_per_step else None
+    if not count or missed * 100 > tokens_per_step:
+        return (
+            f"one micro-batch of all ranks is {per_micro_batch:,} tokens, which does not make "
+            f"{tokens_per_step:,} a step"
+        )
+    if count < least:
+        return (
+            f"a run of {least} pipeline stages takes {least} micro-batches or more, and "
+            f"{tokens_per_step:,} tokens a step make {count}"
+        )
+    return count
 
 
 def _why_too_large(made: Plan, capacity: int) -> str:

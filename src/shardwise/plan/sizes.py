@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.precisions import PRECISION_DTYPES
 from shardwise.spelling import did_you_mean
 
-DtypeName = Literal["float32", "bfloat16", "float16", "float8", "float64", "int8"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float8", "float64", "int8", "int64"]
 
 DTYPE_BYTES: dict[DtypeName, int] = {
     "float64": 8,
@@ -26,6 +26,7 @@ DTYPE_BYTES: dict[DtypeName, int] = {
     "float16": 2,
     "float8": 1,
     "int8": 1,
+    "int64": 8,
 }
 _SCALE_BYTES = 4  # of a quantized block, float32
 _SCALAR_BYTES = 4  # of a step counter, float32

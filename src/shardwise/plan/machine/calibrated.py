@@ -86,7 +86,7 @@ class CalibratedPrices:
     def _cost_seconds(self, cost: Cost, op: Op) -> float:
         if not cost.num_ops:
             return 0.0
-        if cost.kind in ("tensor_parallel", "context_parallel"):
+        if cost.kind in ("tensor_parallel", "context_parallel", "expert_parallel"):
             raise ConfigError("a calibration prices data-parallel ranks only, no other degrees")
         if op.phase in _OWN_CURVES:
             curve = self.calibration.curve(self._own_curve(cost, op.phase))

@@ -102,6 +102,20 @@ def send_seconds(num_bytes: float, crosses_nodes: bool, node: Node) -> float:
     return _seconds(num_bytes, 1.0, inner, outer, Group(2, 1, 2 if crosses_nodes else 1), node)
 
 
+def all_to_all_seconds(sent_bytes: float, group: Group, node: Node) -> float:
+    """Return the seconds in which each rank sends so much in all, as much to each of the others.
+
+    What stays in the node and what leaves it are on their way at once.
+    """
+    n, here = group.num_ranks, group.ranks_per_node
+    if n == 1:
+        return 0.0
+    each = sent_bytes / (n - 1)
+    inside = send_seconds(each * (here - 1), False, node) if here > 1 else 0.0
+    between = send_seconds(each * (n - here), True, node) if group.num_nodes > 1 else 0.0
+    return max(inside, between)
+
+
 def _seconds(
     payload: float, factor: float, inner: float, outer: float, group: Group, node: Node
 ) -> float:

@@ -10,7 +10,9 @@ operations ahead of the device, so a stretch of work takes the device's time or 
 Note [How ranks are numbered]
 From the inside: tensor, context, shard, replicate, pipeline. Neighbours share a node, so tensor
 parallel groups lie inside one as long as they fit, and shard groups next. Context ranks shard too:
-the shard group is all ranks of the context and the shard axis. Llama 3 (arXiv
+the shard group is all ranks of the context and the shard axis. Of experts, ``ep`` groups are
+neighbours in those and the tensor ranks, and the ranks that have the same ones shard them
+(`shardwise.Axes`). Llama 3 (arXiv
 2407.21783, section 3.3.2) orders its degrees in the same way, but for the pipeline, which it has
 inside the data parallel axis.
 """
@@ -24,7 +26,13 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.efficiencies import Efficiency, efficiencies_of
 from shardwise.plan.machine.hardware import Cluster, canonical_dtype
-from shardwise.plan.machine.links import Group, collective_seconds, place, send_seconds
+from shardwise.plan.machine.links import (
+    Group,
+    all_to_all_seconds,
+    collective_seconds,
+    place,
+    send_seconds,
+)
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
@@ -97,12 +105,14 @@ class Prices:
             "replicate": self.candidate.num_replicas,
             "pipeline": self.candidate.pp,
         }
-        found, stride = {}, 1
+        found, stride, per_node = {}, 1, self.cluster.node.num_accelerators
         for axis, size in sizes.items():
             within = sizes["context"] if axis == "shard" else 1
-            per_node = self.cluster.node.num_accelerators
             found[axis] = place(size * within, stride // within, per_node)
             stride *= size
+        ep, region = self.candidate.ep, sizes["tensor"] * sizes["context"] * sizes["shard"]
+        found["ep"] = place(ep, 1, per_node)
+        found["efsdp"] = place(max(1, region // ep), ep, per_node)
         return found
 
     @property
@@ -176,6 +186,9 @@ class Prices:
             (name, each.value, "s" if name.endswith("_s") else "", each.meaning, each.source)
             for name, each in self.efficiencies.items()
         ]
+        if (ep := self.candidate.ep) > 1:
+            meaning = "of the experts that tokens are sent to are other ranks': all get as many"
+            figures.append(("balanced routing", 1 - 1 / ep, "", meaning, "counted in a run"))
         return tuple(Assumption(*figure) for figure in figures)
 
     def _group_seconds(self, work: Collective) -> float:
@@ -194,6 +207,9 @@ class Prices:
             return self._sent_around_seconds(cost)
         if cost.kind == "context_parallel":
             return self._passed_on_seconds(cost)
+        if cost.kind == "expert_parallel":
+            each = cost.moved_bytes / cost.num_ops
+            return cost.num_ops * all_to_all_seconds(each, self.groups["ep"], self.cluster.node)
         table, chip = self.efficiencies, self.cluster.node.accelerator
         memory_s = cost.moved_bytes / (chip.memory_bytes_per_s * table["memory"].value)
         ramps = cost.num_ops * table["kernel_ramp_s"].value

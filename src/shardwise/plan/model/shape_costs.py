@@ -30,13 +30,17 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     products, core = shape.layer_flops_per_token(run.seq, causal=causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
     made, stream = sum(layer_bytes(shape, run).values()), stream_bytes(shape, run)
-    weights = shape.layer_params() * size // tp
+    # Routed experts are whole, and where they are spread, so are the tokens of one tp group.
+    routed, part = shape.routed_flops_per_token, tp if run.ep > 1 else 1
+    flops = (products - routed) * tokens // tp + routed * tokens // part
+    weights = (shape.layer_params() - shape.routed_params) * size // tp
+    weights += shape.routed_params * size // run.ep
     matmul = run.matmul_dtype or run.dtype
     eager = run.dropout or run.implementation.startswith("eager")
     kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
     moved = 4 * shape.q_dim * tokens * size // tp
     costs = [
-        Cost("matmul", matmul, products * tokens // tp, weights + 2 * made, 7),
+        Cost("matmul", matmul, flops, weights + 2 * made, 7),
         Cost("attention", run.dtype, core * tokens // tp, moved, 1),
         Cost("memory", run.dtype, 0, 2 * made + 4 * stream, kernels),
     ]
@@ -48,7 +52,24 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     if run.cp > 1:
         sent = 2 * shape.kv_dim * tokens * size * (run.cp - 1) // tp
         costs.append(Cost("context_parallel", run.dtype, 0, sent, run.cp - 1))
-    return tuple(costs)
+    return *costs, *_exchange_costs(shape, run)
+
+
+def _exchange_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    """Return what tokens cost on their way to experts of other ranks and back, and their counts.
+
+    See Note [Where a token goes] in `parallel.experts`; all experts get equally many.
+    """
+    experts, others = shape.experts, run.ep - 1
+    if experts is None or not others:
+        return ()
+    rows = -(-run.tokens // run.tp) * experts.top_k * others // run.ep
+    sent = 2 * rows * shape.dim * DTYPE_BYTES[run.dtype]
+    counts = experts.num // run.ep * others * DTYPE_BYTES["int64"]
+    return (
+        Cost("expert_parallel", run.dtype, 0, sent, 2),
+        Cost("expert_parallel", "int64", 0, counts, 1),
+    )
 
 
 def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
@@ -70,7 +91,10 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     """
     found = []
     for cost in layer_costs(shape, run):
-        once = cost.kind == "tensor_parallel" or (cost.kind == "matmul" and not run.trained)
+        if cost.dtype == "int64":  # counts of tokens have no gradient
+            continue
+        once = cost.kind in ("tensor_parallel", "expert_parallel")
+        once |= cost.kind == "matmul" and not run.trained
         times = 1 if once else 2
         found.append(
             replace(

@@ -5,11 +5,14 @@ What a layer makes and keeps is in ``activations`` and ``execution``, what it co
 a pipeline has in flight are there from the tape's first work to its last.
 """
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from shardwise.plan.model.activations import ffn_width
 from shardwise.plan.model.execution import (
     Execution,
+    cut_shape,
     gathered_bytes,
     kept_layer_bytes,
     layer_bytes,
@@ -17,11 +20,11 @@ from shardwise.plan.model.execution import (
     stream_bytes,
 )
 from shardwise.plan.model.shape_costs import backward_costs, layer_costs, recomputed_costs
+from shardwise.plan.model.shape_units import layer_units, root_unit
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import (
     Cost,
     LiveBytes,
-    ParamFacts,
     Phase,
     Tape,
     UnitFacts,
@@ -40,34 +43,31 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     **Source** the lines of `activations.KEPT`, `LOSSES`, and the Notes above.
     """
     layers = run.layers_here(shape)
-    layer = _layer(shape, run)
     first = max(0, shape.layers - layers) if run.last else run.pipeline_rank * layers
-    names = (f"layers.{first + i}" for i in range(layers))
-    units = (_root(shape, run), *(replace(layer, name=name) for name in names))
-    forward, recompute = _layer_forward(shape, run), _recompute(shape, run)
-    backward = _layer_backward(shape, run, layer)
-    events: list[Work | Visit] = [Visit("before_forward", 0), _enter(shape, run, layers)]
-    for unit in range(1, layers + 1):
-        events += [
-            Visit("before_forward", unit),
-            replace(forward, unit=unit),
-            Visit("after_forward", unit),
-        ]
+    kinds = [shape.of_layer(first + i) for i in range(layers)]
+    made = {kind: _Layer.of(kind, run) for kind in set(kinds)}
+    units = [root_unit(shape, run)]
+    passes: list[tuple[_Layer, range]] = []
+    for number, kind in enumerate(kinds, first):
+        own = [replace(u, name=f"layers.{number}{u.name}") for u in made[kind].units]
+        passes.append((made[kind], range(len(units), len(units) + len(own))))
+        units += own
+    events: list[Work | Visit] = [Visit("before_forward", 0), _enter(shape, run, kinds)]
+    for layer, numbers in passes:
+        events += _called(numbers, layer.forward)
     events += [_head_forward(shape, run), Visit("after_forward", 0), _loss(shape, run)]
     events += [Visit("before_backward", 0), _head_backward(shape, run)]
-    for unit in range(layers, 0, -1):
-        events.append(Visit("before_backward", unit))
+    for layer, numbers in reversed(passes):
+        events += [Visit("before_backward", unit) for unit in reversed(numbers)]
         if run.activation_checkpointing != "none":
-            events += [
-                Visit("before_forward", unit, recomputes=True),
-                replace(recompute, unit=unit),
-                Visit("after_forward", unit, recomputes=True),
-            ]
-        events += [replace(backward, unit=unit), Visit("after_backward", unit)]
-    events += [_leave(shape, run, layers), Visit("after_backward", 0)]
+            events += _called(numbers, layer.recompute, recomputes=True)
+        works = list(zip(layer.backward, numbers, strict=True))
+        events += [replace(work, unit=unit) for work, unit in reversed(works)]
+        events += [Visit("after_backward", unit) for unit in numbers]
+    events += [_leave(shape, run, kinds), Visit("after_backward", 0)]
     return Tape(
         model=name,
-        units=units,
+        units=tuple(units),
         events=tuple(events),
         micro_batch=run.micro_batch,
         seq=run.seq,
@@ -75,6 +75,37 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
         activation_checkpointing=run.activation_checkpointing,
         input_bytes=2 * 8 * run.tokens if run.first or run.last else 0,
     )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer: its units, that of its spread experts second if it has any, and their passes."""
+
+    units: tuple[UnitFacts, ...]
+    forward: Work
+    recompute: Work
+    backward: tuple[Work, ...]  # of each unit
+
+    @classmethod
+    def of(cls, shape: DecoderShape, run: Execution) -> "_Layer":
+        """Make the layer of a shape whose layers are alike."""
+        units = layer_units(shape, run)
+        # The second has its gradients alone: what they take is in the work of the layer.
+        grads = (LiveBytes(grads=full_bytes(unit, run.dtype)) for unit in units[1:])
+        backward = (
+            _layer_backward(shape, run, units[0]),
+            *(Work(1, "backward", (), each, each) for each in grads),
+        )
+        return cls(units, _layer_forward(shape, run), _recompute(shape, run), backward)
+
+
+def _called(units: range, work: Work, recomputes: bool = False) -> list[Work | Visit]:
+    """Return a forward pass of one module, and of all units that it is."""
+    return [
+        *(Visit("before_forward", unit, recomputes) for unit in units),
+        replace(work, unit=units[0]),
+        *(Visit("after_forward", unit, recomputes) for unit in reversed(units)),
+    ]
 
 
 def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
@@ -95,32 +126,7 @@ def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
     return LiveBytes(a.activations + b.activations, a.temporary + b.temporary, a.logits + b.logits)
 
 
-def _root(shape: DecoderShape, run: Execution) -> UnitFacts:
-    params: list[ParamFacts] = []
-    if run.first or (run.last and shape.tied):
-        params.append(ParamFacts("embedding", (shape.vocab // run.tp, shape.dim), "float32"))
-    if run.first and shape.positions:
-        params.append(ParamFacts("positions", (shape.positions, shape.dim), "float32"))
-    if run.last:
-        params.append(ParamFacts("norm", (shape.norm_params,), "float32"))
-        if not shape.tied:
-            params.append(ParamFacts("head", (shape.vocab // run.tp, shape.dim), "float32"))
-    return UnitFacts("", "Decoder", tuple(params))
-
-
-def _layer(shape: DecoderShape, run: Execution) -> UnitFacts:
-    norms = 2 * shape.norm_params
-    attention = shape.attention_params // run.tp
-    ffn = shape.ffn_params() // run.tp
-    params = (
-        ParamFacts("norms", (norms,), "float32"),
-        ParamFacts("attention", (attention // shape.dim, shape.dim), "float32"),
-        ParamFacts("ffn", (ffn // shape.dim, shape.dim), "float32"),
-    )
-    return UnitFacts("layer", "Layer", params)
-
-
-def _enter(shape: DecoderShape, run: Execution, layers: int) -> Work:
+def _enter(shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> Work:
     """The embedding; other micro-batches in flight are counted from here on."""
     others, mask = _others(shape, run, layers), _mask(shape, run)
     stream = stream_bytes(shape, run)
@@ -130,9 +136,10 @@ def _enter(shape: DecoderShape, run: Execution, layers: int) -> Work:
     return Work(0, "forward", costs, peak, net)
 
 
-def _others(shape: DecoderShape, run: Execution, layers: int) -> int:
+def _others(shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> int:
     """Bytes of the other micro-batches in flight, and of the outputs that all of them keep."""
-    of_layers = layers * kept_layer_bytes(shape, run) + _mask(shape, run)
+    of_layers = sum(num * kept_layer_bytes(kind, run) for kind, num in Counter(layers).items())
+    of_layers += _mask(shape, run)
     sent = stream_bytes(shape, run) if run.keeps_outputs and not run.last else 0
     return round((run.in_flight - 1) * of_layers + run.in_flight * sent)
 
@@ -145,7 +152,8 @@ def _mask(shape: DecoderShape, run: Execution) -> int:
 def _layer_forward(shape: DecoderShape, run: Execution) -> Work:
     kept, made = kept_layer_bytes(shape, run), sum(layer_bytes(shape, run).values())
     # A layer under checkpointing frees what it made as it goes: at most about the widest part.
-    widest = ffn_width(shape) * (3 if shape.gated else 2) * run.tokens * DTYPE_BYTES[run.dtype]
+    width = ffn_width(cut_shape(shape, run))
+    widest = width * (3 if shape.gated else 2) * run.tokens * DTYPE_BYTES[run.dtype]
     passing = 0 if run.activation_checkpointing == "none" else min(made, widest // run.tp)
     peak = LiveBytes(activations=kept, temporary=passing + gathered_bytes(shape, run))
     return Work(1, "forward", layer_costs(shape, run), peak, LiveBytes(activations=kept))
@@ -208,7 +216,8 @@ def _layer_backward(shape: DecoderShape, run: Execution, facts: UnitFacts) -> Wo
     made, kept = sum(layer_bytes(shape, run).values()), kept_layer_bytes(shape, run)
     alive = kept if run.activation_checkpointing == "none" else max(made, kept)
     size = DTYPE_BYTES[run.dtype]
-    wide = ffn_width(shape) * (2 if shape.gated else 1) * run.tokens * size // run.tp
+    width = ffn_width(cut_shape(shape, run))
+    wide = width * (2 if shape.gated else 1) * run.tokens * size // run.tp
     temporary = wide + 2 * stream_bytes(shape, run) + 2 * gathered_bytes(shape, run)
     grads = full_bytes(facts, run.dtype)
     peak = LiveBytes(temporary=temporary, grads=grads)
@@ -216,7 +225,7 @@ def _layer_backward(shape: DecoderShape, run: Execution, facts: UnitFacts) -> Wo
     return Work(1, "backward", backward_costs(shape, run), peak, net)
 
 
-def _leave(shape: DecoderShape, run: Execution, layers: int) -> Work:
+def _leave(shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> Work:
     others, mask = _others(shape, run, layers), _mask(shape, run)
     if not run.first:
         return Work(0, "backward", (), LiveBytes(), LiveBytes(activations=-others))

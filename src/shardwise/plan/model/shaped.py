@@ -33,10 +33,13 @@ class ShapedModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the tapes are made."""
-        return (
+        how = (
             "by the formulas of the model's shape, with fused kernels and flash attention: tensor, "
-            "pipeline and context degrees and selective checkpointing are not traced",
+            "pipeline, context and expert degrees and selective checkpointing are not traced"
         )
+        if self._shape.experts is None:
+            return (how,)
+        return how, "routers are taken to send as many tokens to each expert as to any other"
 
     def tape(self, candidate: Candidate) -> Tape:
         """Return one rank's micro-batch; with a pipeline, on the first stage."""
@@ -66,6 +69,7 @@ class ShapedModel:
             pipeline=candidate.pp,
             micro_batches=candidate.accumulation,
             cp=candidate.cp,
+            ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
         )
 
@@ -81,8 +85,13 @@ class ShapedModel:
 def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
     """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
     tensor, context = candidate.tp, candidate.cp
-    width = shape.experts.ffn if shape.experts else shape.ffn
-    for size, what in ((shape.heads, "heads"), (width, "columns of the feed-forward")):
+    experts = shape.experts
+    widths = {shape.heads: "heads"}
+    if experts is None or experts.dense_layers:
+        widths[shape.ffn] = "columns of the feed-forward"
+    if experts is not None and experts.shared:
+        widths[experts.shared * experts.ffn] = "columns of the shared experts"
+    for size, what in widths.items():
         if size % tensor:
             raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
@@ -97,3 +106,12 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
         )
     if seq % context:
         raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
+    if candidate.ep > 1 and (experts is None or experts.num % candidate.ep):
+        have = f"{experts.num} experts" if experts is not None else "experts, and it has none"
+        raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
+    region = candidate.num_shards * context * tensor
+    if region % candidate.ep:
+        raise ConfigError(
+            f"ep={candidate.ep}: expected a divisor of dp_shard x cp x tp = {candidate.num_shards} "
+            f"x {context} x {tensor} = {region}"
+        )

@@ -90,8 +90,34 @@ class DecoderShape:
         experts = self.experts
         if experts is None or 0 <= layer < experts.dense_layers:
             return self._ffn_params(self.ffn)
-        routed = experts.num * self._ffn_params(experts.ffn) + self.dim * experts.num
-        return routed + experts.shared * self._ffn_params(experts.ffn)
+        return self.routed_params + self.dim * experts.num + self.shared_params
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of all routed experts of one layer."""
+        experts = self.experts
+        return experts.num * self._ffn_params(experts.ffn) if experts is not None else 0
+
+    @property
+    def shared_params(self) -> int:
+        """Parameters of one layer's feed-forward that all tokens meet, without the router."""
+        experts = self.experts
+        if experts is None:
+            return self._ffn_params(self.ffn)
+        return experts.shared * self._ffn_params(experts.ffn)
+
+    @property
+    def routed_flops_per_token(self) -> int:
+        """Forward FLOPs per token of a layer's routed experts."""
+        experts = self.experts
+        return 2 * experts.top_k * self._ffn_params(experts.ffn) if experts is not None else 0
+
+    def of_layer(self, layer: int) -> "DecoderShape":
+        """Return the shape whose layers are all like this one: without experts, or with them."""
+        experts = self.experts
+        if experts is None or layer >= experts.dense_layers:
+            return self
+        return replace(self, experts=None)
 
     def active_ffn_params(self, layer: int = -1) -> int:
         """Parameters of a layer's feed-forward that a token meets."""

@@ -7,6 +7,7 @@ and so do the formulas of a decoder; playing a tape under a `Candidate` makes th
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import Literal
 
@@ -14,7 +15,9 @@ from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
 
 Phase = Literal["forward", "loss", "recompute", "backward"]
 VisitKind = Literal["before_forward", "after_forward", "before_backward", "after_backward"]
-CostKind = Literal["matmul", "attention", "memory", "tensor_parallel", "context_parallel"]
+CostKind = Literal[
+    "matmul", "attention", "memory", "tensor_parallel", "context_parallel", "expert_parallel"
+]
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,15 @@ class UnitFacts:
     """One unit: the parameters that it owns, in the order in which the layout places them.
 
     ``backward_reads_params`` is False for an embedding, whose backward needs the ids alone.
+    ``experts_over``: they are experts spread over ranks, and what a rank has of them is sharded
+    over other ranks than the candidate's shards: so many times as many.
     """
 
     name: str
     class_name: str
     params: tuple[ParamFacts, ...]
     backward_reads_params: bool = True
+    experts_over: Fraction | None = None
 
 
 @dataclass(frozen=True)

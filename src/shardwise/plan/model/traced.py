@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import DEGREES, Candidate
+from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.model.depth import trace_deep
 from shardwise.plan.model.models import ModelSource
 from shardwise.plan.model.tape import Tape, numel
@@ -47,7 +47,8 @@ class TracedModel:
         **Raises** ConfigError when the candidate splits the model itself, which a traced module
         does not show.
         """
-        for name, degree in zip(DEGREES, candidate.degrees, strict=True):
+        for name in ALL_DEGREES:
+            degree = getattr(candidate, name)
             if degree != 1:
                 raise ConfigError(
                     f"{name}={degree}: a traced module is whole on each rank; plan a preset or a "

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 from shardwise.engine.schedule import ReduceQueue
 from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.footprint import Footprint, Reduce
 from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.ledger import Meter
 from shardwise.plan.step.messages import Message, whole
 from shardwise.plan.step.offloading import Offloading
+from shardwise.plan.step.program import AxisName
 from shardwise.stages import UnitSettings
 
 
@@ -38,9 +40,12 @@ class UnitDouble:
     ``buffer`` whether a gradient buffer is kept for the next step ("kept", or "lent" to p.grad).
     """
 
-    def __init__(self, index: int, weight: Footprint, reads: bool, context: PlayContext) -> None:
+    def __init__(
+        self, index: int, weight: Footprint, facts: UnitFacts, context: PlayContext
+    ) -> None:
         self.index = index
-        self.settings = replace(context.settings, reads_in_backward=reads)
+        self.axis: AxisName = "shard" if facts.experts_over is None else "efsdp"
+        self.settings = replace(context.settings, reads_in_backward=facts.backward_reads_params)
         self.weight = weight
         self.full_bytes = weight.full_bytes
         self.is_trained = weight.num_trained > 0
@@ -76,8 +81,10 @@ class UnitDouble:
         meter.add("gather_staging", self._staging)
         meter.phase = before
         issue.move(message.before, self._context.dtype, self.index, "unshard")
-        if self._context.candidate.num_shards > 1 and (message.num_messages or message.payload):
-            self._pending = issue.collective("all_gather", "shard", message, self.index, "unshard")
+        if message.num_messages or message.payload:
+            self._pending = issue.collective(
+                "all_gather", self.axis, message, self.index, "unshard"
+            )
         self.is_fresh = True
 
     def finish_unshard(self) -> None:
@@ -129,6 +136,10 @@ class ReductionDouble:
     def _unit(self) -> int:
         return self.units[0].index
 
+    @property
+    def _axis(self) -> AxisName:
+        return self.units[0].axis
+
     def start(self) -> None:
         """Take the gradients, allocate means and staging, send."""
         context = self._context
@@ -141,7 +152,7 @@ class ReductionDouble:
         meter.phase = before
         context.issue.move(self._message.before, context.dtype, self._unit, "reduce")
         self._pending = context.issue.collective(
-            "reduce_scatter", "shard", self._message, self._unit, "reduce"
+            "reduce_scatter", self._axis, self._message, self._unit, "reduce"
         )
 
     def _take(self, unit: UnitDouble) -> None:
@@ -196,7 +207,7 @@ class ReductionDouble:
         context.meter.add("gather_staging", message.staging)
         context.issue.move(message.before, context.dtype, self._unit, "reduce")
         self._gathers.append(
-            context.issue.collective("all_gather", "shard", message, self._unit, "reduce")
+            context.issue.collective("all_gather", self._axis, message, self._unit, "reduce")
         )
         self._means.append(message)
 
@@ -238,6 +249,7 @@ class ReductionsDouble:
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,
+            lambda unit: unit.axis,
         )
 
     def is_waiting(self, unit: UnitDouble) -> bool:

@@ -13,9 +13,11 @@ from shardwise.plan.step.program import (
     Op,
     OpPhase,
     Program,
+    Stream,
     Transfer,
 )
 
+_ENGINES_NAME = {"efsdp": "shard"}  # the engine's counts are by what an axis is for
 _STREAM_OF_LINK = {
     "to_device": "to_device",
     "to_host": "to_host",
@@ -69,14 +71,17 @@ class Issuer:
 
         ``label`` is the engine's name of it, where that is another than ``kind``.
         """
-        self.sent[f"{axis}.{label or kind}"] += message.sent
-        self.num[f"{axis}.{label or kind}"] += counts
+        name = f"{_ENGINES_NAME.get(axis, axis)}.{label or kind}"
+        self.sent[name] += message.sent
+        self.num[name] += counts
         if not message.num_messages:
             return None
         work = Collective(kind, axis, message.payload, message.sent, message.num_messages)  # type: ignore[arg-type]
         after = self._last_compute + self._waits + self._fetched
         self._fetched = ()
-        self.ops.append(Op(axis, work, unit, phase, self.micro_batch, after))
+        # Experts' collectives have the links of the shards', and so come after one another.
+        stream: Stream = "replicate" if axis == "replicate" else "shard"
+        self.ops.append(Op(stream, work, unit, phase, self.micro_batch, after))
         return len(self.ops) - 1
 
     def wait(self, op: int | None) -> None:

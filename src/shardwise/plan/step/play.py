@@ -25,6 +25,7 @@ from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.ledger import Ledger, Meter, Played
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
+from shardwise.plan.step.program import AxisName
 from shardwise.stages import UnitSettings
 
 _UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
@@ -96,7 +97,7 @@ class _Player:
             self._meter, self._issue, self._offloading, candidate, tape.compute_dtype, settings
         )
         self._units = [
-            UnitDouble(i, w, u.backward_reads_params, context)
+            UnitDouble(i, w, u, context)
             for i, (w, u) in enumerate(zip(self._weights, tape.units, strict=True))
         ]
         for unit in self._units:
@@ -258,12 +259,24 @@ class _Player:
         if not grads:
             return
         self._issue.compute((self._memory(grads, 1),), 0, "clip")
-        ranks = self._candidate.num_shards
-        if ranks > 1 and self._candidate.stage > 0:
-            norm = Message(_NORM_BYTES, _NORM_BYTES * (ranks - 1), ranks - 1)
-            op = self._issue.collective("all_reduce", "shard", norm, 0, "clip", label="scalars")
-            self._issue.wait(op)
+        for axis, ranks in self._cut_over().items():
+            if ranks > 1:
+                norm = Message(_NORM_BYTES, _NORM_BYTES * (ranks - 1), ranks - 1)
+                op = self._issue.collective("all_reduce", axis, norm, 0, "clip", label="scalars")
+                self._issue.wait(op)
         self._issue.compute((self._memory(2 * grads, 1),), 0, "clip")
+
+    def _cut_over(self) -> dict[AxisName, int]:
+        """Return over how many ranks of which axes the state is cut."""
+        candidate, sizes = self._candidate, dict[AxisName, int]()
+        over = next((u.experts_over for u in self._tape.units if u.experts_over is not None), None)
+        if candidate.stage > 0:
+            sizes["shard"] = candidate.num_shards
+        if candidate.stage > 0 and over is not None:
+            sizes["efsdp"] = int(candidate.num_shards * over)
+        if over is not None:
+            sizes["ep"] = candidate.ep
+        return sizes
 
     def _memory(self, num_bytes: int, num_ops: int) -> Cost:
         return Cost("memory", PRECISIONS[self._candidate.precision].master, 0, num_bytes, num_ops)

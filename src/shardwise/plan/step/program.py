@@ -12,7 +12,7 @@ from typing import Literal
 from shardwise.plan.model.tape import Cost
 
 Stream = Literal["compute", "shard", "replicate", "to_device", "to_host", "cpu", "disk"]
-AxisName = Literal["shard", "replicate"]
+AxisName = Literal["shard", "replicate", "efsdp", "ep"]  # the last two: of experts
 OpPhase = Literal[
     "forward", "loss", "recompute", "backward", "unshard", "reduce", "clip", "optimizer", "offload"
 ]

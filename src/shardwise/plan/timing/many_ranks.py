@@ -126,7 +126,7 @@ class Decisions:
         while index != -1:
             members, op = self.last_member[index], ops[index]
             if members is not None and isinstance(op.work, Collective):
-                if op.work.axis == "shard":
+                if op.work.axis != "replicate":
                     column = int(members[row, 0])
                 else:
                     row = int(members[0, column])
@@ -173,7 +173,7 @@ def run_step(
         ready, last_input = _latest(free.get(op.stream, begin), inputs, decisions is not None)
         start, last_member = ready, None
         if isinstance(op.work, Collective):
-            axis = 1 if op.work.axis == "shard" else 0
+            axis = 0 if op.work.axis == "replicate" else 1
             if ready.shape[axis] > 1:
                 start = ready.max(axis=axis, keepdims=True)
                 if decisions is not None:
@@ -215,7 +215,7 @@ def _duration(
     op: Op, seconds: float, grid: Grid, noise: Callable[[tuple[int, ...]], Floats] | None
 ) -> Floats:
     if isinstance(op.work, Collective):
-        factor = grid.shard_link if op.work.axis == "shard" else grid.replicate_link
+        factor = grid.replicate_link if op.work.axis == "replicate" else grid.shard_link
     elif isinstance(op.work, Compute):
         factor = grid.compute
     else:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from shardwise.errors import ConfigError
-from shardwise.plan.step.program import AxisName
 from shardwise.quantities import check_whole
 from shardwise.spelling import did_you_mean
 
 JitterKind = Literal["lognormal", "gamma"]
+LinkAxis = Literal["shard", "replicate"]
 _MOST = 1 << 40  # of anything; what is beyond is a slip
 
 
@@ -39,7 +39,7 @@ class SlowLink:
 
     factor: float
     rank: int | None = None
-    axis: AxisName | None = None
+    axis: LinkAxis | None = None
     group: int | None = None
 
 
@@ -144,7 +144,7 @@ def _check_slow_link(field: str, link: SlowLink, scenario: Scenario) -> None:
     if link.rank is not None:
         check_whole(link.rank, f"{field}.rank", scenario.num_ranks - 1, least=0)
     if link.group is not None:
-        _check_name(f"{field}.axis", link.axis, get_args(AxisName))
+        _check_name(f"{field}.axis", link.axis, get_args(LinkAxis))
         groups = scenario.num_replicas if link.axis == "shard" else scenario.num_shards
         check_whole(link.group, f"{field}.group", groups - 1, least=0)
 

@@ -182,7 +182,7 @@ def _simulate_one(
         if isinstance(op.work, Compute):
             took *= compute
         elif isinstance(op.work, Collective):
-            took *= shard if op.work.axis == "shard" else replicate
+            took *= replicate if op.work.axis == "replicate" else shard
         ready, last = free.get(op.stream, 0.0), newest.get(op.stream, -1)
         for j in op.after:
             if spans[j].end_s > ready:

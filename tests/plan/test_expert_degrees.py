@@ -1,0 +1,319 @@
+"""Expert parallelism in plans: held against runs of the built-in decoder, and what plans tell."""
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
+from ranks import run_ranks
+from shardwise.cli.plan import run_plan
+from shardwise.cli.plan_setup import set_up
+from shardwise.cli.plan_write import train_config_of
+from shardwise.errors import ConfigError
+from shardwise.parallel.context import ContextParallel
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
+from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.model.execution import Execution, layer_bytes
+from shardwise.plan.model.shape_tape import shape_tape
+from shardwise.plan.model.shapes import Experts
+from shardwise.plan.planning import plan
+from shardwise.plan.report.facts import plan_facts
+from shardwise.plan.report.page import plans_html
+from shardwise.plan.request import PlanRequest
+from shardwise.plan.searching import Limits, Space, search
+from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
+from shardwise.train.config import TrainConfig, load_config
+from shardwise.train.decoder import Decoder
+from shardwise.train.setup import shard_decoder
+from shardwise.train.summary import count_state
+
+MIXED = replace(SHAPE, experts=Experts(8, 2, 96, shared=1, dense_layers=1))
+VOCAB = 64
+# Each token goes to all experts, so how many of them are another rank's does not depend on routing.
+TINY: dict[str, Any] = {
+    **{"dim": 48, "layers": 3, "heads": 4, "kv_heads": 2, "seq": 16, "micro_batch": 2},
+    **{"experts": 6, "experts_per_token": 6, "expert_ffn_multiple": 2.0, "vocab": VOCAB},
+    **{"shared_experts": 1, "dense_layers": 1},
+}
+RUNS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"ep": 2, "bucket_bytes": 0},
+        {"ep": 2, "stage": 1, "accumulation": 2},
+        {"ep": 2, "tp": 2, "activation_checkpointing": True},
+        {"tp": 2},
+    ],
+    4: [
+        {"ep": 2},  # three experts on a rank, two of which are rank 0's of two
+        {"ep": 2, "tp": 2, "precision": "bf16"},
+        {"ep": 2, "tp": 4, "kv_heads": 4},  # experts are sharded, and nothing else is
+        {"ep": 2, "dp_replicate": 2, "stage": 2},
+        {"ep": 2, "cp": 2, "layout": "flat", "activation_checkpointing": True, "accumulation": 2},
+    ],
+}
+
+
+def run_of(rank: int, num_ranks: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [measured(TrainConfig(**{**TINY, **run}), num_ranks) for run in runs]
+
+
+def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
+    """Take two steps; return what this rank holds after the second one, and sent in it."""
+    axes = config.axes.over(num_ranks)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: Any = Decoder(config, VOCAB)
+    model = shard_decoder(config, axes, model)
+    context = ContextParallel(model, axes) if config.cp > 1 else None
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        before = shardwise.stats(model)
+        for number in range(config.accumulation or 1):
+            ids = torch.randint(VOCAB, (config.micro_batch, config.seq))
+            last = number + 1 == (config.accumulation or 1)
+            cut = nullcontext((ids, ids)) if context is None else context.cut(ids, ids)
+            with shardwise.accumulate(model, last=last), cut as inputs:
+                model(*inputs).backward()
+        shardwise.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        state = count_state(model, optimizer)
+        optimizer.zero_grad()
+    after = shardwise.stats(model)
+    return {
+        "state": [state.param_bytes, state.grad_bytes, state.optimizer_bytes],
+        "sent": Counter(after.sent_bytes) - Counter(before.sent_bytes),
+        "num": Counter(after.num_collectives) - Counter(before.num_collectives),
+    }
+
+
+@pytest.mark.parametrize("num_ranks", RUNS)
+def test_a_plan_with_experts_holds_and_sends_what_its_run_does(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """State of the largest rank, its gathers, reductions and tokens: to the byte, and how many."""
+    found = run_ranks(run_of, num_ranks, RUNS[num_ranks])
+    for number, settings in enumerate(RUNS[num_ranks]):
+        ranks = [each[number] for each in found]
+        file = tmp_path / f"{number}.yaml"
+        keys = {**TINY, "precision": "fp32", **settings, "ranks": num_ranks}
+        file.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
+        setup = set_up(str(file), PlanRequest())
+        on_cpu = replace(setup.candidate, transport="point_to_point")
+        made = plan(setup.model, setup.cluster, on_cpu)
+        ledger = next(m.ledger for m in made.played.peaks if m.phase == "optimizer")
+        held = [ledger.param_shards + ledger.param_full, ledger.grad_shards, ledger.optimizer_state]
+        assert held == ranks[0]["state"] == max((r["state"] for r in ranks), key=sum), settings
+        program = made.played.program
+        names = ["shard.all_gather", "shard.reduce_scatter", "replicate.all_reduce"]
+        names += ["ep.all_to_all", "ep.scalars"] + ["shard.scalars"] * ("tp" not in settings)
+        for name in names:
+            sent, num = ranks[0]["sent"].get(name, 0), ranks[0]["num"].get(name, 0)
+            assert program.sent_bytes.get(name, 0) == sent, (settings, name)
+            assert program.num_collectives.get(name, 0) == num, (settings, name)
+
+
+# -- what a rank has
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_all_ranks_of_an_expert_group_have_the_whole_model(ep: int) -> None:
+    tape = shape_tape(MIXED, Execution(1, SEQ, ep=ep))
+    spread = [u for u in tape.units if u.experts_over is not None]
+    experts = sum(torch.Size(p.shape).numel() for u in spread for p in u.params)
+    assert tape.num_params + (ep - 1) * experts == MIXED.num_params
+    assert [u.name for u in spread] == ["layers.1.experts", "layers.2.experts"] * (ep > 1)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (1, 4), (4, 2)])
+def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp: int, ep: int) -> None:
+    """Without ``ep`` ranks of one tensor group compute the same experts, which counts once."""
+    shape = replace(MIXED, heads=4, kv_heads=4)
+    split = make_plan(shape, num_shards=4, tp=tp, ep=ep)
+    assert split.flops_per_step == make_plan(shape, num_shards=4).flops_per_step
+    assert split.candidate.world_size == 4 * tp
+    assert split.tokens_per_step == 4 * SEQ
+
+
+def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -> None:
+    """By the formula: three lines as wide as a feed-forward, for each expert of a token."""
+    routed = 3 * 2 * 96 * SEQ * 2
+    kept = [
+        layer_bytes(MIXED, Execution(1, SEQ, tp=tp, sequence_parallel=True, ep=ep))
+        for tp, ep in ((1, 1), (2, 1), (2, 2))
+    ]
+    names = ("activation input", "up", "last input")
+    whole, same, shared = (sum(each[name] for name in names) for each in kept)
+    assert shared == whole // 2
+    assert same - shared == routed // 2
+
+
+def test_first_layers_without_experts_are_planned_without() -> None:
+    layers = [
+        shape_tape(replace(MIXED, experts=replace(MIXED.experts, dense_layers=n)), Execution(1, 64))
+        for n in range(4)
+        if MIXED.experts is not None
+    ]
+    plain = shape_tape(replace(MIXED, experts=None), Execution(1, 64))
+    assert layers[3].flops == plain.flops
+    assert layers[3].num_params == plain.num_params
+    steps = [b.flops - a.flops for a, b in pairwise(layers)]
+    assert len(set(steps)) == 1
+    assert steps[0] != 0
+
+
+# -- what it tells
+def test_a_plan_tells_the_expert_degree_its_tokens_and_what_it_assumes() -> None:
+    made = make_plan(MIXED, num_shards=4, ep=4, accumulation=5)
+    assert "expert 4" in made.label
+    rows = SEQ * 2 * 3 // 4 * MIXED.dim * 2  # of two choices three of four are away; bf16
+    once = 4 * rows + 8 * 2 * 3  # to experts and back, twice; counts of two experts for three ranks
+    assert made.played.program.sent_bytes["ep.all_to_all"] == 5 * 2 * once
+    assert made.played.program.num_collectives["ep.all_to_all"] == 5 * 2 * 5
+    assert set(made.model_parallel_s) == {"expert"}
+    assert 0 < made.model_parallel_s["expert"] < made.simulated.compute_s
+    assert any("as many tokens to each expert" in note for note in made.notes)
+    assert any("balanced routing: 0.75" in line for line in made.assumptions)
+    facts = plan_facts(made)
+    assert facts["candidate"]["ep"] == 4
+    assert "ep.all_to_all" in facts["traffic"]["sent_bytes"]
+    page = plans_html([made])
+    assert "expert 4" in page
+    assert not make_plan(MIXED, num_shards=4).model_parallel_s
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_shards": 3, "ep": 3}, "ep=3: expected a divisor of the model's 8 experts"),
+        ({"num_shards": 2, "ep": 4}, "ep=4: expected a divisor of dp_shard x cp x tp = 2 x 1 x 1"),
+        ({"num_shards": 4, "tp": 3}, "tp=3: expected a divisor of the model's 4 heads"),
+    ],
+)
+def test_an_expert_degree_that_does_not_fit_is_refused(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(MIXED, **settings)
+    with pytest.raises(ConfigError, match="ep=2: expected a divisor of the model's experts, and"):
+        make_plan(SHAPE, num_shards=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"ranks": 6, "ep": 4}, "axes: ep=4 does not divide dp_shard x cp x tp = 6 x 1 x 1 = 6: m"),
+        ({"ranks": 6, "ep": 0}, "ep: "),
+        ({"params": "7e9", "ep": 2}, "an accounting without a model has no use for --ep"),
+        ({"ranks": 6, "ep": 2}, "ep=2: expected a divisor of the model's experts, and it has none"),
+    ],
+)
+def test_a_flag_that_does_not_fit_is_told(
+    flags: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    model = [] if "params" in flags else ["llama-3-8b"]
+    assert run_plan([*model, *given]) != 0
+    assert words in capsys.readouterr().err
+
+
+# -- time
+def test_tokens_that_leave_the_node_take_longer() -> None:
+    node = make_cluster("h100", 16).node
+    inside, between = Group(8, 8, 1), Group(16, 8, 2)
+    one = all_to_all_seconds(7 << 20, inside, node)
+    assert one == send_seconds(7 << 20, False, node)
+    assert all_to_all_seconds(15 << 20, between, node) == send_seconds(8 << 20, True, node)
+    assert all_to_all_seconds(1 << 20, Group(1, 1, 1), node) == 0
+    settings: dict[str, Any] = {"num_shards": 4, "ep": 4, "micro_batch": 1024}
+    made = [make_plan(MIXED, make_cluster("h100", 4, per), **settings) for per in (4, 2, 1)]
+    seconds = [each.model_parallel_s["expert"] for each in made]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_expert_groups_are_placed_as_the_axes_are() -> None:
+    """``ep`` are neighbours, and those that have the same experts lie so many ranks apart."""
+    cluster = make_cluster("h100", 32)
+    groups = Prices(cluster, Candidate(num_shards=4, num_replicas=2, cp=2, tp=2, ep=8)).groups
+    assert groups["ep"] == Group(8, 8, 1)
+    assert groups["efsdp"] == Group(2, 1, 2)
+    assert groups["replicate"] == Group(2, 1, 2)
+    groups = Prices(cluster, Candidate(num_shards=16, tp=2, ep=2)).groups
+    assert groups["efsdp"] == Group(16, 4, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_stragglers_and_links_slow_a_step_with_experts(stage: int) -> None:
+    candidate = Candidate(stage=stage, num_shards=4, num_replicas=2, ep=2, accumulation=2)
+    model, cluster = make_model(MIXED), cluster_of_ranks(8)
+
+    def seconds(**scenario: Any) -> float:
+        scene = Scenario(num_shards=4, num_replicas=2, **scenario)
+        made = plan(model, cluster, candidate, scenario=scene)
+        assert made.simulated.critical_path
+        return made.step_s
+
+    plain = seconds()
+    assert seconds(stragglers=(Straggler(2.0, rank=3),)) > plain
+    assert seconds(slow_links=(SlowLink(9.0, rank=3),)) > plain
+    assert seconds(jitter_sigma=0.5) > plain
+
+
+def test_offloaded_experts_are_planned_too() -> None:
+    made = make_plan(MIXED, num_shards=4, ep=2, offload=Offload("host", "host"))
+    state = make_plan(MIXED, num_shards=4, ep=2).played.resting
+    assert made.played.host_bytes >= state.param_shards + state.optimizer_state
+
+
+# -- search, and what is written
+def test_a_search_keeps_the_expert_degree_and_says_where_it_does_not_fit() -> None:
+    space = Space(
+        Candidate(ep=8), stages=(3,), micro_batches=(1,), degrees=((1, 1, 1), (1, 2, 1), (2, 1, 1))
+    )
+    result = search(make_model(MIXED), cluster_of_ranks(8), space)
+    assert result.pareto
+    assert all(made.candidate.ep == 8 for made in result.pareto)
+    assert any("ep=8: expected a divisor of dp_shard x cp x tp" in why for why in result.reasons)
+
+
+def test_a_written_plan_with_experts_is_a_run_of_them(tmp_path: Path) -> None:
+    start, planned = tmp_path / "start.yaml", tmp_path / "planned.yaml"
+    start.write_text("".join(f"{key}: {value}\n" for key, value in TINY.items()))
+    assert run_plan([str(start), "--ranks", "4", "--ep", "2", "--write", str(planned)]) == 0
+    config = load_config(planned, {})
+    assert (config.ep, config.ranks, config.experts) == (2, 4, 6)
+    assert set_up(str(planned), PlanRequest()).candidate.ep == 2
+    config_of_shape = train_config_of(MIXED, SEQ)
+    assert config_of_shape is not None
+    assert config_of_shape.shape(MIXED.vocab) == MIXED
+
+
+def test_a_search_for_a_run_fills_pipelines_or_says_why_not() -> None:
+    model, cluster = make_model(replace(SHAPE, layers=4)), cluster_of_ranks(4)
+    space = Space(
+        Candidate(), stages=(1,), micro_batches=(1, 4), degrees=((1, 4, 1),), fills_pipelines=True
+    )
+    assert all(p.candidate.accumulation == 4 for p in search(model, cluster, space).pareto)
+    result = search(model, cluster, space, Limits(tokens_per_step=8 * SEQ))
+    assert {p.candidate.accumulation for p in result.pareto} == {8}
+    words = "a run of 4 pipeline stages takes 4 micro-batches or more, and 512 tokens a step make 2"
+    assert words in result.reasons
+
+
+def test_a_searched_and_written_pipeline_can_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = tmp_path / "planned.yaml"
+    words = "demo --ranks 2 --search --degrees 1x2x1 --stage 1 --micro-batch 1 --write"
+    assert run_plan([*words.split(), str(planned)]) == 0
+    config = load_config(planned, {})
+    assert (config.pp, config.accumulation) == (2, 2)
+    planned.unlink()
+    assert run_plan([*words.split(), str(planned), "--accumulation", "1"]) != 0
+    assert "accumulation: expected at least pp 2" in capsys.readouterr().err
+    assert not planned.exists()
