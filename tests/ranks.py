@@ -24,6 +24,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -117,7 +118,7 @@ class Ranks:
     world_size: int
     fresh: bool  # each process ends with its call, as in a launched job
     store: dist.TCPStore
-    scratch: tempfile.TemporaryDirectory[str]
+    scratch: str  # a folder, which a forked child of this process that ends does not clean up
     processes: list[multiprocessing.process.BaseProcess] = field(default_factory=list)
     pipes: list[connection.Connection] = field(default_factory=list)
 
@@ -200,7 +201,7 @@ class Ranks:
         return outcomes
 
     def _stacks(self, rank: int) -> str:
-        path = Path(self.scratch.name, f"{rank}.stacks")
+        path = Path(self.scratch, f"{rank}.stacks")
         return path.read_text() if path.exists() else ""
 
     def _is_stopped(self, rank: int) -> bool:
@@ -219,7 +220,7 @@ class Ranks:
             process.join(HANG_S)
         for pipe in self.pipes:
             pipe.close()
-        self.scratch.cleanup()
+        shutil.rmtree(self.scratch, ignore_errors=True)
         if self in _open:
             _open.remove(self)
 
@@ -296,11 +297,11 @@ def close_all() -> None:
 def _open_ranks(world_size: int, fresh: bool) -> Ranks:
     # The store lives here, on a port the system chose: no collisions, and it survives any rank.
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    ranks = Ranks(world_size, fresh, store, tempfile.TemporaryDirectory(prefix="ranks-"))
+    ranks = Ranks(world_size, fresh, store, tempfile.mkdtemp(prefix="ranks-"))
     _open.append(ranks)
     for rank in range(world_size):
         ours, theirs = multiprocessing.Pipe()
-        args = (rank, world_size, store.port, theirs, fresh, ranks.scratch.name)
+        args = (rank, world_size, store.port, theirs, fresh, ranks.scratch)
         ranks.processes.append(forked(_serve, args, f"rank {rank} of {world_size}", daemon=True))
         theirs.close()
         ranks.pipes.append(ours)
