@@ -54,8 +54,8 @@ _UNREAD = {  # what is asked of their argument is its shape
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "is_same_size"),
 }
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-# Two under way at once corrupt the heap on gloo: with nothing but torch 2.13, a rank of six died
-# within half a minute, in malloc. It is waited for at once, which changes no timeline.
+# Several under way at once corrupt gloo's heap (torch 2.13; docs/negative-results.md has figures).
+# Each is waited for at once, which changes no timeline.
 _ONE_AT_A_TIME = "allgather_into_tensor_coalesced_"
 _UNTOUCHED = {"set_", "resize_"}  # they change what a tensor is, not its memory
 
