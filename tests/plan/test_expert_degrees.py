@@ -202,6 +202,10 @@ def test_an_expert_degree_that_does_not_fit_is_refused(
         make_plan(MIXED, **settings)
     with pytest.raises(ConfigError, match="ep=2: expected a divisor of the model's experts, and"):
         make_plan(SHAPE, num_shards=2, ep=2)
+    assert MIXED.experts is not None
+    dense = replace(MIXED, experts=replace(MIXED.experts, dense_layers=MIXED.layers))
+    with pytest.raises(ConfigError, match="divisor of the model's experts, and it has none"):
+        make_plan(dense, num_shards=2, ep=2)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,8 @@ def test_a_mixture_has_more_parameters_than_a_token_meets() -> None:
     router = shape.dim * experts.num
     changed = 2 * one * (shape.layers - 3) + 3 * (3 * shape.dim * shape.ffn - 8 * one - router)
     assert mixed.num_params - shape.num_params == changed
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok must be at most .* 8, got 9"):
+        shape_from_config({**config, "num_experts_per_tok": 9})
 
 
 # -- FLOPs

@@ -82,9 +82,8 @@ class Execution:
 
     def __post_init__(self) -> None:
         """Refuse degrees and sizes that are not positive."""
-        for name in (
-            *("micro_batch", "seq", "tp", "cp", "ep", "pipeline", "chunks", "micro_batches"),
-        ):
+        degrees = "tp", "cp", "ep", "pipeline"
+        for name in ("micro_batch", "seq", *degrees, "chunks", "micro_batches"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"Execution.{name} must be at least 1, got {value}")

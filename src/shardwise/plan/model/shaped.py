@@ -106,8 +106,9 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
         )
     if seq % context:
         raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
-    if candidate.ep > 1 and (experts is None or experts.num % candidate.ep):
-        have = f"{experts.num} experts" if experts is not None else "experts, and it has none"
+    none = experts is None or experts.dense_layers >= shape.layers
+    if candidate.ep > 1 and (experts is None or none or experts.num % candidate.ep):
+        have = "experts, and it has none" if experts is None or none else f"{experts.num} experts"
         raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
     region = candidate.num_shards * context * tensor
     if region % candidate.ep:

@@ -234,6 +234,10 @@ def _experts(config: Mapping[str, object], family: str, ffn: int) -> Experts | N
     if family != "mixtral":
         return None
     num, top_k = _sizes(config, ("num_local_experts", "num_experts_per_tok"))
+    if top_k > num:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok must be at most num_local_experts {num}, got {top_k}"
+        )
     return Experts(num, top_k, ffn)
 
 
