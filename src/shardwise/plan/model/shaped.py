@@ -86,12 +86,12 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
     """Refuse degrees that leave a rank with a part of a head, of a token or of a layer."""
     tensor, context = candidate.tp, candidate.cp
     experts = shape.experts
-    widths = {shape.heads: "heads"}
+    widths = [(shape.heads, "heads")]
     if experts is None or experts.dense_layers:
-        widths[shape.ffn] = "columns of the feed-forward"
+        widths.append((shape.ffn, "columns of the feed-forward"))
     if experts is not None and experts.shared:
-        widths[experts.shared * experts.ffn] = "columns of the shared experts"
-    for size, what in widths.items():
+        widths.append((experts.shared * experts.ffn, "columns of the shared experts"))
+    for size, what in widths:
         if size % tensor:
             raise ConfigError(f"tp={tensor}: expected a divisor of the model's {size} {what}")
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
@@ -106,9 +106,9 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
         )
     if seq % context:
         raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
-    none = experts is None or experts.dense_layers >= shape.layers
-    if candidate.ep > 1 and (experts is None or none or experts.num % candidate.ep):
-        have = "experts, and it has none" if experts is None or none else f"{experts.num} experts"
+    num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
+    if candidate.ep > 1 and (not num or num % candidate.ep):
+        have = f"{num} experts" if num else "experts, and it has none"
         raise ConfigError(f"ep={candidate.ep}: expected a divisor of the model's {have}")
     region = candidate.num_shards * context * tensor
     if region % candidate.ep:
