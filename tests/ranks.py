@@ -88,10 +88,11 @@ class Outcome:
         return self.error is None and self.exit_code is None
 
     def describe(self) -> str:
+        stacks = f"its stacks:\n{self.error or '(none)'}"
         if self.timed_out:
-            return f"was still running and had to be killed; its stacks:\n{self.error}"
+            return f"was still running and had to be killed; {stacks}"
         if self.exit_code is not None:
-            return f"ended without a result, exit code {self.exit_code}; its stacks:\n{self.error}"
+            return f"ended without a result, exit code {self.exit_code}; {stacks}"
         return f"raised {self.error_type}:\n{self.error}"
 
 
@@ -173,8 +174,8 @@ class Ranks:
             alive = False
         if alive:
             return None
-        stacks = self._stacks(rank) or "(none)"
-        return Outcome(rank, time.monotonic(), error=stacks, exit_code=process.exitcode)
+        ended_at_s, stacks = time.monotonic(), self._stacks(rank)
+        return Outcome(rank, ended_at_s, error=stacks, exit_code=process.exitcode)
 
     def _kill_pending(self, pending: list[int]) -> dict[int, Outcome]:
         for rank in pending:  # each prints its stacks first
@@ -194,7 +195,7 @@ class Ranks:
             outcomes[rank] = Outcome(
                 rank,
                 time.monotonic(),
-                error=self._stacks(rank) or "(none)",
+                error=self._stacks(rank),
                 exit_code=self.processes[rank].exitcode,
                 timed_out=True,
             )
