@@ -44,6 +44,8 @@ import torch.distributed.tensor._redistribute as redistribution
 import torch.distributed.tensor.debug as dtensor_caches
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
+import kept_groups
+
 LOOPBACK = "127.0.0.1"
 NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
 HANG_S = 900.0  # what takes longer hangs: thirty times the slowest test on a quiet machine
@@ -60,6 +62,7 @@ PRELOADED = [
     "hypothesis",
     "pytest",
     "ranks",
+    "kept_groups",
     "preloaded",
     "torch.distributed.pipelining",
     # What tests of other libraries import in every rank; what is not installed is passed over.
@@ -366,19 +369,23 @@ def _serve(
     except Exception as error:
         pipe.send_bytes(_failure(error))
         return
+    groups = kept_groups.install()
     while True:
         try:
             call = pipe.recv_bytes()
         except EOFError:
             os._exit(0)
-        faulthandler.enable(stacks)  # a crash leaves them as well, whatever was called before
+        # A crash leaves them as well, whatever was called before: who puts back all handlers that
+        # Python knows (Lightning does) takes this one away, and it counts as enabled still.
+        faulthandler.disable()
+        faulthandler.enable(stacks)
         answer, ok = _answer(call, rank, world_size)
         if fresh and ok:
             dist.destroy_process_group()
         pipe.send_bytes(answer)
         if fresh:  # as a launched process would: its connections close, and its peers notice
             os._exit(0 if ok else 1)
-        _clean_up()
+        _clean_up(groups)
 
 
 def _answer(call: bytes, rank: int, world_size: int) -> tuple[bytes, bool]:
@@ -425,23 +432,20 @@ def _reset_state() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def _clean_up() -> None:
-    """Close the groups that a call made, and free its cycles (hooks hold modules)."""
-    world = dist.distributed_c10d._world
-    for group in list(world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    # DTensor remembers what it has worked out for a mesh: an equal mesh of the next call would get
-    # the old one, whose groups are closed, and each group that is remembered keeps three threads,
-    # which wake a hundred times a second.
-    for owner, clear in (
-        (dtensor_caches, "_clear_python_sharding_prop_cache"),
-        (dtensor_caches, "_clear_fast_path_sharding_prop_cache"),
-        (redistribution, "clear_redistribute_planner_cache"),
-        (getattr(redistribution, "_gen_transform_infos", None), "cache_clear"),
-        (MeshTopoInfo.build_from_mesh, "cache_clear"),
-    ):
-        getattr(owner, clear, lambda: None)()  # not all versions have all
+def _clean_up(groups: kept_groups.KeptGroups) -> None:
+    """Give back, or close, the groups that a call made; free its cycles (hooks hold modules)."""
+    if groups.give_back():
+        # DTensor remembers what it has worked out for a mesh: an equal mesh of the next call would
+        # get the old one, whose groups are closed, and each group that is remembered keeps its
+        # threads.
+        for owner, clear in (
+            (dtensor_caches, "_clear_python_sharding_prop_cache"),
+            (dtensor_caches, "_clear_fast_path_sharding_prop_cache"),
+            (redistribution, "clear_redistribute_planner_cache"),
+            (getattr(redistribution, "_gen_transform_infos", None), "cache_clear"),
+            (MeshTopoInfo.build_from_mesh, "cache_clear"),
+        ):
+            getattr(owner, clear, lambda: None)()  # not all versions have all
     gc.collect()
 
 

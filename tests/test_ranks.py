@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import kept_groups
 import ranks as module
 from programs import is_running, run_program
 from ranks import RankError, run_ranks, run_sizes, start_ranks
@@ -81,13 +82,6 @@ def random_number(rank: int, world_size: int) -> tuple[float, bool]:
     return torch.rand(()).item(), torch.is_grad_enabled()
 
 
-def sum_over_a_two_dim_mesh(rank: int, world_size: int) -> tuple[float, int]:
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-    total = torch.tensor(float(rank))
-    dist.all_reduce(total, group=mesh.get_group("shard"))
-    return total.item(), len(dist.distributed_c10d._world.pg_map)
-
-
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here ranks are left hanging on purpose, so each wait lasts as long as it may."""
@@ -129,7 +123,13 @@ def test_a_killed_rank_is_reported_with_its_signal() -> None:
         run_ranks(kill_yourself_on, 3, 2)
 
 
-def test_a_rank_that_crashes_shows_where_it_stood() -> None:
+def default_signals(rank: int, world_size: int) -> None:
+    """Put back what Python knows of signals, as a fit of Lightning does at its end."""
+    signal.signal(signal.SIGSEGV, signal.getsignal(signal.SIGSEGV))
+
+
+def test_a_rank_shows_where_it_crashed_whatever_has_set_signals_before() -> None:
+    run_ranks(default_signals, 1)
     with pytest.raises(RankError, match="exit code -11; its stacks") as caught:
         run_ranks(kill_yourself_on, 1, 0, signal.SIGSEGV)
     assert "in kill_yourself_on" in str(caught.value)
@@ -189,10 +189,23 @@ def test_every_call_starts_from_the_same_state() -> None:
     assert all(grad_enabled for _, grad_enabled in first)
 
 
-def test_groups_that_a_call_made_are_gone_in_the_next() -> None:
-    first = run_ranks(sum_over_a_two_dim_mesh, 4)
-    assert [total for total, _ in first] == [1.0, 1.0, 5.0, 5.0]
-    assert run_ranks(sum_over_a_two_dim_mesh, 4) == first
+def groups_of_a_mesh(rank: int, world_size: int, name: str) -> tuple[float, list[str], int]:
+    before = len(dist.distributed_c10d._world.pg_map)
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", name))
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=mesh.get_group(name))
+    return total.item(), [group.group_name for group in mesh.get_all_groups()], before
+
+
+def test_a_call_takes_the_groups_of_the_one_before_and_few_stay_open() -> None:
+    first = run_ranks(groups_of_a_mesh, 4, "a")
+    again = run_ranks(groups_of_a_mesh, 4, "a")
+    assert [total for total, _, _ in first] == [1.0, 1.0, 5.0, 5.0]
+    assert [row[:2] for row in again] == [row[:2] for row in first]
+    for name in "bcdefg":
+        found = run_ranks(groups_of_a_mesh, 4, name)
+        assert [total for total, _, _ in found] == [1.0, 1.0, 5.0, 5.0]
+        assert all(before <= 1 + kept_groups.KEPT for _, _, before in found)
 
 
 def test_a_test_can_kill_a_rank_and_read_how_each_one_ended(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("checkpoint", "engine", "interop", "plan", "train")
+FOLDERS = ("checkpoint", "engine", "interop", "parallel", "plan", "train")
 sys.path[:0] = [str(TESTS), *(str(TESTS / folder) for folder in FOLDERS)]
 
+import test_experts as experts  # noqa: E402
 import test_models_calls as calls  # noqa: E402
 import test_models_checkpointing as checkpointing  # noqa: E402
 import test_models_parameters as parameters  # noqa: E402
+import test_overlap as overlap  # noqa: E402
 import test_stream_order as streams  # noqa: E402
 import test_tied_stages as tied  # noqa: E402
 
@@ -115,6 +117,15 @@ def test_every_schedule_of_tied_stages_at_every_stage(
 @pytest.mark.parametrize("by", ["shard", "fully_shard"])
 def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_path: Path) -> None:
     stages.test_a_rank_saves_and_loads_its_stages_as_one_model(num_ranks, by, tmp_path)
+
+
+def test_a_thousand_steps_with_delays_in_the_thread_that_steps() -> None:
+    run_ranks(overlap.with_delays, 3, 1000)
+
+
+@pytest.mark.parametrize("num_ranks", experts.MORE_CELLS)
+def test_every_cell_of_experts_over_any_axes(num_ranks: int) -> None:
+    run_ranks(experts.all_cells, num_ranks, experts.MORE_CELLS[num_ranks])
 
 
 DEGREES = ("dp_replicate", "cp", "tp", "pp", "ep")

@@ -15,6 +15,10 @@ from torch.distributed.tensor.parallel import (
 import shardwise
 from models import Block
 from ranks import run_ranks
+from shardwise.checkpoint.files import Files
+from shardwise.checkpoint.folder import check_quickly
+from shardwise.checkpoint.read import Checkpoint
+from shardwise.convert.export import export_huggingface
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ReplicaError
 from shardwise.interop.fsdp2 import fully_shard
@@ -126,12 +130,29 @@ def one_process_reads(folder: Path) -> None:
     assert all(optimizer.state[p]["exp_avg"].any() for p in model.parameters())
 
 
+def saved_alone(rank: int, num_ranks: int, folder: Path) -> None:
+    model = shardwise.shard(Whole([0, 2]))
+    shardwise.load(folder / "saved", model)
+    shardwise.save(folder / "alone", model)
+
+
+def exported_bytes(folder: Path, name: str) -> bytes:
+    target, saved = folder / f"{name} exported", folder / name
+    files = Files()
+    checkpoint = Checkpoint(files, saved, check_quickly(files, saved)[0])
+    export_huggingface(checkpoint, target, files=files)
+    return (target / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(("num_ranks", "by"), [(2, "fully_shard"), (4, "shard")])
 def test_stages_make_one_checkpoint_that_any_other_model_loads(
     num_ranks: int, by: str, tmp_path: Path
 ) -> None:
     run_ranks(stages_are_saved_as_one, num_ranks, tmp_path, by)
     one_process_reads(tmp_path)
+    run_ranks(saved_alone, 1, tmp_path)
+    exported = [exported_bytes(tmp_path, name) for name in ("saved", "alone")]
+    assert exported[0] == exported[1]
 
 
 def stages_train_beside_a_save(rank: int, num_ranks: int, folder: Path) -> None:

@@ -107,7 +107,6 @@ def load_and_go_on(rank: int, world_size: int, how: str, folder: str) -> tuple[A
 @pytest.mark.parametrize(
     ("source", "num_source", "target", "num_target"),
     [
-        ("fully_shard", 2, "fully_shard", 2),
         ("fully_shard", 3, "stage3", 1),
         ("fully_shard", 1, "stage0", 2),
         ("stage1", 2, "fully_shard", 3),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
@@ -55,8 +56,12 @@ class AllocatorTrace:
 
 
 @contextmanager
-def traced() -> Iterator[AllocatorTrace]:
-    """Trace the allocator of this thread; build everything that counts inside."""
+def traced(*, skips_transport: bool = False) -> Iterator[AllocatorTrace]:
+    """Trace the allocator of this thread; build everything that counts inside.
+
+    ``skips_transport``: what torch's own collectives allocate inside of themselves is left out.
+    Gloo copies what it sums, and its threads free the copy, which no trace of this one sees.
+    """
     trace = AllocatorTrace()
     with profile(use_device=None, profile_memory=True, use_kineto=True) as profiler:
         yield trace
@@ -71,6 +76,8 @@ def traced() -> Iterator[AllocatorTrace]:
             fields = event.extra_fields
             if fields.device.type != "cpu":
                 continue
+            if skips_transport and fields.alloc_size > 0 and _is_of_transport(event):
+                continue
             if fields.alloc_size > 0:
                 total -= blocks.pop(fields.ptr, 0)  # freed by a thread that is not watched
                 blocks[fields.ptr] = fields.alloc_size
@@ -81,3 +88,10 @@ def traced() -> Iterator[AllocatorTrace]:
         elif event.name.startswith("window "):
             span = (event.start_time_ns, event.end_time_ns)
             trace.windows[event.name.removeprefix("window ")] = span
+
+
+def _is_of_transport(event: Any) -> bool:
+    parent = event.parent
+    while parent is not None and not parent.name.startswith("c10d::"):
+        parent = parent.parent
+    return parent is not None

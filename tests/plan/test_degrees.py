@@ -16,6 +16,7 @@ from shardwise.plan.machine.links import send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.shapes import Experts
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan, plan
@@ -62,7 +63,7 @@ def test_a_pipeline_is_as_slow_as_its_slowest_stage_and_filled_once(
     """Clipping and the optimizer come once; short windows have fewer sums of gradients."""
     made = make_plan(DEEP, num_shards=2, pp=stages, accumulation=accumulation, stage=1)
     through = accumulation + stages - 1
-    tapes = make_model(DEEP).tapes(made.candidate)
+    tapes = make_model(DEEP).stages(made.candidate).values()
     stage_s = [played_in_full(made, tape, through) for tape in tapes]
     crosses = stages * 2 > 8
     sends_s = through * 2 * send_seconds(BOUNDARY, crosses, made.cluster.node)
@@ -93,10 +94,10 @@ def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
         made = make_plan(shape, pp=4, accumulation=8)
         totals = [
             play(tape, replace(made.candidate, accumulation=3)).peak.ledger.total
-            for tape in make_model(shape).tapes(made.candidate)
+            for tape in make_model(shape).stages(made.candidate).values()
         ]
         assert made.played.peak.ledger.total == max(totals)
-        assert (totals[1] > totals[0]) == (vocab == 100_000)
+        assert (totals[-1] > totals[0]) == (vocab == 100_000)
 
 
 def test_sends_between_nodes_take_longer_than_inside_one() -> None:
@@ -117,9 +118,30 @@ def test_flops_are_of_the_whole_model_whatever_the_degrees(stages: int, tensor: 
 
 
 def test_the_stages_of_a_pipeline_have_all_layers_once() -> None:
-    first, last = make_model(DEEP).tapes(Candidate(pp=3))
-    assert [u.name for u in first.units[1:]] == ["layers.0", "layers.1", "layers.2"]
-    assert [u.name for u in last.units[1:]] == ["layers.6", "layers.7"]
+    stages = make_model(DEEP).stages(Candidate(pp=3)).values()
+    names = [u.name for tape in stages for u in tape.units if u.name.startswith("layers")]
+    assert names == [f"layers.{i}" for i in range(8)]
+
+
+@pytest.mark.parametrize(("stages", "dense", "shown"), [(4, 0, {0, 1, 3}), (4, 3, {0, 1, 2, 3})])
+def test_every_stage_that_no_other_is_like_is_planned(
+    stages: int, dense: int, shown: set[int]
+) -> None:
+    """With dense layers first, one in the middle that has experts is the largest."""
+    experts = Experts(8, 2, 640, dense_layers=dense)
+    shape = replace(DEEP, experts=experts, vocab=64)
+    made = make_plan(shape, pp=stages, accumulation=4, micro_batch=256)
+    model = make_model(shape)
+    assert set(model.stages(made.candidate)) == shown
+    totals = [
+        play(model.tape(made.candidate, i), replace(made.candidate, accumulation=3)).peak
+        for i in range(stages)
+    ]
+    sizes = [peak.ledger.total for peak in totals]
+    assert made.played.peak.ledger.total == max(sizes)
+    if dense:
+        assert max(sizes) > 1.2 * max(sizes[0], sizes[-1])
+        assert any("pipeline stage 3 of 4" in note for note in made.notes)
 
 
 # -- tensor and context

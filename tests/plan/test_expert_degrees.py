@@ -1,5 +1,6 @@
 """Expert parallelism in plans: held against runs of the built-in decoder, and what plans tell."""
 
+import json
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,8 +15,9 @@ import shardwise
 from decoders import SEQ, SHAPE, cluster_of_ranks, make_model, make_plan
 from ranks import run_ranks
 from shardwise.cli.plan import run_plan
-from shardwise.cli.plan_setup import set_up
+from shardwise.cli.plan_setup import padding_notes, set_up
 from shardwise.cli.plan_write import train_config_of
+from shardwise.engine.schedule import Schedule
 from shardwise.errors import ConfigError
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import Candidate, Offload
@@ -23,16 +25,21 @@ from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.execution import Execution, layer_bytes
-from shardwise.plan.model.shape_tape import shape_tape
+from shardwise.plan.model.shape_tape import activation_peaks, shape_tape
+from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts
+from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.planning import plan
 from shardwise.plan.report.facts import plan_facts
 from shardwise.plan.report.page import plans_html
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import Limits, Space, search
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.decoder import Decoder
+from shardwise.train.pipeline import Pipeline
 from shardwise.train.setup import shard_decoder
 from shardwise.train.summary import count_state
 
@@ -44,11 +51,13 @@ TINY: dict[str, Any] = {
     **{"experts": 6, "experts_per_token": 6, "expert_ffn_multiple": 2.0, "vocab": VOCAB},
     **{"shared_experts": 1, "dense_layers": 1},
 }
+BY_BIASES: dict[str, Any] = {"expert_balance": 0.0, "expert_bias": True}
 RUNS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"ep": 2, "bucket_bytes": 0},
         {"ep": 2, "stage": 1, "accumulation": 2},
         {"ep": 2, "tp": 2, "activation_checkpointing": True},
+        {"ep": 2, "stage": 0},
         {"tp": 2},
     ],
     4: [
@@ -57,6 +66,8 @@ RUNS: dict[int, list[dict[str, Any]]] = {
         {"ep": 2, "tp": 4, "kv_heads": 4},  # experts are sharded, and nothing else is
         {"ep": 2, "dp_replicate": 2, "stage": 2},
         {"ep": 2, "cp": 2, "layout": "flat", "activation_checkpointing": True, "accumulation": 2},
+        {"ep": 2, "pp": 2, "layers": 4, "stage": 2, "accumulation": 2, **BY_BIASES},
+        {"ep": 2, "pp": 2, "layers": 5, "accumulation": 3, **BY_BIASES},
     ],
 }
 
@@ -73,10 +84,16 @@ def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
         model: Any = Decoder(config, VOCAB)
     model = shard_decoder(config, axes, model)
     context = ContextParallel(model, axes) if config.cp > 1 else None
+    pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         before = shardwise.stats(model)
-        for number in range(config.accumulation or 1):
+        if pipeline is not None:
+            ids = torch.randint(
+                VOCAB, (config.micro_batch * (config.accumulation or 1), config.seq)
+            )
+            pipeline.step(ids, ids, None)
+        for number in range(0 if pipeline else config.accumulation or 1):
             ids = torch.randint(VOCAB, (config.micro_batch, config.seq))
             last = number + 1 == (config.accumulation or 1)
             cut = nullcontext((ids, ids)) if context is None else context.cut(ids, ids)
@@ -88,6 +105,7 @@ def measured(config: TrainConfig, num_ranks: int) -> dict[str, Any]:
         optimizer.zero_grad()
     after = shardwise.stats(model)
     return {
+        "stage": axes["pp"].get_local_rank() if pipeline else 0,
         "state": [state.param_bytes, state.grad_bytes, state.optimizer_bytes],
         "sent": Counter(after.sent_bytes) - Counter(before.sent_bytes),
         "num": Counter(after.num_collectives) - Counter(before.num_collectives),
@@ -107,17 +125,94 @@ def test_a_plan_with_experts_holds_and_sends_what_its_run_does(
         file.write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
         setup = set_up(str(file), PlanRequest())
         on_cpu = replace(setup.candidate, transport="point_to_point")
-        made = plan(setup.model, setup.cluster, on_cpu)
-        ledger = next(m.ledger for m in made.played.peaks if m.phase == "optimizer")
-        held = [ledger.param_shards + ledger.param_full, ledger.grad_shards, ledger.optimizer_state]
-        assert held == ranks[0]["state"] == max((r["state"] for r in ranks), key=sum), settings
-        program = made.played.program
         names = ["shard.all_gather", "shard.reduce_scatter", "replicate.all_reduce"]
-        names += ["ep.all_to_all", "ep.scalars"] + ["shard.scalars"] * ("tp" not in settings)
-        for name in names:
-            sent, num = ranks[0]["sent"].get(name, 0), ranks[0]["num"].get(name, 0)
-            assert program.sent_bytes.get(name, 0) == sent, (settings, name)
-            assert program.num_collectives.get(name, 0) == num, (settings, name)
+        if "pp" in settings:
+            assert isinstance(setup.model, ShapedModel)
+            tapes = [setup.model.tape(on_cpu, stage) for stage in range(on_cpu.pp)]
+            stages = [play(tape, on_cpu) for tape in tapes]
+        else:
+            stages = [plan(setup.model, setup.cluster, on_cpu).played]
+            names += ["ep.all_to_all", "ep.scalars"] + ["shard.scalars"] * ("tp" not in settings)
+        for stage, played in enumerate(stages):
+            check_against(played, [r for r in ranks if r["stage"] == stage], names, settings)
+
+
+def check_against(
+    played: Played, ranks: list[dict[str, Any]], names: list[str], settings: dict[str, Any]
+) -> None:
+    """Compare one stage's plan with its ranks, of which the first has most."""
+    ledger = next(m.ledger for m in played.peaks if m.phase == "optimizer")
+    held = [ledger.param_shards + ledger.param_full, ledger.grad_shards, ledger.optimizer_state]
+    assert held == ranks[0]["state"] == max((r["state"] for r in ranks), key=sum), settings
+    for name in names:
+        sent, num = ranks[0]["sent"].get(name, 0), ranks[0]["num"].get(name, 0)
+        assert played.program.sent_bytes.get(name, 0) == sent, (settings, name)
+        assert played.program.num_collectives.get(name, 0) == num, (settings, name)
+
+
+# -- the order of what happens
+VISITS = ("before_forward", "after_forward", "before_backward", "after_backward")
+
+
+def told_to_the_schedule(
+    rank: int, num_ranks: int, runs: list[dict[str, Any]]
+) -> list[list[tuple[str, int]]]:
+    """Return the visits of units that the engine tells its schedule of, in the second pass."""
+    told: list[tuple[str, int]] = []
+    plain = {name: getattr(Schedule, name) for name in VISITS}
+
+    def listening(name: str) -> Any:
+        def visit(schedule: Any, unit: Any, **given: Any) -> Any:
+            told.append((name, unit.index))
+            return plain[name](schedule, unit, **given)
+
+        return visit
+
+    for name in VISITS:
+        setattr(Schedule, name, listening(name))
+    found = []
+    try:
+        for run in runs:
+            config = TrainConfig(**{**TINY, **run})
+            axes = config.axes.over(num_ranks)
+            with torch.device("meta"):
+                model: Any = Decoder(config, config.vocab or VOCAB)
+            model = shard_decoder(config, axes, model)
+            for _ in range(2):
+                told.clear()
+                ids = torch.randint(VOCAB, (2, config.seq))
+                model(ids, ids).backward()
+            found.append(list(told))
+    finally:
+        for name, method in plain.items():
+            setattr(Schedule, name, method)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tape_has_the_visits_that_the_engine_tells_its_schedule_of(num_ranks: int) -> None:
+    """Embeddings and heads as large as a layer are units; experts begin with their layer."""
+    runs: list[dict[str, Any]] = [
+        {"ep": num_ranks},
+        {"ep": num_ranks, "activation_checkpointing": True},
+        {"experts": 0, "dense_layers": 0, "vocab": 1024},
+        {"ep": num_ranks, "tp": num_ranks, "vocab": 4096, "stage": 1},
+        {"vocab": 4096, "tied_head": True},
+    ]
+    for run, told in zip(runs, run_ranks(told_to_the_schedule, num_ranks, runs)[0], strict=True):
+        config = TrainConfig(**{**TINY, **run})
+        axes = config.axes.over(num_ranks)
+        checkpointing = "full" if config.activation_checkpointing else "none"
+        candidate = Candidate(
+            num_shards=axes.dp_shard,
+            tp=axes.tp,
+            ep=axes.ep,
+            micro_batch=2,
+            activation_checkpointing=checkpointing,
+        )
+        model = ShapedModel("tiny", config.shape(config.vocab or VOCAB), config.seq)
+        tape = model.tape(candidate)
+        assert [(e.kind, e.unit) for e in tape.events if isinstance(e, Visit)] == told, run
 
 
 # -- what a rank has
@@ -141,16 +236,17 @@ def test_flops_are_of_the_whole_model_whatever_the_expert_degree(tp: int, ep: in
 
 
 def test_ranks_of_a_tensor_group_keep_the_same_rows_of_experts_or_share_them() -> None:
-    """By the formula: three lines as wide as a feed-forward, for each expert of a token."""
-    routed = 3 * 2 * 96 * SEQ * 2
+    """By the formula: three lines as wide as an expert and two of the stream's, for each choice."""
+    routed = 2 * (3 * 96 + 2 * MIXED.dim) * SEQ * 2
     kept = [
         layer_bytes(MIXED, Execution(1, SEQ, tp=tp, sequence_parallel=True, ep=ep))
         for tp, ep in ((1, 1), (2, 1), (2, 2))
     ]
-    names = ("activation input", "up", "last input")
+    names = ("gate of experts", "up of experts", "last input of experts")
+    names += ("routed rows", "output of experts")
     whole, same, shared = (sum(each[name] for name in names) for each in kept)
-    assert shared == whole // 2
-    assert same - shared == routed // 2
+    assert whole == same == routed
+    assert shared == routed // 2
 
 
 def test_first_layers_without_experts_are_planned_without() -> None:
@@ -321,3 +417,131 @@ def test_a_searched_and_written_pipeline_can_run(
     assert run_plan([*words.split(), str(planned), "--accumulation", "1"]) != 0
     assert "accumulation: expected at least pp 2" in capsys.readouterr().err
     assert not planned.exists()
+
+
+# -- configs, and what tensor parallelism sends
+MIXTRAL: dict[str, Any] = {
+    **{"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 320},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 64},
+}
+
+
+def config_file(folder: Path) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    return path
+
+
+def test_a_config_with_experts_is_one_model_whatever_the_expert_degree(tmp_path: Path) -> None:
+    """Each has the activations of the same layers: spread or not, as many rows come as go."""
+    path = str(config_file(tmp_path))
+    setups = [set_up(path, PlanRequest(ranks=4, ep=ep, seq=SEQ)) for ep in (1, 2, 4)]
+    assert {type(setup.model) for setup in setups} == {ShapedModel}
+    tapes = [setup.model.tape(setup.candidate) for setup in setups]
+    places = 2 * 8 * 2 * SEQ * MIXTRAL["num_hidden_layers"]  # of the rows that have come
+    one, two, four = (activation_peaks(tape)["forward"].activations for tape in tapes)
+    assert two == four == one + places
+    assert len({sum(e.flops for e in [tape]) for tape in tapes}) == 1
+
+
+def test_a_written_pipeline_of_a_config_with_experts_can_run(tmp_path: Path) -> None:
+    """Stages hand on no auxiliary loss: experts are balanced by biases, unless a file decides."""
+    planned, start = tmp_path / "planned.yaml", tmp_path / "start.yaml"
+    words = ["--ranks", "4", "--pp", "2", "--accumulation", "2", "--write", str(planned)]
+    assert run_plan([str(config_file(tmp_path)), *words]) == 0
+    config = load_config(planned, {})
+    assert (config.pp, config.expert_balance, config.expert_bias) == (2, 0.0, True)
+    assert run_plan([str(config_file(tmp_path)), *words[:2], *words[-2:]]) == 0
+    assert load_config(planned, {}).expert_balance > 0
+    start.write_text("".join(f"{key}: {value}\n" for key, value in TINY.items()))
+    assert run_plan([str(start), *words]) == 0
+    assert load_config(planned, {}).expert_bias
+    start.write_text(start.read_text() + "expert_balance: 0.5\n")
+    assert run_plan([str(start), *words]) != 0
+
+
+def tensor_bytes(rank: int, num_ranks: int, runs: list[dict[str, Any]]) -> list[int]:
+    """Return what a rank sends to its tensor group in one pass, by the sizes of collectives."""
+    functional = torch.ops._c10d_functional
+    factors = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1 / num_ranks}
+    factors["all_reduce"] = 2 / num_ranks
+    plain = {name: getattr(functional, name) for name in factors}
+    sent = 0.0
+
+    def counting(name: str) -> Any:
+        def call(tensor: Any, *args: Any) -> Any:
+            nonlocal sent
+            sent += factors[name] * tensor.nbytes * (num_ranks - 1)
+            return plain[name](tensor, *args)
+
+        return call
+
+    for name in plain:
+        setattr(functional, name, counting(name))
+    found = []
+    try:
+        for run in runs:
+            config = TrainConfig(**{**TINY, **run})
+            with torch.device("meta"):
+                model: Any = Decoder(config, VOCAB)
+            model = shard_decoder(config, config.axes.over(num_ranks), model)
+            ids = torch.randint(VOCAB, (2, config.seq))
+            sent = 0.0
+            model(ids, ids).backward()
+            of_experts = shardwise.stats(model).sent_bytes.get("tp.all_gather", 0)
+            found.append(round(sent) + of_experts)
+    finally:
+        for name, call in plain.items():
+            setattr(functional, name, call)
+    return found
+
+
+@pytest.mark.parametrize("run", [{}, {"ep": 2}, {"shared_experts": 0}, {"experts": 0}])
+def test_a_layer_sends_to_its_tensor_group_what_its_plan_says(run: dict[str, Any]) -> None:
+    """Of the stream, in a run with one layer more; gradients of its norms are beside it."""
+    runs = [{**run, "tp": 2, "layers": layers, "dense_layers": 0} for layers in (2, 3)]
+    two, three = run_ranks(tensor_bytes, 2, runs)[0]
+    config = TrainConfig(**{**TINY, **runs[0]})
+    tape = ShapedModel("tiny", config.shape(VOCAB), config.seq).tape(
+        Candidate(num_shards=1, tp=2, ep=config.ep, micro_batch=2, precision="fp32")
+    )
+    costs = [c for e in tape.events if isinstance(e, Work) for c in e.costs]
+    planned = sum(c.moved_bytes for c in costs if c.kind == "tensor_parallel") // 2
+    # Weights of choices are shared out too, and their gradients gathered: 4 bytes for each.
+    weights = 32 * 6 * 4 // 2 if config.ep > 1 else 0
+    norms = 2 * config.dim * 4
+    assert three - two == planned + weights + norms
+
+
+def test_every_rank_of_a_tensor_group_scores_all_tokens() -> None:
+    """A larger router costs as much on each rank of a tensor group as on one alone."""
+
+    def flops(num: int, tp: int) -> int:
+        shape = replace(MIXED, experts=Experts(num, 2, 96))
+        return shape_tape(shape, Execution(1, SEQ, tp=tp, sequence_parallel=tp > 1)).flops
+
+    assert flops(16, 2) - flops(8, 2) == flops(16, 1) - flops(8, 1) > 0
+
+
+def test_padding_is_told_with_the_ranks_that_share_rows() -> None:
+    made = make_plan(MIXED, num_shards=4, cp=2, tp=2, ep=2)
+    (note,) = padding_notes(made)
+    assert "do not divide by 8, and experts by 8, cost" in note
+    assert made.candidate.expert_shards == 8
+
+
+def test_a_search_refuses_an_expert_degree_that_fits_nothing_before_it_plays() -> None:
+    space = Space(Candidate(ep=3), degrees=((1, 1, 1), (1, 2, 1), (2, 1, 1)))
+    with pytest.raises(ConfigError, match="ep=3: expected a divisor of the model's 8 experts"):
+        search(make_model(MIXED), cluster_of_ranks(24), space, progress=pytest.fail)
+
+
+def test_a_search_varies_prefetch_where_context_or_expert_ranks_share_state() -> None:
+    """One shard alone has peers in a context group, and experts in a tensor group."""
+    for degrees, ep in (((1, 1, 4), 1), ((4, 1, 1), 2)):
+        space = Space(Candidate(ep=ep), stages=(3,), micro_batches=(1,), degrees=(degrees,))
+        shape = replace(MIXED, heads=4, kv_heads=4)
+        result = search(make_model(shape), cluster_of_ranks(4), space)
+        tried = [p.candidate for p in result.pareto] + [r.candidate for r in result.rejected]
+        assert len({candidate.prefetch_bytes for candidate in tried}) > 1

@@ -213,6 +213,32 @@ def test_the_optimizer_of_a_run_is_planned_and_written(
     momentum = state_bytes("optimizer: sgd", "optimizer_options: {momentum: 0.9}")
     assert state_bytes("optimizer: sgd") == 0
     assert 2 * momentum < state_bytes() < 2.1 * momentum  # AdamW's two moments, and its steps
+    halves = state_bytes("optimizer_options: {moments: bf16}")
+    assert momentum < halves < 1.1 * momentum
+    assert momentum / 2 < state_bytes("optimizer_options: {moments: 8bit}") < 0.6 * momentum
+
+
+@pytest.mark.parametrize(
+    ("name", "moments"), [("adamw_bf16_moments", "bf16"), ("adamw_8bit", "8bit")]
+)
+def test_small_moments_are_planned_written_and_read_again(
+    name: str, moments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.yaml"
+    assert run_plan(["demo", "--ranks", "2", "--optimizer", name, "--write", str(path)]) == 0
+    config = load_config(path, {})
+    assert (config.optimizer, config.optimizer_options) == ("adamw", {"moments": moments})
+    capsys.readouterr()
+    assert run_plan([str(path), "--ranks", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["candidate"]["optimizer"] == name
+
+
+def test_blocks_that_a_plan_does_not_count_are_refused(
+    tiny: Path, tmp_path: Path, refused: Refused
+) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text(tiny.read_text() + "\noptimizer_options: {moments: 8bit, block: 128}")
+    assert "a plan counts blocks of 256; got 128" in refused(run_plan, path)
 
 
 @pytest.mark.parametrize(
@@ -398,3 +424,19 @@ def test_a_written_plan_trains_and_its_state_is_predicted_to_the_byte(tmp_path: 
     measured = [row["state_bytes"] for row in map(json.loads, steps) if "state_bytes" in row]
     assert measured
     assert set(measured) == {predicted}
+
+
+def test_a_run_with_its_state_in_host_memory_is_planned_so_and_written_again(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
+    for stage, params in ((3, "host"), (1, "device")):
+        path.write_text(f"{tiny.read_text()}\nstage: {stage}\noffload: cpu\n")
+        call = [str(path), "--ranks", "2", "--gpu", "h100-sxm", "--json", "--write", str(written)]
+        assert run_plan(call) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["candidate"]["offload"]["params"] == params
+        assert found["candidate"]["offload"]["optimizer"] == "host"
+        assert load_config(written, {}).offload == "cpu"
+    assert run_plan([*call[:5], "--offload-optimizer", "nvme", "--write", str(written)]) == 2
+    assert "write: a run keeps all that a rank owns in host memory" in capsys.readouterr().err

@@ -62,6 +62,11 @@ def test_a_curve_of_deepspeed_has_its_own_options_and_ends_with_the_run() -> Non
         ),
         ({"optimizer_options": {"epsilon": 1}}, "unknown argument 'epsilon' of AdamW"),
         ({"optimizer_options": {"lr": 1}}, "lr has keys of its own"),
+        ({"optimizer_options": {"moments": "int8"}}, "moments='int8': expected one of 'fp32'"),
+        (
+            {"optimizer_options": {"moments": "bf16", "amsgrad": True}},
+            "unknown argument 'amsgrad' of shardwise.optim.AdamW",
+        ),
         ({"optimizer_options": "[1]"}, "expected `{name: value"),
     ],
 )

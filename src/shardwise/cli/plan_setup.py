@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.axes import Axes
 from shardwise.cli.plan_write import (
     ALIKE,
+    host_of,
     planned_optimizer,
     train_config_of,
     trainable_degrees,
@@ -166,10 +167,14 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
 def padding_notes(made: Plan) -> tuple[str, ...]:
     """Tell of padding that is worth another layout."""
     padding, shards = made.played.padding_bytes, made.played.resting.param_shards
-    if made.candidate.layout != "rows" or padding <= _PADDING_TO_MENTION * shards:
+    candidate = made.candidate
+    if candidate.layout != "rows" or padding <= _PADDING_TO_MENTION * shards:
         return ()
+    parts = str(candidate.num_shards * candidate.cp)
+    if candidate.ep > 1:
+        parts += f", and experts by {candidate.expert_shards},"
     return (
-        f"rows that do not divide by {made.candidate.num_shards} cost {format_bytes(padding)} of "
+        f"rows that do not divide by {parts} cost {format_bytes(padding)} of "
         f"padding a rank ({padding / max(shards, 1):.1%} of its shards); --layout flat costs none",
     )
 
@@ -216,6 +221,8 @@ def _of_train(config: TrainConfig) -> dict[str, Any]:
     found = {name: getattr(config, name) for name in names}
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)
+    if config.offload is not None:
+        found["offload"] = host_of(config.stage)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -285,10 +292,13 @@ def _model(
 ) -> Model:
     """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
     is_split = splits or candidate.world_size != candidate.data_parallel or candidate.ep > 1
-    is_split |= config is not None and config.experts > 0  # routing depends on values: no trace
+    # Routing depends on values, which a trace has not; and with ep there is none to compare with.
+    is_split |= config is not None and config.experts > 0
+    is_split |= source is not None and source.shape is not None and source.shape.experts is not None
     if is_split or candidate.activation_checkpointing == "selective":
         if source is None and config is not None:
-            return ShapedModel(Path(name).name, config.shape(_vocab(config)), seq or config.seq)
+            own = config.shape(_vocab(config))
+            return ShapedModel(Path(name).name, own, seq or config.seq, is_built_in=True)
         shape = source.shape if source is not None else None
         if source is None or shape is None:
             raise ConfigError(
@@ -296,7 +306,8 @@ def _model(
                 "context or expert degree and no selective checkpointing; give a preset or a "
                 "config.json of a decoder"
             )
-        return ShapedModel(source.name, shape, seq or source.seq)
+        is_built_in = config is not None
+        return ShapedModel(source.name, shape, seq or source.seq, is_built_in=is_built_in)
     if config is not None:
         source = _decoder_source(source.name if source else Path(name).name, config)
     assert source is not None  # there is a file's config, or what a name stands for

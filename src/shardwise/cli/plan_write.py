@@ -7,15 +7,24 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys, flag_of
+from shardwise.optim.kinds import BLOCK
 from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS
+from shardwise.stages import STAGES
 from shardwise.train.checks import check_micro_batches
 from shardwise.train.config import TrainConfig, dump_config
+from shardwise.train.optimizers import is_own
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
-_WRITABLE = ("adamw", "adam", "sgd")  # names that a plan and a run share
+# Optimizers of plans, as keys of a run.
+_WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
+    **{name: (name, None) for name in ("adamw", "adam", "sgd")},
+    "adamw_bf16_moments": ("adamw", {"moments": "bf16"}),
+    "adamw_8bit": ("adamw", {"moments": "8bit"}),
+}
+_OF_MOMENTS = {options["moments"]: name for name, (_, options) in _WRITABLE.items() if options}
 ALIKE = (  # settings of a candidate that a run has under the same names
     *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
     *("micro_batch", "accumulation"),
@@ -66,14 +75,26 @@ def planned_optimizer(config: TrainConfig) -> str:
 
     **Raises** ConfigError where a plan knows no such state.
     """
-    name = str(config.optimizer)
-    if name == "sgd" and (config.optimizer_options or {}).get("momentum"):
+    name, options = str(config.optimizer), config.optimizer_options or {}
+    if name == "sgd" and options.get("momentum"):
         return "sgd_momentum"
+    if is_own(name, options):
+        if options.get("moments") == "8bit" and options.get("block", BLOCK) != BLOCK:
+            raise ConfigError(
+                f"optimizer_options: a plan counts blocks of {BLOCK}; got {options['block']} in "
+                "the file of the run"
+            )
+        return _OF_MOMENTS.get(str(options.get("moments")), name)
     if name not in OPTIMIZERS:
         raise ConfigError(
             f"optimizer: a plan has {', '.join(OPTIMIZERS)}; got {name!r} in the file of the run"
         )
     return name
+
+
+def host_of(stage: int) -> Offload:
+    """Return what the key ``offload: cpu`` of a run means, as a plan has it."""
+    return Offload("host" if STAGES[stage].frees_after_backward else "device", "host")
 
 
 def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
@@ -88,8 +109,11 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
             f"{name}; plan from a file for `shardwise train` or a preset like Llama, or take the "
             "settings that the plan prints into your own shardwise.shard(...)"
         )
-    if candidate.offload != Offload():
-        raise ConfigError("write: the engine does not offload yet; leave --offload-* out")
+    if candidate.offload not in (Offload(), host_of(candidate.stage)):
+        raise ConfigError(
+            "write: a run keeps all that a rank owns in host memory, or nothing: at stage 3 "
+            "--offload-params host and --offload-optimizer host, at others the second alone"
+        )
     if candidate.activation_checkpointing == "selective":
         raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
     if candidate.optimizer not in (planned_optimizer(config), *_WRITABLE):
@@ -126,8 +150,20 @@ def trainable_degrees(
     return tuple(kept)
 
 
+def _for_stages(candidate: Candidate, config: TrainConfig) -> TrainConfig:
+    """Return the keys of a pipeline of experts, whose stages hand on no auxiliary loss.
+
+    Where nobody has decided how experts are kept equally busy, it is by biases then.
+    """
+    decided = {"expert_balance", "expert_bias"} & config.model_fields_set
+    if candidate.pp == 1 or not config.experts or decided:
+        return config
+    return config.model_copy(update={"expert_balance": 0.0, "expert_bias": True})
+
+
 def _check_degrees(candidate: Candidate, config: TrainConfig) -> None:
     names = ("precision", *ALL_DEGREES)
+    config = _for_stages(candidate, config)
     values = {**config.model_dump(), **{name: getattr(candidate, name) for name in names}}
     check_keys(TrainConfig, values, {}, Path("write"), "train")
 
@@ -137,20 +173,24 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     candidate = plan.candidate
     other: dict[str, Any] = {}
     if candidate.optimizer != planned_optimizer(config):
-        other = {"optimizer": candidate.optimizer, "optimizer_options": None}
-    made = config.model_copy(
+        kind, options = _WRITABLE[candidate.optimizer]
+        other = {"optimizer": kind, "optimizer_options": options}
+    offloads = candidate.offload != Offload()
+    made = _for_stages(candidate, config).model_copy(
         update={
             **other,
             **{name: getattr(candidate, name) for name in (*ALIKE, *ALL_DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
+            "offload": "cpu" if offloads else None,
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,
             "global_batch": None,
             "ranks": candidate.world_size,
             "seq": plan.seq,
             "predicted_step_s": plan.step_s,
-            "predicted_state_bytes": _state_bytes(plan),
-            "predicted_peak_bytes": plan.played.peak.ledger.total,
+            # These are of the device, and a run counts what is in host memory too.
+            "predicted_state_bytes": None if offloads else _state_bytes(plan),
+            "predicted_peak_bytes": None if offloads else plan.played.peak.ledger.total,
         }
     )
     return dump_config(made)

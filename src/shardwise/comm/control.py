@@ -198,6 +198,12 @@ def naming(what: str) -> Iterator[None]:
         raise CollectiveError(f"{what}: {error}") from error
 
 
+def open_group(store: dist.Store, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Open a gloo group of these ranks, this one among them, that torch does not know."""
+    rank = ranks.index(dist.get_rank())
+    return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)  # type: ignore[return-value]  # a Backend does too
+
+
 def timeout_of(axes: DataAxes) -> timedelta:
     """Return how long the groups of a mesh wait for a rank: the shortest, if they differ."""
     found = []
@@ -244,5 +250,5 @@ def control_over(axes: DataAxes, ranks: Sequence[int] | None = None) -> Control:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
         timeout = timeout_of(axes)
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, len(ranks), timeout)
-    return GroupControl(group, rank, ranks, timeout, name)  # type: ignore[arg-type]  # a Backend does too
+        group = open_group(dist.PrefixStore(name, store), ranks, timeout)
+    return GroupControl(group, rank, ranks, timeout, name)

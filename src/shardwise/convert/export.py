@@ -9,6 +9,7 @@ export with transformers and save_pretrained() it.
 
 import json
 import os
+import re
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from shardwise.checkpoint.container import (
 )
 from shardwise.checkpoint.files import Files, Writer
 from shardwise.checkpoint.leftovers import remove_tree
+from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.convert.foreign import follow_link
 from shardwise.errors import CheckpointError, ConfigError
@@ -89,6 +91,8 @@ def export_huggingface(
     and BF16 tensors, no others. A further name of a shared parameter is left out, as transformers
     leaves it out: it ties again as ``config.json`` says. That file, and the tokenizer's, are copied
     from ``config_from`` as they are, its dtype too. ``progress`` is told the bytes of each piece.
+    Tensors of a checkpoint of ours stand in the order of their names, numbers as numbers: one model
+    gives one file, whatever units, ranks, stages or degrees have saved it.
 
     The target must be missing or empty, and appears whole: what a killed process leaves is a
     ``.tmp-`` folder beside it, which may be removed. See Note [Names are the model's own].
@@ -107,6 +111,8 @@ def export_huggingface(
     job = _Job(source, files, dtype, progress)
     infos = [t for t in source.tensors if t.kind in ("param", "buffer")]
     infos = [t for t in infos if t.name not in source.tied]
+    if isinstance(source, Checkpoint):  # its order is that of units and stages
+        infos.sort(key=_place_of_name)
     if not infos:
         raise CheckpointError(f"{source.where} holds no parameter that could be exported")
     sizes = [job.bytes_of(info) for info in infos]
@@ -125,6 +131,11 @@ def export_huggingface(
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             _write_small(files, folder / "model.safetensors.index.json", text.encode())
     return Exported(tuple(names), sum(sizes), len(infos))
+
+
+def _place_of_name(info: TensorInfo) -> list[str | int]:
+    parts = re.split(r"(\d+)", info.name)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)]
 
 
 def export_dcp(source: Source, target: Path) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 class Order:
     """Predicts which units come next in either direction, from the order of the step before.
 
-    ``seen`` is the forward order of the backward pass under way, or empty.
+    ``forward`` is the order in which a forward pass is expected to need the units; ``seen`` that of
+    the backward pass under way, or empty.
     """
 
     def __init__(self, registration_order: Sequence[int]) -> None:
-        self._forward = list(registration_order)
+        self.forward = list(registration_order)
         self._backward: list[int] = []
         self.seen: list[int] = []
         self._forward_at = -1
@@ -26,8 +27,8 @@ class Order:
 
         None when the unit was not expected at all.
         """
-        self._forward_at = _find(self._forward, unit, self._forward_at + 1)
-        return None if self._forward_at < 0 else self._forward[self._forward_at + 1 :]
+        self._forward_at = _find(self.forward, unit, self._forward_at + 1)
+        return None if self._forward_at < 0 else self.forward[self._forward_at + 1 :]
 
     def begin_backward(self, forward: Sequence[int]) -> None:
         """Fix the backward prediction: the order of the forward pass before it, reversed."""
@@ -43,7 +44,7 @@ class Order:
     def end_step(self) -> None:
         """Make what was seen the prediction for the next step."""
         if self.seen:
-            self._forward, self.seen = self.seen, []
+            self.forward, self.seen = self.seen, []
         self._forward_at = self._backward_at = -1
 
 

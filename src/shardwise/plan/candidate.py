@@ -73,6 +73,16 @@ class Candidate:
         return self.tp, self.pp, self.cp
 
     @property
+    def expert_shards(self) -> int:
+        """Ranks over which the experts that a rank has are sharded (efsdp)."""
+        return self.num_shards * self.cp * self.tp // self.ep
+
+    @property
+    def has_shards(self) -> bool:
+        """Tell whether anything is sharded over several ranks: parameters, or experts."""
+        return self.num_shards * self.cp > 1 or (self.ep > 1 and self.expert_shards > 1)
+
+    @property
     def engine_runs_it(self) -> bool:
         """Tell whether the engine can run it: what is a number of the plan only, it cannot."""
         return self.offload.params == self.offload.optimizer == "device"

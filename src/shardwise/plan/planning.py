@@ -10,9 +10,10 @@ Note [Pipelines]
 A pipeline of p stages is filled and emptied once a step. With m micro-batches it takes the time of
 m + p - 1 of them on the slowest stage (Narayanan et al. 2021, section 2.2.1, without interleaving);
 clipping and the optimizer's step come once, after that. The first stage keeps most micro-batches in
-flight, the last one has the head and the loss: those two are planned, and of each figure the larger
-counts. A micro-batch is sent forward, and its gradient back; both sends are counted in full, as
-nothing hides them under 1F1B in the benchmark of published runs.
+flight, the last one has the head and the loss, and one in the middle may have more experts: all
+that differ are planned, and of each figure the largest counts. A micro-batch is sent forward, and
+its gradient back; both sends are counted in full, as nothing hides them under 1F1B in the benchmark
+of published runs.
 
 Note [Context ranks are shard ranks]
 The ranks of a context group have the same parameters and different tokens, so gradients are reduced
@@ -70,6 +71,9 @@ class Model(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the tapes are made."""
 
+    def check_degrees(self, candidate: Candidate) -> None:
+        """Refuse degrees that the model cannot have. **Raises** ConfigError, naming one."""
+
     def tape(self, candidate: Candidate) -> Tape:
         """Return one rank's micro-batch under the candidate's batch, precision and degrees."""
 
@@ -106,13 +110,13 @@ def plan(
             f"{candidate.num_replicas} replicas x degrees), the cluster {cluster.num_ranks}"
         )
     if candidate.pp > 1 and isinstance(model, ShapedModel):
-        tapes = model.tapes(candidate)
+        stages = model.stages(candidate)
     else:
-        tapes = (tape or model.tape(candidate),)
+        stages = {0: tape or model.tape(candidate)}
+    tapes = tuple(stages.values())
     prices = prices or Prices(cluster, candidate)
     # See Note [Context ranks are shard ranks].
-    shards = candidate.num_shards * candidate.cp
-    played_as = replace(candidate, num_shards=shards, cp=1)
+    played_as = replace(candidate, num_shards=candidate.num_shards * candidate.cp, cp=1)
     windows = [play_window(each, played_as, prices, scenario) for each in tapes]
     largest = max(windows, key=lambda w: w.played.peak.ledger.total)
     others = candidate.pp - 1
@@ -140,7 +144,7 @@ def plan(
         matmul_dtype=in_time.matmul_dtype,
         flops_per_step=_flops_per_step(model, candidate, in_memory),
         assumptions=tuple(_sentence(a) for a in prices.assumptions()),
-        notes=(*model.notes, *_pipeline_notes(tapes, in_memory, in_time)),
+        notes=(*model.notes, *_pipeline_notes(stages, in_memory, in_time)),
         fill_s=fill_s,
         sends_s=sends_s,
         model_parallel_s=_model_parallel(slowest.simulated, prices),
@@ -200,15 +204,20 @@ def _seconds_of(kind: str, program: Program, prices: Pricer) -> float:
     return total
 
 
-def _pipeline_notes(tapes: tuple[Tape, ...], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
+def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:
     """Say which stages of a pipeline the figures are of."""
-    if len(tapes) == 1:
+    if len(stages) == 1:
         return ()
-    names = {id(tape): name for tape, name in zip(tapes, ("first", "last"), strict=True)}
+    last = max(stages)
+    ends = {0: "the first pipeline stage", last: "the last pipeline stage"}
+    names = {
+        id(tape): ends.get(number, f"pipeline stage {number + 1} of {last + 1}")
+        for number, tape in stages.items()
+    }
     memory, time = names[id(in_memory)], names[id(in_time)]
-    whose = f"memory and traffic are those of the {memory} pipeline stage, time that of the {time}"
+    whose = f"memory and traffic are those of {memory}, time that of {time}"
     if memory == time:
-        whose = f"memory, traffic and time are those of the {memory} pipeline stage"
+        whose = f"memory, traffic and time are those of {memory}"
     return (f"{whose}; filling the pipeline and sends between stages are added",)
 
 

@@ -17,7 +17,7 @@ from math import prod
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import DEGREES, Candidate, Offload
+from shardwise.plan.candidate import ALL_DEGREES, DEGREES, Candidate, Offload
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer
 from shardwise.plan.model.tape import full_bytes
@@ -143,6 +143,7 @@ def search(
             f"{list(space.num_shards)} and degrees={list(space.degrees)} leave none (their "
             "products must divide the ranks)"
         )
+    _check_some_fit(model, families)
     front = _Front()
     rejected: list[Rejected] = []
     num_played = 0
@@ -173,6 +174,28 @@ def _check(space: Space, limits: Limits) -> None:
             raise ConfigError(f"search: {name} is empty; give at least one value to try")
 
 
+def _check_some_fit(model: Model, families: Sequence[tuple[Candidate, int | None]]) -> None:
+    """Refuse degrees that the model cannot have, where no placement has others."""
+    first: ConfigError | None = None
+    for placed in dict.fromkeys(_placed(candidate) for candidate, _ in families):
+        try:
+            model.check_degrees(placed)
+        except ConfigError as error:
+            first = first or error
+        else:
+            return
+    assert first is not None  # there is at least one family
+    raise first
+
+
+def _placed(candidate: Candidate) -> Candidate:
+    """Return a candidate with the same ranks in each degree, and nothing else."""
+    sizes = {
+        name: getattr(candidate, name) for name in ("num_shards", "num_replicas", *ALL_DEGREES)
+    }
+    return Candidate(**sizes)
+
+
 def _families(space: Space, cluster: Cluster) -> Iterator[tuple[Candidate, int | None]]:
     """Yield candidates without a micro-batch, each with the number of units to prefetch."""
     for degrees in space.degrees:
@@ -191,7 +214,7 @@ def _families(space: Space, cluster: Cluster) -> Iterator[tuple[Candidate, int |
                 stage = STAGES[candidate.stage]
                 if candidate.offload.params != "device" and not stage.frees_after_backward:
                     continue  # only a stage that frees parameters can have them elsewhere
-                gathers = num_shards > 1 and stage.shards_state
+                gathers = candidate.has_shards and stage.shards_state
                 if not gathers and ahead != space.prefetch_units[0]:
                     continue  # nothing to prefetch, whatever the setting
                 yield candidate, ahead

@@ -14,6 +14,7 @@ from math import prod
 from typing import Literal, TypeVar
 
 from shardwise.errors import ConfigError
+from shardwise.optim.kinds import BLOCK
 from shardwise.precisions import PRECISION_DTYPES
 from shardwise.spelling import did_you_mean
 
@@ -123,10 +124,13 @@ _TORCHAO = "torchao.optim: block_size {}, one float32 scale per block"
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(2, "torch.optim.AdamW: exp_avg, exp_avg_sq, step", has_step=True),
     "adam": Optimizer(2, "torch.optim.Adam: exp_avg, exp_avg_sq, step", has_step=True),
-    "adamw_bf16_moments": Optimizer(2, f"{_MEGATRON}: 6 + 8/d with bf16 moments", bits=16,
-        has_step=True),
-    "adamw_8bit": Optimizer(2, _TORCHAO.format(256), bits=8, block=256, has_step=True,
-        note=_QUANTIZED),
+    "adamw_bf16_moments": Optimizer(2,
+        f"shardwise.optim.AdamW(moments='bf16'); {_MEGATRON}: 6 + 8/d with bf16 moments",
+        bits=16, has_step=True),
+    "adamw_8bit": Optimizer(2,
+        f"shardwise.optim.AdamW(moments='8bit', block={BLOCK}): one float32 scale per block",
+        bits=8, block=BLOCK, has_step=True,
+        note=f"a slice that begins inside a block of {BLOCK} elements may have one scale more"),
     "adamw_4bit": Optimizer(2, _TORCHAO.format(128), bits=4, block=128, has_step=True,
         note=_QUANTIZED),
     "sgd": Optimizer(0, "torch.optim.SGD: no state"),

@@ -82,7 +82,9 @@ class Pipeline:
         0, and the last its mean as often as there are stages.
         """
         losses: list[Tensor] = []
-        self._run(self._schedule.step, ids, targets, positions, losses=losses)
+        # Without return_outputs the logits of all micro-batches would be kept, and then copied.
+        given: dict[str, Any] = {"losses": losses, "return_outputs": False}
+        self._run(self._schedule.step, ids, targets, positions, **given)
         if not self.is_last:
             return torch.zeros((), device=ids.device)
         return torch.stack([loss.detach() for loss in losses]).mean() * self._num_stages

@@ -113,7 +113,7 @@ class CalibratedPrices:
     def _collective_seconds(self, work: Collective) -> float:
         """Return the seconds of a collective; an all-reduce is the other two."""
         shards, replicas = self.candidate.num_shards, self.candidate.num_replicas
-        size = shards if work.axis == "shard" else replicas
+        size = replicas if work.axis == "replicate" else shards
         if size == 1:
             return 0.0
         kinds = ("reduce_scatter", "all_gather") if work.kind == "all_reduce" else (work.kind,)

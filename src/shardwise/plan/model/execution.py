@@ -6,6 +6,9 @@ loss. Under 1F1B, when stage i begins its first backward, p - i micro-batches ar
 (Narayanan et al. 2021, section 2.2.1); with v chunks per stage the first stage keeps
 1 + (p - 1) / (p v) times the layers of all p (Korthikanti et al. 2022, section 4.2.3).
 
+Where a step has no more micro-batches than a stage may have in flight, all of them are at its first
+backward alone, before any gradient is there; from the second on there is one less.
+
 Note [Bytes per logit]
 The loss is the largest moment of a small model with a large vocabulary, and what it costs depends
 on how it is written. `LOSSES` counts, per local logit, what is kept after the head, at the peak of
@@ -14,7 +17,7 @@ output of log-softmax, and in backward the gradients of both. Checked with torch
 eager to chunked saves 8.3 GiB by these figures (published 8.1).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.errors import ConfigError
@@ -52,10 +55,12 @@ LOSSES: dict[LossKind, LossBytes] = {
 class Execution:
     """How one rank runs the decoder.
 
-    ``rank_layers`` overrides the even split of layers over ``pipeline`` stages; ``chunks`` are the
-    interleaved chunks of a stage; ``micro_batches`` those of one step. ``causal`` says whether the
-    attention kernel skips what the mask hides. ``trained`` False: the weights are frozen, adapters
-    learn. ``keeps_outputs``: a stage keeps what it sent to the next one until its backward.
+    ``chunks`` are the interleaved chunks of a stage; ``micro_batches`` those of one step.
+    ``causal`` says whether the attention kernel skips what the mask hides. ``trained`` False: the
+    weights are frozen, adapters learn. ``keeps_outputs``: a stage keeps what it sent to the next
+    one until its backward. ``first_layer`` and ``rank_layers`` say which layers a stage has, where
+    they are not shared out evenly. ``large_units``: an embedding or a head as large as a layer is a
+    unit. ``on_cpu``: attention over parts of a sequence needs masks there.
     """
 
     micro_batch: int
@@ -78,7 +83,10 @@ class Execution:
     chunks: int = 1
     micro_batches: int = 1
     rank_layers: int | None = None
+    first_layer: int | None = None
     keeps_outputs: bool = False
+    large_units: bool = False
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         """Refuse degrees and sizes that are not positive."""
@@ -112,6 +120,13 @@ class Execution:
         """Return the number of layers of this stage (the largest share)."""
         return self.rank_layers or -(-shape.layers // self.pipeline)
 
+    def first_here(self, shape: DecoderShape) -> int:
+        """Return the number of the first layer of this stage."""
+        layers = self.layers_here(shape)
+        if self.first_layer is not None:
+            return self.first_layer
+        return max(0, shape.layers - layers) if self.last else self.pipeline_rank * layers
+
     @property
     def in_flight(self) -> float:
         """Micro-batches' worth of this stage's activations at its first backward; see the Note."""
@@ -121,6 +136,12 @@ class Execution:
             return min(warmup, self.micro_batches * self.chunks) / self.chunks
         return min(behind, self.micro_batches)
 
+    @property
+    def first_in_flight(self) -> int:
+        """How many more micro-batches are in flight at the first backward than at any later one."""
+        is_short = self.chunks == 1 and self.micro_batches <= self.pipeline - self.pipeline_rank
+        return int(is_short and self.micro_batches > 1)
+
 
 # Per-op checkpointing keeps the attention's output and every second matrix product of a layer
 # (query, value, gate), as torchtitan's policy does; in eager mode the product after the gate's,
@@ -128,29 +149,31 @@ class Execution:
 _PER_OP_LINES = {"attention output": 1.0, "log-sum-exp": 1.0, "query": 1.0, "key, value": 0.5}
 
 
-def cut_shape(shape: DecoderShape, run: Execution) -> DecoderShape:
-    """Return the shape of which a rank has 1 / tp.
+def ffn_columns(shape: DecoderShape, run: Execution) -> int:
+    """Return the columns of the feed-forward's inner product that a rank has, for one token.
 
-    Routed experts are not cut over tp. Where ep spreads them, ranks of one tp group share the
-    tokens instead; where it does not, all compute the same rows.
+    Routed experts are whole over tp. Where ep spreads them, ranks of one tp group share the tokens
+    instead; where it does not, all compute the same rows.
     """
     experts = shape.experts
-    if experts is None or run.ep > 1:
-        return shape
-    return replace(shape, experts=replace(experts, top_k=experts.top_k * run.tp))
+    if experts is None:
+        return shape.ffn // run.tp
+    routed = experts.top_k * experts.ffn // (run.tp if run.ep > 1 else 1)
+    return experts.shared * experts.ffn // run.tp + routed
 
 
 def layer_bytes(shape: DecoderShape, run: Execution) -> dict[str, int]:
     """Return the bytes that one layer makes for its backward, by line, without checkpointing."""
-    cut = cut_shape(shape, run)
     return {
         line.name: line_bytes(
             line,
-            cut,
+            shape,
             tokens=run.tokens,
             seq=run.seq,
             dtype=run.dtype,
             tp=run.tp,
+            cp=run.cp,
+            ep=run.ep,
             sequence_parallel=run.sequence_parallel,
         )
         for line in kept_lines(_facts(shape, run))
@@ -159,7 +182,12 @@ def layer_bytes(shape: DecoderShape, run: Execution) -> dict[str, int]:
 
 def _facts(shape: DecoderShape, run: Execution) -> frozenset[str]:
     return layer_facts(
-        shape, run.implementation, flash=run.flash, dropout=run.dropout, trained=run.trained
+        shape,
+        run.implementation,
+        flash=run.flash,
+        dropout=run.dropout,
+        trained=run.trained,
+        spread=run.ep > 1,
     )
 
 

@@ -30,10 +30,14 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     products, core = shape.layer_flops_per_token(run.seq, causal=causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
     made, stream = sum(layer_bytes(shape, run).values()), stream_bytes(shape, run)
-    # Routed experts are whole, and where they are spread, so are the tokens of one tp group.
+    # Routed experts are whole, and where they are spread, the tokens of one tp group are shared
+    # out; routers score all tokens on all of its ranks.
     routed, part = shape.routed_flops_per_token, tp if run.ep > 1 else 1
-    flops = (products - routed) * tokens // tp + routed * tokens // part
-    weights = (shape.layer_params() - shape.routed_params) * size // tp
+    router = 2 * shape.router_params
+    flops = (products - routed - router) * tokens // tp
+    flops += router * tokens + routed * tokens // part
+    weights = (shape.layer_params() - shape.routed_params - shape.router_params) * size // tp
+    weights += shape.router_params * size
     weights += shape.routed_params * size // run.ep
     matmul = run.matmul_dtype or run.dtype
     eager = run.dropout or run.implementation.startswith("eager")
@@ -47,12 +51,29 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     if not run.flash:
         costs[1] = replace(costs[1], kind="matmul", num_ops=2)
     if tp > 1:
-        sent = 2 * 2 * shape.dim * tokens * size * (tp - 1) // tp
-        costs.append(Cost("tensor_parallel", run.dtype, 0, sent, 2))
+        costs.append(_tensor_cost(shape, run))
     if run.cp > 1:
         sent = 2 * shape.kv_dim * tokens * size * (run.cp - 1) // tp
         costs.append(Cost("context_parallel", run.dtype, 0, sent, run.cp - 1))
     return *costs, *_exchange_costs(shape, run)
+
+
+def _tensor_cost(shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
+    """Return what the ranks of a tensor group send each other.
+
+    Attention and a dense feed-forward gather the tokens and scatter the sums, or sum them at once:
+    two passes of the stream over the ranks each. A mixture gathers the tokens, whose outputs are
+    whole on all ranks; shared experts are summed, in backward the gradients of gate's input and of
+    up's each by itself; where experts are spread, outputs are gathered.
+    """
+    experts = shape.experts
+    passes, num = 4, 2
+    if experts is not None:
+        sums = (2 if backward and shape.gated else 1) * bool(experts.shared)
+        passes = 3 + 2 * sums + (run.ep > 1)
+        num = 2 + sums + (run.ep > 1)
+    stream = shape.dim * run.tokens * DTYPE_BYTES[run.dtype]
+    return Cost("tensor_parallel", run.dtype, 0, passes * stream * (run.tp - 1) // run.tp, num)
 
 
 def _exchange_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
@@ -93,7 +114,10 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     for cost in layer_costs(shape, run):
         if cost.dtype == "int64":  # counts of tokens have no gradient
             continue
-        once = cost.kind in ("tensor_parallel", "expert_parallel")
+        if cost.kind == "tensor_parallel":
+            found.append(_tensor_cost(shape, run, backward=True))
+            continue
+        once = cost.kind == "expert_parallel"
         once |= cost.kind == "matmul" and not run.trained
         times = 1 if once else 2
         found.append(

@@ -5,6 +5,7 @@ attention and feed-forward, and columns of what comes last (`train.degrees`); no
 routed experts are whole.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from shardwise.plan.model.execution import Execution
@@ -12,18 +13,34 @@ from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import ParamFacts, UnitFacts
 
 
-def root_unit(shape: DecoderShape, run: Execution) -> UnitFacts:
-    """Return what belongs to no layer: embedding, last norm and head, where they are."""
-    params: list[ParamFacts] = []
-    if run.first or (run.last and shape.tied):
-        params.append(_param("embedding", shape.vocab // run.tp, shape.dim))
+def end_units(
+    shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]
+) -> tuple[UnitFacts | None, UnitFacts, UnitFacts | None]:
+    """Return the units beside the layers: embedding, root and head; None for what the root has.
+
+    With ``run.large_units`` a table that belongs to one end alone, and is as large as one of
+    ``layers``, is a unit, as `layout.units` has it.
+    """
+    shares = shape.tied and run.first and run.last
+    smallest = min((kind.layer_params() for kind in layers), default=0)
+    is_large = run.large_units and not shares and shape.vocab * shape.dim >= smallest > 0
+    table = (shape.vocab // run.tp, shape.dim)
+    embedding = head = None
+    root: list[ParamFacts] = []
+    if run.first and is_large:
+        params = (_param("embedding", *table),)
+        embedding = UnitFacts("embedding", "TokenEmbedding", params, backward_reads_params=False)
+    elif run.first:
+        root.append(_param("embedding", *table))
     if run.first and shape.positions:
-        params.append(_param("positions", shape.positions, shape.dim))
+        root.append(_param("positions", shape.positions, shape.dim))
     if run.last:
-        params += _norm(shape, "norm")
-        if not shape.tied:
-            params.append(_param("head", shape.vocab // run.tp, shape.dim))
-    return UnitFacts("", "Decoder", tuple(params))
+        root += _norm(shape, "norm")
+    if run.last and is_large:
+        head = UnitFacts("head", "Projection", (_param("head", *table),))
+    elif run.last and not shares:
+        root.append(_param("head", *table))
+    return embedding, UnitFacts("", "Decoder", tuple(root)), head
 
 
 def layer_units(shape: DecoderShape, run: Execution) -> tuple[UnitFacts, ...]:

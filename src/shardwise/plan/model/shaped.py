@@ -1,5 +1,6 @@
 """A model to plan for whose tapes are its shape's formulas, for degrees that no trace shows."""
 
+from collections import Counter
 from dataclasses import replace
 
 from shardwise.errors import ConfigError
@@ -15,14 +16,19 @@ class ShapedModel:
     """The tapes of a decoder of a shape, for windows of ``seq`` tokens, on one of its ranks.
 
     Where layers do not divide into the pipeline's stages, the first stages have one more.
+    ``is_built_in``: it is run as `shardwise train` runs its decoder, in eager PyTorch; else with
+    fused kernels.
 
     **Raises** ConfigError, when a tape is asked for, naming a degree that the shape cannot have.
     """
 
-    def __init__(self, name: str, shape: DecoderShape, seq: int) -> None:
+    def __init__(
+        self, name: str, shape: DecoderShape, seq: int, *, is_built_in: bool = False
+    ) -> None:
         self.name = name
         self.seq = seq
         self._shape = shape
+        self._is_built_in = is_built_in
         self._tapes: dict[Execution, Tape] = {}
 
     @property
@@ -33,33 +39,45 @@ class ShapedModel:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the tapes are made."""
+        kernels = "in eager PyTorch" if self._is_built_in else "with fused kernels"
         how = (
-            "by the formulas of the model's shape, with fused kernels and flash attention: tensor, "
+            f"by the formulas of the model's shape, {kernels} and with flash attention: tensor, "
             "pipeline, context and expert degrees and selective checkpointing are not traced"
         )
         if self._shape.experts is None:
             return (how,)
         return how, "routers are taken to send as many tokens to each expert as to any other"
 
-    def tape(self, candidate: Candidate) -> Tape:
-        """Return one rank's micro-batch; with a pipeline, on the first stage."""
-        return self._tape(self._execution(candidate))
+    def check_degrees(self, candidate: Candidate) -> None:
+        """Refuse degrees that the shape cannot have. **Raises** ConfigError, naming one."""
+        _check_degrees(self._shape, self.seq, candidate)
 
-    def tapes(self, candidate: Candidate) -> tuple[Tape, ...]:
-        """Return one micro-batch on a rank of the first and of the last pipeline stage."""
-        first = self._execution(candidate)
-        if first.pipeline == 1:
-            return (self._tape(first),)
-        fewest = self._shape.layers // first.pipeline
-        last = replace(first, pipeline_rank=first.pipeline - 1, rank_layers=fewest)
-        return self._tape(first), self._tape(last)
+    def tape(self, candidate: Candidate, stage: int = 0) -> Tape:
+        """Return one rank's micro-batch; with a pipeline, on one of its stages."""
+        return self._tape(self._execution(candidate, stage))
+
+    def stages(self, candidate: Candidate) -> dict[int, Tape]:
+        """Return one micro-batch on a rank of each pipeline stage that no other is like.
+
+        Of stages in the middle whose layers are of the same kinds, it is the first one, which has
+        most micro-batches in flight.
+        """
+        found: dict[object, tuple[int, Execution]] = {}
+        for stage in range(candidate.pp):
+            run = self._execution(candidate, stage)
+            first, num = run.first_here(self._shape), run.layers_here(self._shape)
+            kinds = Counter(self._shape.of_layer(first + i) for i in range(num))
+            alike = (run.first, run.last, frozenset(kinds.items()))
+            found.setdefault(alike, (stage, run))
+        return {stage: self._tape(run) for stage, run in found.values()}
 
     def boundary_bytes(self, candidate: Candidate) -> int:
         """Return the bytes of a micro-batch that a rank sends to the next stage."""
         return stream_bytes(self._shape, self._execution(candidate))
 
-    def _execution(self, candidate: Candidate) -> Execution:
-        _check_degrees(self._shape, self.seq, candidate)
+    def _execution(self, candidate: Candidate, stage: int = 0) -> Execution:
+        self.check_degrees(candidate)
+        each, more = divmod(self._shape.layers, candidate.pp)
         return Execution(
             candidate.micro_batch,
             self.seq,
@@ -67,10 +85,17 @@ class ShapedModel:
             tp=candidate.tp,
             sequence_parallel=candidate.tp > 1,
             pipeline=candidate.pp,
+            pipeline_rank=stage,
+            rank_layers=each + (stage < more),
+            first_layer=stage * each + min(stage, more),
             micro_batches=candidate.accumulation,
             cp=candidate.cp,
             ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
+            implementation="decoder" if self._is_built_in else "fused",
+            keeps_outputs=self._is_built_in,
+            large_units=True,
+            on_cpu=candidate.transport == "point_to_point",
         )
 
     def _tape(self, run: Execution) -> Tape:

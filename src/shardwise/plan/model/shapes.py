@@ -90,13 +90,18 @@ class DecoderShape:
         experts = self.experts
         if experts is None or 0 <= layer < experts.dense_layers:
             return self._ffn_params(self.ffn)
-        return self.routed_params + self.dim * experts.num + self.shared_params
+        return self.routed_params + self.router_params + self.shared_params
 
     @property
     def routed_params(self) -> int:
         """Parameters of all routed experts of one layer."""
         experts = self.experts
         return experts.num * self._ffn_params(experts.ffn) if experts is not None else 0
+
+    @property
+    def router_params(self) -> int:
+        """Parameters of one layer's router."""
+        return self.dim * self.experts.num if self.experts is not None else 0
 
     @property
     def shared_params(self) -> int:
@@ -125,7 +130,7 @@ class DecoderShape:
         if experts is None or 0 <= layer < experts.dense_layers:
             return self._ffn_params(self.ffn)
         met = experts.top_k + experts.shared
-        return met * self._ffn_params(experts.ffn) + self.dim * experts.num
+        return met * self._ffn_params(experts.ffn) + self.router_params
 
     def layer_params(self, layer: int = -1) -> int:
         """Parameters of one decoder layer with its two norms."""

@@ -129,7 +129,9 @@ class Tape:
     """One micro-batch of a model: forward, loss, backward.
 
     ``units`` has the root first and then module order, as the engine numbers them. ``input_bytes``
-    are alive from begin to end, ``buffer_bytes`` (module buffers) for the whole run.
+    are alive from begin to end, ``buffer_bytes`` (module buffers) for the whole run;
+    ``first_bytes`` are activations that are alive in the first micro-batch of a step alone,
+    ``end_bytes`` those that are when a pipeline's stage is reduced after its last one.
     """
 
     model: str
@@ -141,6 +143,8 @@ class Tape:
     activation_checkpointing: str  # "none", "full", "selective"
     input_bytes: int = 0
     buffer_bytes: int = 0
+    first_bytes: int = 0
+    end_bytes: int = 0
 
     @property
     def num_params(self) -> int:

@@ -41,12 +41,8 @@ class TracedModel:
         """What the user should know of how the tapes so far were made."""
         return tuple(self._notes)
 
-    def tape(self, candidate: Candidate) -> Tape:
-        """Return one rank's micro-batch; traced when first asked for.
-
-        **Raises** ConfigError when the candidate splits the model itself, which a traced module
-        does not show.
-        """
+    def check_degrees(self, candidate: Candidate) -> None:
+        """Refuse degrees that split the model itself. **Raises** ConfigError, naming one."""
         for name in ALL_DEGREES:
             degree = getattr(candidate, name)
             if degree != 1:
@@ -54,6 +50,14 @@ class TracedModel:
                     f"{name}={degree}: a traced module is whole on each rank; plan a preset or a "
                     "config by its shape instead"
                 )
+
+    def tape(self, candidate: Candidate) -> Tape:
+        """Return one rank's micro-batch; traced when first asked for.
+
+        **Raises** ConfigError when the candidate splits the model itself, which a traced module
+        does not show.
+        """
+        self.check_degrees(candidate)
         checkpointing = candidate.activation_checkpointing
         if checkpointing not in ("none", "full"):
             raise ConfigError(

@@ -1,7 +1,7 @@
 """What lies on the host or on disk, and the copies that this takes. In numbers only, as planned.
 
 Note [Offloading as planned]
-The engine does not offload yet. The numbers are those of `accounting`: a fraction of the
+The numbers are those of `accounting`: a fraction of the
 optimizer's state, with the master weights and the reduced gradients of the same elements, lies off
 the device; gradients go there as soon as a bucket is reduced; the host's cores step unit by unit,
 and each unit's new parameters go back in the computing dtype while the next one steps

@@ -26,7 +26,7 @@ from shardwise.plan.step.ledger import Ledger, Meter, Played
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
 from shardwise.plan.step.program import AxisName
-from shardwise.stages import UnitSettings
+from shardwise.stages import Stage, UnitSettings
 
 _UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
 _UNFUSED_KERNELS = 8
@@ -75,7 +75,7 @@ class _Player:
         self._tape = tape
         self._candidate = candidate
         self._weights = [footprint(u, setting) for u in tape.units]
-        # A pipeline's schedule gathers a stage once for all micro-batches, and reduces it once.
+        # A pipeline gathers a stage once for all micro-batches, and reduces it after the last.
         self._is_stage = candidate.pp > 1
         asked = candidate.reduce_every or setting.stage.reduce_every
         self._reduce_every = "step" if self._is_stage else asked
@@ -140,18 +140,17 @@ class _Player:
     def run_micro_batch(self, number: int) -> None:
         """Walk the tape once."""
         meter = self._meter
-        self._is_last = number == self._candidate.accumulation - 1
+        ends = number == self._candidate.accumulation - 1
+        self._is_last = ends and not self._is_stage
         meter.micro_batch = self._issue.micro_batch = number
         if self._is_stage:
-            frees = self._row.frees_after_backward and self._is_last
-            row = replace(self._row, frees_after_backward=frees)
-            for unit in self._units:
-                unit.settings = replace(unit.settings, stage=row, stays_full=not self._is_last)
+            self._set_stage(replace(self._row, frees_after_backward=False), stays_full=True)
         keeps = number > 0 and self._reduce_every == "step"
         self._adds = keeps and not any(w.sums_apart for w in self._weights)
         self._in_backward = False
         meter.phase = "forward"
         meter.add("inputs", self._tape.input_bytes)
+        meter.add("activations", 0 if number else self._tape.first_bytes)
         for event in self._tape.events:
             if isinstance(event, Work):
                 self._work(event)
@@ -160,6 +159,22 @@ class _Player:
                 self._visit(event)
         self._end_backward()
         meter.add("inputs", -self._tape.input_bytes)
+        meter.add("activations", 0 if number else -self._tape.first_bytes)
+        if self._is_stage and ends:
+            self._end_schedule()
+
+    def _set_stage(self, row: Stage, stays_full: bool) -> None:
+        for unit in self._units:
+            unit.settings = replace(unit.settings, stage=row, stays_full=stays_full)
+
+    def _end_schedule(self) -> None:
+        """Reduce what the micro-batches of a pipeline have left, and free its stage."""
+        self._is_last = True
+        self._set_stage(self._row, stays_full=False)
+        self._meter.add("activations", self._tape.end_bytes)
+        self._schedule.begin_backward([])
+        self._end_backward()
+        self._meter.add("activations", -self._tape.end_bytes)
 
     def _work(self, work: Work) -> None:
         meter, unit = self._meter, self._units[work.unit]

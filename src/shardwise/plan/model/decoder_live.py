@@ -1,0 +1,272 @@
+"""Bytes alive in each stretch of the built-in decoder's tape, as eager PyTorch allocates them.
+
+Note [Where the stream is]
+What a layer hands on is the input that the next one's first norm keeps. It is there from the
+embedding on, so a layer's own lines are those that it keeps but for its input, and its output. In
+float32 the last norm keeps it until its backward; in other dtypes norms keep a float32 copy, and
+the stream itself goes when the loss is there. Its gradient takes its place.
+
+Note [Moments of a layer's backward]
+Autograd frees what a node kept as soon as the node has run, so the largest moment is not the one
+with most temporaries. Those that may be it: the gradients of the product of gate and up; those of
+gate and up, when the weights' gradients of the feed-forward are there; the gradients of query, key
+and value; the last norm, when all gradients are there. With routed experts also the moment at which
+all their weights' gradients are there, one by one, and are stacked.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from shardwise.plan.model.execution import ffn_columns, layer_bytes
+from shardwise.plan.model.live import FormulaLive, Live, Moments, run_again
+from shardwise.plan.model.shapes import DecoderShape
+from shardwise.plan.model.tape import LiveBytes
+
+# With all gradients so far, and where each is added to a sum and freed as soon as it is written.
+Moment = tuple[LiveBytes, LiveBytes]
+
+
+class DecoderLive(FormulaLive):
+    """What is alive on one rank that runs the built-in decoder; see `FormulaLive`."""
+
+    @property
+    def _is_float32(self) -> bool:
+        return self.run.dtype == "float32"
+
+    @property
+    def _whole(self) -> int:
+        """Bytes of the stream of all tokens that the ranks of a tensor group share."""
+        return self.run.tokens * self.shape.dim * self.size
+
+    @property
+    def _gathered(self) -> int:
+        """Bytes of what is gathered or not summed yet beside a rank's part of the stream."""
+        return self._whole if self.run.tp > 1 else 0
+
+    @property
+    def _rotary(self) -> int:
+        """Bytes of positions, and of cosines and sines."""
+        tokens = self.run.seq // self.run.cp
+        return tokens * (8 + (self.shape.head_dim * 4 if self.shape.norm == "rms" else 0))
+
+    @property
+    def _masks(self) -> int:
+        """Bytes of the masks of a layer's attention on the last context rank, which has the most.
+
+        Head and tail of a sequence meet there: one span, that sees all before its end.
+        """
+        run = self.run
+        if run.cp == 1 or not run.on_cpu:
+            return 0
+        part = run.seq // (2 * run.cp)
+        return 2 * part * part * (run.cp + 1) * self.size
+
+    def _layer(self, shape: DecoderShape) -> int:
+        return sum(layer_bytes(shape, self.run).values()) + self._masks
+
+    def _kept(self, shape: DecoderShape) -> int:
+        return self.stream if run_again(self.run) else self._layer(shape)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes in which stages receive streams and their gradients, for each micro-batch."""
+        run = self.run
+        return run.micro_batches * self.stream * ((not run.first) + (not run.last))
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes of the last micro-batch that its schedule has when it ends."""
+        return self.stream + (self._logits if self.run.last else 0)
+
+    def _own(self) -> int:
+        """Bytes of a micro-batch that are there from its begin to its end."""
+        received = not self.run.first and self._is_float32  # what the first norm keeps is a buffer
+        return (0 if received else self.stream) + self._rotary + self._mask()
+
+    def _kept_bytes(self) -> int:
+        return sum(map(self._kept, self.layers)) + self._own()
+
+    def _others(self) -> int:
+        run = self.run
+        return round((run.in_flight - run.first_in_flight - 1) * self._kept_bytes())
+
+    def _passes(self) -> int:
+        """Bytes of a micro-batch under way: with a pipeline also of a stream that is being sent."""
+        return self._others() + self._own() + (self.stream if self.run.pipeline > 1 else 0)
+
+    def enter(self) -> Live:
+        """Return the stream, what it is made of, and other micro-batches in flight."""
+        there = LiveBytes(activations=self._passes())
+        temporary = self._gathered if self.run.first else 0
+        return LiveBytes(there.activations, temporary), there
+
+    def layer_forward(self, shape: DecoderShape) -> Live:
+        """Return what a layer keeps; at its end updates and their sums are there beside it."""
+        kept = self._kept(shape)
+        passing = self.stream * (2 if self._is_float32 else 3) + 2 * self._gathered
+        if run_again(self.run):
+            wide = ffn_columns(shape, self.run) * self.run.tokens * self.size
+            passing += 3 * wide + self.stream
+        peak = LiveBytes(kept, passing)
+        if shape.experts is not None:
+            making = self._at_experts(shape)
+            if run_again(self.run):  # of what the layer makes, only its copies of tokens are there
+                making = LiveBytes(kept, making.temporary)
+            peak = max(peak, making, key=lambda moment: moment.total)
+        return peak, LiveBytes(activations=kept)
+
+    def _at_experts(self, shape: DecoderShape) -> LiveBytes:
+        """Return the moment at which rows come back: as sent, arrived, made, sorted, received."""
+        made = layer_bytes(shape, self.run)
+        to_come = made["output of experts"] + sum(made[name] for name in _FEED_FORWARD)
+        copies = 5 if self.run.ep > 1 else 2
+        temporary = copies * made["routed rows"] + self._gathered
+        temporary += 0 if self._is_float32 else 2 * self.stream
+        return LiveBytes(self._layer(shape) - to_come, temporary)
+
+    def recompute(self, shape: DecoderShape) -> Live:
+        """Return what a layer makes once more."""
+        made = LiveBytes(activations=self._layer(shape))
+        if shape.experts is not None:
+            made = max(made, self._at_experts(shape), key=lambda moment: moment.total)
+        return made, LiveBytes(activations=self._recomputed(shape))
+
+    def _recomputed(self, shape: DecoderShape) -> int:
+        """Bytes that a layer keeps beside its input, which is there."""
+        return self._layer(shape) - (self.stream if self._is_float32 else 0)
+
+    def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[Moments]:
+        """Return the largest of the moments of the Note, and what is freed."""
+        alive = self._kept(shape) + run_again(self.run) * self._recomputed(shape)
+        begin = [*self._feed_forward(shape)]
+        begin += self._experts(shape) if shape.experts is not None else ()
+        end = [*self._attention(shape, grads[0])]
+        freed = LiveBytes(activations=-alive, grads=grads[0])
+        if len(grads) == 1:
+            return [_largest([*begin, *end], freed)]
+        return [_largest(end, freed), _largest(begin, LiveBytes(grads=grads[1]))]
+
+    def _feed_forward(self, shape: DecoderShape) -> Iterator[Moment]:
+        """Yield the moments of a dense or shared feed-forward."""
+        run, made = self.run, layer_bytes(shape, self.run)
+        width = shape.ffn if shape.experts is None else shape.experts.shared * shape.experts.ffn
+        wide = width * run.tokens * self.size // run.tp
+        matrix = shape.dim * width * self.size // run.tp
+        if not width:
+            return
+        yield _moment(0, wide + self._gathered, matrix, matrix)
+        yield _moment(-made["last input"], 3 * wide, matrix, 0)
+        freed = sum(made[name] for name in _FEED_FORWARD)
+        yield _moment(-freed, wide + 2 * self._whole, 3 * matrix, matrix)
+
+    def _attention(self, shape: DecoderShape, grads: int) -> Iterator[Moment]:
+        """Yield the moments of query, key and value, and of the first norm."""
+        run, made = self.run, layer_bytes(shape, self.run)
+        heads = run.tokens * self.size // run.tp
+        all_made = self._layer(shape)
+        projections = shape.dim * (shape.q_dim + 2 * shape.kv_dim) * self.size // run.tp
+        matrix = shape.dim * shape.q_dim * self.size // run.tp
+        # Out of the kernel come gradients of the keys and values of all context ranks.
+        left = sum(made[name] for name in _BEFORE_ATTENTION)
+        flows = (shape.q_dim + 2 * shape.kv_dim * run.cp) * heads
+        flows += self._whole + self.stream
+        yield _moment(left - all_made, flows, grads - projections, matrix)
+        left = made["norms in float32"] // 2 + made["attention input"]
+        flows = (shape.q_dim + 2 * shape.kv_dim) * heads + self._whole
+        yield _moment(left - all_made, flows, grads, matrix)
+        norms = 3 * made["norms in float32"] // 4
+        yield _moment(left - all_made, norms + self._whole, grads, 0)
+
+    def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
+        """Yield the weighing of what experts made, the first expert, and the stacks' gradients."""
+        assert shape.experts is not None
+        run, made = self.run, layer_bytes(shape, self.run)
+        matrix = shape.dim * shape.experts.ffn * self.size
+        num, rows = shape.experts.num // run.ep, made["routed rows"]
+        shared = sum(made[name] for name in _FEED_FORWARD)
+        of_shared = 3 * shape.experts.shared * matrix // run.tp
+        flow = (self._whole if shape.experts.shared else 0) + self._gathered
+        yield _moment(-shared, flow + 2 * rows, of_shared, 0)
+        one = 3 * made["gate of experts"] // num
+        freed = shared + made["output of experts"]
+        product = made["last input of experts"] // num
+        yield _moment(-freed - product, flow + rows + one + matrix, of_shared, 0)
+        freed += sum(made[name] for name in _EXPERTS)
+        temporary = flow + 2 * rows + 3 * num * matrix
+        yield _moment(-freed, temporary, of_shared + num * matrix, num * matrix)
+
+    def head_forward(self) -> Live:
+        """Return what the last norm and the head keep, and the logits, whole on each rank."""
+        kept, logits = self._head_inputs(), self._logits
+        parts = 0 if self.run.tp == 1 else logits + logits // self.run.tp
+        return LiveBytes(kept, logits=logits + parts), LiveBytes(kept, logits=logits)
+
+    @property
+    def _logits(self) -> int:
+        return self.run.tokens * self.shape.vocab * self.size
+
+    @property
+    def _log_softmax(self) -> int:
+        return self.run.tokens * self.shape.vocab * 4
+
+    def _head_inputs(self) -> int:
+        """Bytes that the last norm and the head keep, but for the stream."""
+        divides = self.run.tp if self.run.sequence_parallel else 1
+        normed = self.run.tokens * (self.shape.dim + 1) * 4 // divides
+        upcast = 0 if self._is_float32 else self.run.tokens * self.shape.dim * 4 // divides
+        return normed + upcast + self._whole
+
+    def loss(self) -> Live:
+        """Return the log-softmax and, in other dtypes than float32, the logits in float32."""
+        peak = self._log_softmax * (1 if self._is_float32 else 2)
+        stays = self._logits if self.run.pipeline > 1 else 0
+        stream = 0 if self._is_float32 else -self.stream
+        kept = LiveBytes(stream, logits=self._log_softmax + stays - self._logits)
+        return LiveBytes(logits=peak), kept
+
+    def head_backward(self, head: int, norm: int) -> Live:
+        """Return the larger of the loss's largest moment and the head's."""
+        kept = self._log_softmax + (self._logits if self.run.pipeline > 1 else 0)
+        of_loss = LiveBytes(logits=2 * self._log_softmax)
+        passing = (
+            self._logits
+            - self._log_softmax
+            + (self._logits // self.run.tp if self.run.tp > 1 else 0)
+        )
+        of_head = LiveBytes(temporary=self._whole, logits=passing, grads=head)
+        stream = 0 if self._is_float32 else self.stream
+        net = LiveBytes(stream - self._head_inputs(), logits=-kept, grads=head + norm)
+        return max(of_loss, of_head, key=lambda moment: moment.total), net
+
+    def leave(self, table: int, grads: int) -> Live:
+        """Return the gradient of the table beside the stream's, and what is freed.
+
+        Under tensor parallelism torch writes it for all rows, and takes a rank's out of it.
+        """
+        others = table * (self.run.tp - 1)
+        kept = others if self.run.pipeline > 1 else 0  # by the first sum over micro-batches
+        freed = LiveBytes(activations=-self._passes(), grads=grads + kept)
+        if not self.run.first:
+            return LiveBytes(), freed
+        return LiveBytes(temporary=self._gathered, grads=table + others), freed
+
+
+def _largest(moments: Sequence[Moment], net: LiveBytes) -> Moments:
+    written = max((written for written, _ in moments), key=lambda moment: moment.total)
+    summed = max((summed for _, summed in moments), key=lambda moment: moment.total)
+    return written, net, summed
+
+
+def _moment(activations: int, temporary: int, grads: int, last: int) -> Moment:
+    """Return a moment; ``last`` are bytes of the gradient that no sum has taken yet."""
+    return (
+        LiveBytes(activations, temporary, grads=grads),
+        LiveBytes(activations, temporary, grads=last),
+    )
+
+
+_FEED_FORWARD = ("activation input", "up", "activation output", "last input")
+_EXPERTS = (
+    *("gate of experts", "up of experts", "activations of experts", "last input of experts"),
+    "routed rows",
+)
+_BEFORE_ATTENTION = ("norms in float32", "attention input", "query", "key, value")

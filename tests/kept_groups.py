@@ -1,0 +1,103 @@
+"""Process groups that outlive a call on ranks, for the calls that follow.
+
+A group of gloo takes 20 ms to open and as long to close, each with three threads, and most calls
+open the same ones: the mesh's, and a control group. `install()` lets a rank keep the groups of a
+call for the next. Nothing is under way on them then: a pool in which a call failed is not used
+again (`ranks`).
+
+All ranks must take the same groups, so what is kept depends on nothing but what all have opened:
+groups over the whole world, and those that torch opens on all ranks alike (`dist.new_group`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+
+from shardwise.comm import control
+
+KEPT = 4  # so many groups stay open between calls: their threads wake a hundred times a second
+
+
+@dataclass(slots=True)
+class KeptGroups:
+    """Groups by what they were opened with: those in use, and those left by earlier calls."""
+
+    in_use: list[tuple[Hashable, Any]] = field(default_factory=list)
+    free: list[tuple[Hashable, Any]] = field(default_factory=list)  # the oldest first
+
+    def take(self, key: Hashable, opened: Callable[[], Any]) -> Any:
+        """Return a group that an earlier call has left, or a new one."""
+        for place, (known, _) in enumerate(self.free):
+            if known == key:
+                self.in_use.append(self.free.pop(place))
+                break
+        else:
+            self.in_use.append((key, opened()))
+        return self.in_use[-1][1]
+
+    def give_back(self) -> bool:
+        """End a call: keep its groups, close the oldest; tell whether any was closed."""
+        for key, group in self.in_use:  # a call that closes a group by itself needs fresh ranks
+            is_torchs = isinstance(group, dist.ProcessGroup)
+            assert not is_torchs or group in distributed_c10d._world.pg_map, key
+        self.free += self.in_use
+        self.in_use = []
+        surplus, self.free = self.free[:-KEPT], self.free[-KEPT:]
+        kept = {id(group) for _, group in self.free}
+        others = [group for group in distributed_c10d._world.pg_map if id(group) not in kept]
+        for group in others:
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        return bool(surplus) or len(others) > 1
+
+
+def install() -> KeptGroups:
+    """Let this process take groups of earlier calls before it opens new ones."""
+    groups = KeptGroups()
+    new_group, open_group = distributed_c10d.new_group, control.open_group
+
+    def kept_new_group(
+        ranks: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        **others: Any,
+    ) -> Any:
+        def opened() -> Any:
+            return new_group(
+                ranks,
+                timeout,
+                backend,
+                pg_options,
+                use_local_synchronization,
+                group_desc,
+                **others,
+            )
+
+        if use_local_synchronization or pg_options is not None or others or backend == "fake":
+            return opened()
+        members = None if ranks is None else tuple(ranks)
+        return groups.take((members, timeout, backend, group_desc), opened)
+
+    def kept_open_group(
+        store: dist.Store, ranks: Sequence[int], timeout: timedelta
+    ) -> dist.ProcessGroup:
+        if len(ranks) < dist.get_world_size():
+            return open_group(store, ranks, timeout)
+        kept: dist.ProcessGroup = groups.take(
+            ("control", tuple(ranks), timeout), lambda: open_group(store, ranks, timeout)
+        )
+        return kept
+
+    for home in (dist, distributed_c10d, device_mesh):
+        home.new_group = kept_new_group  # type: ignore[attr-defined]
+    control.open_group = kept_open_group
+    return groups

@@ -1,0 +1,181 @@
+"""Composed runs of the built-in decoder: as they are planned by formula, and on real ranks.
+
+Imported by tests and by ``tests/campaigns/composed.py``. Each token goes to all experts, so that
+how many rows a rank's experts get does not depend on routing. Four layers 256 wide, so that each
+stage of up to two has several.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import shardwise
+from allocator import traced
+from shardwise.parallel.context import ContextParallel
+from shardwise.plan.candidate import ALL_DEGREES, Candidate
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.pipeline import Pipeline
+from shardwise.train.setup import shard_decoder
+
+DENSE: dict[str, Any] = {
+    **{"dim": 256, "layers": 4, "heads": 4, "kv_heads": 4, "seq": 128, "micro_batch": 2},
+    **{"vocab": 2048, "precision": "fp32"},
+}
+MIXED: dict[str, Any] = {
+    **DENSE,
+    **{"experts": 4, "experts_per_token": 4, "expert_ffn_multiple": 1.0, "shared_experts": 1},
+    **{"dense_layers": 1, "expert_balance": 0.0, "expert_bias": True},
+}
+
+
+NUM_STEPS = 3
+_LET_GO_S = 60.0
+_COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_gather_single", "all_reduce")
+_FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
+
+
+@dataclass(frozen=True)
+class ComposedCell:
+    """One setting: keys of `shardwise train` beside those of ``DENSE`` or ``MIXED``."""
+
+    settings: dict[str, Any] = field(hash=False)
+    mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        said = [f"{key}={value}" for key, value in self.settings.items()]
+        return ", ".join(["experts" if self.mixed else "dense", *said])
+
+    @property
+    def config(self) -> TrainConfig:
+        return TrainConfig(**{**(MIXED if self.mixed else DENSE), **self.settings})
+
+    def candidate(self, num_ranks: int) -> Candidate:
+        config, axes = self.config, self.config.axes.over(num_ranks)
+        return Candidate(
+            stage=config.stage,
+            num_shards=axes.dp_shard,
+            num_replicas=axes.dp_replicate,
+            **{name: getattr(axes, name) for name in ALL_DEGREES},
+            precision=config.precision,
+            layout=config.layout,
+            micro_batch=config.micro_batch,
+            accumulation=config.accumulation or 1,
+            activation_checkpointing="full" if config.activation_checkpointing else "none",
+            transport="point_to_point",
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The stage of a rank, and the most bytes that its tensors had in a step."""
+
+    stage: int
+    peak: int
+
+
+# -- predicted
+def predict(cell: ComposedCell, num_ranks: int) -> list[Played]:
+    """Play a step on each stage of the pipeline."""
+    config, candidate = cell.config, cell.candidate(num_ranks)
+    model = ShapedModel("decoder", config.shape(config.vocab or 0), config.seq, is_built_in=True)
+    # Context ranks are shard ranks; see planning.
+    as_played = replace(candidate, num_shards=candidate.num_shards * candidate.cp, cp=1)
+    tapes = [model.tape(candidate, stage) for stage in range(candidate.pp)]
+    return [play(tape, as_played) for tape in tapes]
+
+
+# -- measured, in the ranks
+def measure(cell: ComposedCell, num_ranks: int) -> Measured:
+    """Trace a few steps of this rank."""
+    config, axes = cell.config, cell.config.axes.over(num_ranks)
+    torch.manual_seed(0)
+    with traced(skips_transport=True) as allocator, _watched_frees():
+        with torch.device("meta"):
+            model: Any = Decoder(config, config.vocab or 0)
+        model = shard_decoder(config, axes, model)
+        context = ContextParallel(model, axes, config.cp_method) if config.cp > 1 else None
+        pipeline = Pipeline(model, axes, config, torch.device("cpu")) if config.pp > 1 else None
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for number in range(NUM_STEPS):
+            with allocator.window(f"step {number}"):
+                _step(config, model, context, pipeline, optimizer)
+    peak = max(allocator.peak(f"step {number}") for number in range(1, NUM_STEPS))
+    return Measured(axes["pp"].get_local_rank() if config.pp > 1 else 0, peak)
+
+
+@contextmanager
+def _watched_frees() -> Iterator[None]:
+    """Let gloo's threads let go of a collective's tensors before it returns.
+
+    The trace sees what this thread frees. A thread that holds the last reference for a moment
+    longer would make what is measured larger.
+    """
+    functional = torch.ops._c10d_functional
+    places = [(dist, name) for name in _COLLECTIVES if hasattr(dist, name)]
+    places += [(functional, name) for name in _FUNCTIONAL]
+    plain = [getattr(place, name) for place, name in places]
+
+    def settled(call: Any, is_functional: bool) -> Any:
+        def then_wait(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            held = [(tensor, tensor._use_count()) for tensor in given]
+            done = call(*args, **kwargs)
+            if is_functional:
+                functional.wait_tensor(done)
+                held.append((done, 1))
+            _wait_until_let_go(held)
+            return done
+
+        return then_wait
+
+    for (place, name), call in zip(places, plain, strict=True):
+        setattr(place, name, settled(call, place is functional))
+    try:
+        yield
+    finally:
+        for (place, name), call in zip(places, plain, strict=True):
+            setattr(place, name, call)
+
+
+def _wait_until_let_go(held: list[tuple[Tensor, int]]) -> None:
+    """Sleep until no tensor has more references than are named with it."""
+    deadline = time.monotonic() + _LET_GO_S
+    while any(tensor._use_count() > count for tensor, count in held):
+        assert time.monotonic() < deadline, "a thread of the transport keeps a tensor"
+        time.sleep(0.0001)
+
+
+def _step(config: TrainConfig, model: Any, context: Any, pipeline: Any, optimizer: Any) -> None:
+    num = config.accumulation or 1
+    rows = config.micro_batch * (1 if pipeline is None else num)
+    for number in range(num if pipeline is None else 1):
+        ids = torch.zeros(rows, config.seq, dtype=torch.int64)
+        cut = nullcontext((ids, ids, None)) if context is None else context.cut(ids, ids)
+        with cut as inputs:
+            if pipeline is not None:
+                pipeline.step(*inputs)
+                continue
+            with shardwise.accumulate(model, last=number + 1 == num):
+                model(*inputs).backward()
+    shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure_all(rank: int, num_ranks: int, cells: Sequence[ComposedCell]) -> list[Measured]:
+    """Return what this rank measures in each cell."""
+    return [measure(cell, num_ranks) for cell in cells]

@@ -1,0 +1,38 @@
+"""Planned against measured memory of composed runs: tensor, pipeline, context, expert degrees.
+
+The oracle is the allocator's own trace of whole steps on real ranks, on each stage of a pipeline.
+Here every degree and most pairs of them have one cell; ``tests/campaigns/composed.py`` has all.
+"""
+
+import pytest
+
+from composed_cells import ComposedCell, measure_all, predict
+from ranks import run_ranks
+
+MIB = 1 << 20
+CELLS = {
+    2: [
+        ComposedCell({"tp": 2, "stage": 1}),
+        ComposedCell({"cp": 2, "activation_checkpointing": True}),
+        ComposedCell({"pp": 2, "accumulation": 3, "stage": 2}),
+        ComposedCell({"ep": 2, "vocab": 64, "micro_batch": 4}, mixed=True),
+    ],
+    4: [
+        ComposedCell({"pp": 2, "tp": 2, "accumulation": 3}),
+        ComposedCell({"cp": 2, "tp": 2, "precision": "bf16"}),
+        ComposedCell({"ep": 2, "pp": 2, "accumulation": 2, "stage": 1}, mixed=True),
+        ComposedCell({"ep": 4, "tp": 2, "activation_checkpointing": True}, mixed=True),
+    ],
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("num_ranks", CELLS)
+def test_peaks_of_composed_runs_are_within_a_percent(num_ranks: int) -> None:
+    found = run_ranks(measure_all, num_ranks, CELLS[num_ranks])
+    for number, cell in enumerate(CELLS[num_ranks]):
+        for stage, planned in enumerate(predict(cell, num_ranks)):
+            peaks = [rank[number].peak for rank in found if rank[number].stage == stage]
+            assert max(peaks) > 20 * MIB, cell
+            assert abs(planned.peak.ledger.total / max(peaks) - 1) <= 0.01, (cell, stage)
