@@ -21,6 +21,9 @@ Device and host memory are both the CPU's. Host memory is what `host_memory` giv
 of operations on it, and scalars made of nothing; a copy between both runs on the current stream,
 and the host waits for it unless it is ``non_blocking`` and the memory page-locked.
 
+A step in the background runs at once, as another timeline: it follows what the host had seen when
+it was handed over, and the host follows it where it waits for it.
+
 Operations are seen by a dispatch mode, collectives too. Mistakes are collected, so that ranks stay
 together, and raised at the end (a use of freed memory at once: it would end the process).
 """
@@ -30,6 +33,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -44,6 +48,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
+from shardwise.engine import overlap
+from shardwise.unit.stepping import BackgroundStep
 
 Clock = dict[str, int]
 Work = torch._C._distributed_c10d.Work
@@ -158,6 +164,7 @@ class CheckingDevice:
         self._memory: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
         self._works: dict[int, tuple[Any, Clock, bool, object]] = {}
         self._wait = Work.wait
+        self._steps: dict[int, tuple[BackgroundStep, Clock]] = {}
         self._context = ExitStack()
         self.num_operations = self.num_collectives = 0
 
@@ -189,6 +196,10 @@ class CheckingDevice:
             patched = mock.patch.object(target, name, make(getattr(target, name)))
             self._context.enter_context(patched)
         self._context.enter_context(mock.patch.object(collectives, "time_of", lambda _: self))
+        step_in_turn = mock.patch.object(overlap, "ThreadPoolExecutor", lambda *_: _InTurn(self))
+        self._context.enter_context(step_in_turn)
+        wait_for_step = self._step_wait_of(BackgroundStep.wait)
+        self._context.enter_context(mock.patch.object(BackgroundStep, "wait", wait_for_step))
         self._context.enter_context(_Operations(self))
         return self
 
@@ -328,6 +339,26 @@ class CheckingDevice:
                 _, clock, on_host, _ = self._works.pop(id(work), (None, {}, False, None))
                 (self.host if on_host else self.current).join(clock)
             return done
+
+        return checked
+
+    def run_step(self, run: Callable[[], None]) -> None:
+        """Run a step of the background on a timeline of its own."""
+        step: BackgroundStep = run.__self__  # type: ignore[attr-defined]
+        thread = self._stream("the thread that steps")
+        thread.join(self.host.clock)
+        host, self.host = self.host, thread
+        try:
+            run()
+        finally:
+            self.host = host
+        self._steps[id(step)] = step, dict(thread.clock)
+
+    def _step_wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(step: BackgroundStep) -> None:
+            wait(step)
+            if not self.is_blind:
+                self.host.join(self._steps[id(step)][1])
 
         return checked
 
@@ -493,6 +524,22 @@ class CheckingDevice:
 
     def _stream(self, name: str) -> CheckingStream:
         return self._streams.setdefault(name, CheckingStream(self, name))
+
+
+@dataclass(frozen=True)
+class _InTurn:
+    """Stands for the thread that steps."""
+
+    device: CheckingDevice
+
+    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        done: Future[None] = Future()
+        if isinstance(getattr(call, "__self__", None), BackgroundStep):
+            self.device.run_step(call)
+        else:
+            call(*args)
+        done.set_result(None)
+        return done
 
 
 class _Operations(TorchDispatchMode):

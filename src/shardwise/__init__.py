@@ -19,6 +19,7 @@ Reading order, which is also the import order (a file imports only from what sta
     comm/                     collectives on flat tensors
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
+    optim/                    steps of our own: AdamW with small moments
     parallel/                 parts of sequences, experts: models over other axes
     plan/                     before the run: bytes, time, search, simulation
     bench/                    what this machine does, measured
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
+    from shardwise import optim as optim
     from shardwise.axes import Axes as Axes
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
     from shardwise.checkpoint.save_load import load as load
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from shardwise.engine.gathered import gathered as gathered
     from shardwise.engine.gradients import check_gradients as check_gradients
     from shardwise.engine.losses import mean_loss as mean_loss
+    from shardwise.engine.overlap import overlap as overlap
     from shardwise.engine.replicas import check_replicas as check_replicas
     from shardwise.engine.tying import tie as tie
     from shardwise.engine.uneven import join as join
@@ -79,6 +82,8 @@ _HOMES = {
     "join": "shardwise.engine.uneven",
     "load": "shardwise.checkpoint.save_load",
     "mean_loss": "shardwise.engine.losses",
+    "optim": "shardwise.optim",
+    "overlap": "shardwise.engine.overlap",
     "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
     "spread_experts": "shardwise.parallel.experts",

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from checking_device import CheckingDevice, StreamError
 from models import Stack
 from ranks import run_ranks, run_sizes
-from shardwise import accumulate, gathered, shard
+from shardwise import accumulate, gathered, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import Pending
@@ -34,6 +34,7 @@ from shardwise.interop.fsdp2 import fully_shard
 from shardwise.unit import backend_sum, home
 from shardwise.unit.rank_order import _Part
 from shardwise.unit.reduce import Reduction
+from shardwise.unit.stepping import BackgroundStep
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 
@@ -42,6 +43,11 @@ Scenario = Callable[[int, int], list[Tensor]]
 SCENARIOS: dict[str, Scenario] = {}
 momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.1)
+
+
+def behind(params: Any) -> torch.optim.Optimizer:
+    """Step behind the next forward pass."""
+    return overlap(momentum(params))
 
 
 def train(
@@ -145,10 +151,11 @@ def sharded(
     make: Callable[[], nn.Module] = Stack,
     on_own_stream: bool = False,
     make_optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    steps: int = 2,
     **options: Any,
 ) -> Any:
     model = shard(make(), **options)
-    return train(model, rank, on_own_stream=on_own_stream, make_optimizer=make_optimizer)
+    return train(model, rank, 2, steps, on_own_stream, make_optimizer)
 
 
 def at_home(rank: int, world_size: int, **options: Any) -> Any:
@@ -192,6 +199,7 @@ def by_block(
     hybrid: bool = False,
     on_own_stream: bool = False,
     make_optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    steps: int = 2,
     **options: Any,
 ) -> Any:
     if hybrid:
@@ -201,7 +209,7 @@ def by_block(
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return train(model, rank, on_own_stream=on_own_stream, make_optimizer=make_optimizer)
+    return train(model, rank, 2, steps, on_own_stream, make_optimizer)
 
 
 def along_the_longer_dim(param: nn.Parameter) -> Shard | None:
@@ -298,6 +306,13 @@ for stage in (1, 3):
     add(f"stage {stage}, on a stream", partial(sharded, stage=stage, on_own_stream=True))
 add("slices at home, on a stream", partial(at_home, on_own_stream=True))
 add("by block, on a stream", partial(by_block, on_own_stream=True))
+for stage in range(4):
+    options = {"offload": "cpu", "make_optimizer": behind, "steps": 3}
+    add(f"stage {stage}, slices at home, stepped behind", partial(sharded, stage=stage, **options))
+add(
+    "by block, offloaded, stepped behind",
+    partial(by_block, offload_policy=CPUOffloadPolicy(), make_optimizer=behind, steps=3),
+)
 add("by block, cut along other dims", partial(by_block, shard_placement_fn=along_the_longer_dim))
 add("by block, spread over two ranks", partial(by_block, reshard_after_forward=2))
 add("by block, checkpointing", partial(by_block, make=partial(Checkpointed, False)))
@@ -438,6 +453,16 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         blind(Storage, "finish_fetch"),
         "slices at home are changed",
         r"on the host, writes .* while copy_ .* on the fetch stream, reads it",
+    ),
+    "slices are fetched before they are stepped": (
+        blind(Unit, "finish_steps"),
+        "stage 3, slices at home, stepped behind",
+        r"on the fetch stream, reads .* on the thread that steps, writes it",
+    ),
+    "slices are cast on the host before they are stepped": (
+        blind(BackgroundStep, "wait"),
+        "stage 3, slices at home, stepped behind",
+        r"on the host, .* while .* on the thread that steps, (writes|reads) it",
     ),
     "a model goes while its means are evicted": (
         blind(Pending, "__del__"),

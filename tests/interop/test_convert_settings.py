@@ -167,8 +167,7 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("fsdp_config:\n  fsdp_offload_params: true\n", "CPUOffloadPolicy"),
-        ("deepspeed_config:\n  offload_param_device: nvme\n", "offload to NVMe: shard"),
+        ("deepspeed_config:\n  offload_param_device: nvme\n", "offload to NVMe is not there yet"),
         ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("fsdp_config:\n  fsdp_sharding_stratgy: x\n", "did you mean 'fsdp_sharding_strategy'"),
         ("deepspeed_config:\n  gradient_clipping: lots\n", "expected a number of 0 or more"),
@@ -248,3 +247,12 @@ def test_a_loss_scale_that_is_no_power_of_two_is_written_as_the_nearest() -> Non
     content, report = to_deepspeed(TrainConfig(precision="fp16", loss_scale=1000.0), "run.yaml")
     assert content["fp16"]["initial_scale_power"] == 10
     assert "nearest" in report.mapped["loss_scale"]
+
+
+def test_how_moments_are_kept_is_left_out_of_a_deepspeed_config() -> None:
+    options = {"moments": "8bit", "block": 64, "eps": 1e-6}
+    content, report = to_deepspeed(TrainConfig(optimizer_options=options), "run.yaml")
+    assert content["optimizer"]["type"] == "AdamW"
+    assert content["optimizer"]["params"].keys() == {"lr", "betas", "weight_decay", "eps"}
+    (line,) = (line for line in report.lines if line.key == "optimizer_options")
+    assert line.fate == "ignored"

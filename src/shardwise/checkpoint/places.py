@@ -132,6 +132,7 @@ class _Sharded(Host):
 
     def __init__(self, engine: Parts, model: Model) -> None:
         self._engine = engine
+        engine.give_up_steps()
         engine.rest("load()")
         self.control = engine.everyone
         self.rank, self.num_ranks = self.control.rank, self.control.num_ranks

@@ -1,6 +1,6 @@
 """Put a checkpoint's values into a model and its optimizer: this rank's slices, read in place."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
+from shardwise.checkpoint.own_moments import is_foreign, is_reduced, moment_of, settings_for
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
@@ -24,13 +25,17 @@ _COMPARED_ELEMENTS = 1 << 22  # at once
 
 @dataclass(frozen=True)
 class Target:
-    """Elements [lo, hi) of a tensor of the checkpoint, or of a piece, to be read into ``data``."""
+    """Elements [lo, hi) of a tensor of the checkpoint, or of a piece, to be read into ``data``.
+
+    With ``fill`` they are given to that, which knows how ``data`` has them.
+    """
 
     info: TensorInfo
     lo: int
     hi: int
     data: torch.Tensor
     piece: Region | None = None
+    fill: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +204,8 @@ def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list
             raise CheckpointError(
                 f"{source.where}: '{name}' is in group {number} of the optimizer {has}, not {lacks}"
             )
-    return [{k: v for k, v in group.items() if k != "params"} for group in info.groups]
+    saved = [{k: v for k, v in group.items() if k != "params"} for group in info.groups]
+    return settings_for(source.where, optimizer, saved)
 
 
 def optimizer_targets(
@@ -243,14 +249,21 @@ def optimizer_targets(
         for tensor in by_name.get(name, ()):
             is_cut = _is_cut(source, tensor, place)
             dtype = torch_dtype(tensor.dtype)
+            group = in_optimizer[id(place.held)]
+            moment = moment_of(optimizer, place, tensor.state, group, before) if is_cut else None
+            if moment is not None:
+                state.update(moment.state)
+                bounds = place.lo, place.hi
+                targets.append(Target(tensor, *bounds, moment.data, place.piece, moment.fill))
+                continue
             if is_cut and dtype == torch.uint8:
                 _check_blocks(source, tensor, place)
             if is_cut:
-                if tensor.dtype == saved_dtypes.get(name):
+                if tensor.dtype == saved_dtypes.get(name) or is_reduced(tensor.state, group):
                     dtype = place.data.dtype  # like the parameter's, which may have been cast
                 value = place.state_like(dtype, before.get(tensor.state))
             else:
-                value = _plain_state((tensor.shape, dtype), place, in_optimizer[id(place.held)])
+                value = _plain_state((tensor.shape, dtype), place, group)
             state[tensor.state] = value
             targets.append(_state_target(tensor, place, value))
         states[place] = state
@@ -327,7 +340,7 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
     in_place, chunks = [], []
     for target in targets:
         data = target.data
-        same = torch_dtype(target.info.dtype) == data.dtype
+        same = torch_dtype(target.info.dtype) == data.dtype and target.fill is None
         if same and data.device.type == "cpu" and data.is_contiguous():
             in_place.append(data)
             memory = memory_of(data)
@@ -335,7 +348,10 @@ def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]
         else:  # of no elements too: every rank's full copy is stale then
             with torch.no_grad():
                 read = source.read(target.info, target.lo, target.hi, target.piece)
-                data.copy_(read.view(data.shape))
+                if target.fill is not None:
+                    target.fill(read)
+                else:
+                    data.copy_(read.view(data.shape))
             yield data.nbytes
     try:
         yield from source.read_chunks(chunks)
@@ -366,6 +382,8 @@ def apply_optimizer(
 def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
+            if is_foreign(key, group):
+                continue
             before = group.get(key)
             tensors = [v for v in (before, value) if isinstance(v, torch.Tensor)]
             if len(tensors) == 2 and tensors[0].shape == tensors[1].shape:

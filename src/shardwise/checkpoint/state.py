@@ -341,7 +341,7 @@ def _collect_optimizer(
     values: dict[str, dict[str, Any]] = {}
     for param in (param for group in by_group for param in group):
         cut = cuts[id(param)]
-        for key, value in optimizer.state.get(param.sharded, {}).items():
+        for key, value in optimizer.saved_state(param.sharded).items():
             if isinstance(value, DTensor):
                 if not param.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)

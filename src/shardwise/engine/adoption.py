@@ -7,7 +7,7 @@ shape is cut as the parameter is, with rank 0's values, like the parameter's; al
 row and column statistics) stays whole, which is what a plain tensor means beside a ShardTensor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Adoption:
                     param = params[id(held)]
                     self._places.setdefault(id(held), []).append((group["params"], place))
                     self._facts.append(f"optimizer {number}, group {index}: '{param.name}'")
-                    state = optimizer.state.get(held, {})
+                    state = state_to_save(optimizer, held)
                     self._facts += _state_facts(param, state)
 
     def facts(self) -> list[str]:
@@ -64,12 +64,29 @@ class Adoption:
                 held[place] = param.sharded
             for optimizer in self._optimizers:
                 if before.param in optimizer.state:
-                    state = optimizer.state.pop(before.param)
+                    state = state_to_save(optimizer, before.param)
+                    del optimizer.state[before.param]
                     optimizer.state[param.sharded] = {
                         key: _adopted(key, value, before, param, unit.comm)
                         for key, value in state.items()
                     }
             retire(before.param, before.name)
+
+
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer that others wrap, as accelerate does."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def state_to_save(optimizer: Any, param: torch.Tensor) -> Mapping[str, Any]:
+    """Return a parameter's state as others may have it: values, where the optimizer has codes."""
+    if param not in optimizer.state:
+        return {}
+    decoded = getattr(innermost(optimizer), "saved_state", None)
+    found: Mapping[str, Any] = optimizer.state[param] if decoded is None else decoded(param)
+    return found
 
 
 def _as_list(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
@@ -95,7 +112,7 @@ def _stranger(
     )
 
 
-def _state_facts(param: ParamSpec, state: dict[str, Any]) -> Iterator[str]:
+def _state_facts(param: ParamSpec, state: Mapping[str, Any]) -> Iterator[str]:
     """Describe the state of one parameter. **Raises** ConfigError where it cannot be cut."""
     for key, value in state.items():
         what = f"state '{key}' of '{param.name}'"

@@ -31,6 +31,7 @@ from shardwise.trace import FullParamLedger, Stats
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
+from shardwise.unit.stepping import elements_of
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
@@ -273,7 +274,7 @@ def stats(model: nn.Module) -> Stats:
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
     params = [s for u in engine.units for s in u.params]
-    grads = [g.to_local().nbytes for s in params if isinstance(g := s.grad, DTensor)]
+    grads = [elements_of(g).nbytes for s in params if isinstance(g := s.grad, DTensor)]
     in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
     partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
@@ -286,7 +287,7 @@ def stats(model: nn.Module) -> Stats:
     for traffic in traffics.values():
         sent_bytes.update(traffic.sent_bytes)
         num_collectives.update(traffic.num_collectives)
-    apart = [p.sharded._local_tensor for p in params if not p.encoding.in_storage]
+    apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]
     apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
     return Stats(
         param_shard_bytes=sum(s.shard_bytes for s in storages) + apart_bytes,

@@ -38,6 +38,7 @@ def copy_engine(engine: Engine, memo: Memo) -> tuple[Engine, list[Unit]]:
             "two passes"
         )
     engine.conditions.check_usable("copy.deepcopy: ")
+    engine.finish_steps()
     comms = {id(comm): make_comm(comm.axes, comm.device) for comm in engine.comms}
     ledger = FullParamLedger()
     made = Engine(engine.config, comms[id(engine.comm)], ledger)

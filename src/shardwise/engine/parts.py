@@ -5,7 +5,7 @@ engine of its own. What is said of a whole model (checkpoints, replicas, windows
 a list of them; here the two become one.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control
+from shardwise.engine.adoption import state_to_save
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardError
 from shardwise.unit.unit import Unit
 
 Model = nn.Module | Sequence[nn.Module]
@@ -100,6 +101,21 @@ class Parts:
         for engine in self.engines:
             engine.rest(what)
 
+    def give_up_steps(self) -> None:
+        """Wait for steps in the background; one that failed leaves the model unusable till a load.
+
+        A load asks for it, which replaces what the step has left.
+        """
+        for engine in self.engines:
+            for unit in engine.units:
+                try:
+                    unit.finish_steps()
+                except ShardError as failure:
+                    for step in unit.steps:
+                        step.release()
+                    unit.steps = []
+                    engine.conditions.refuse(str(failure))
+
     def check_usable(self, what: str) -> None:
         """Refuse ``what`` while parameters are not to be used. **Raises** StateError."""
         for engine in self.engines:
@@ -166,6 +182,11 @@ class Joined:
             params = [param for group in alike for param in group["params"]]
             groups.append({**alike[0], "params": params})
         return groups
+
+    def saved_state(self, param: Any) -> Mapping[str, Any]:
+        """Return the state of a parameter as it is saved."""
+        found = (state_to_save(each, param) for each in self.optimizers if param in each.state)
+        return next(found, {})
 
     def check_settings(self) -> None:
         """Refuse groups of other settings: a checkpoint has one. **Raises** ConfigError."""

@@ -73,6 +73,7 @@ class Engine:
         shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
         self._schedule = Schedule(config.prefetch_bytes, self._reductions, has_peers=shared)
         self._schedule.take_units(units, order)
+        self.order = self._schedule.order
         self._shares_order = self._schedule.reduces_in_turn
         self._optional = OptionalUnits(units, self._schedule, self._passes)
 
@@ -139,10 +140,12 @@ class Engine:
         return not self.is_last_micro_batch or (self.window_open and has_grads)
 
     def rest(self, what: str) -> None:
-        """Let shards alone stand in the modules, for ``what``: here they do, but for pinned units.
+        """Let shards alone stand in the modules, for ``what``, and nothing be under way on them.
 
-        **Raises** ShardError, as `unpin` does.
+        Here they do, but for pinned units. **Raises** ShardError, as `unpin` does, and where a step
+        in the background has failed.
         """
+        self.finish_steps()
         self.unpin(what, self.units)
 
     def unpin(self, what: str, units: Sequence[Unit]) -> None:
@@ -380,6 +383,11 @@ class Engine:
         """Forget a pass that was cut short, with its gradients."""
         self._passes.forget_forward()
         self.on_cut()
+
+    def finish_steps(self) -> None:
+        """Wait until the slices of all units are stepped. **Raises** ShardError as `Unit`'s do."""
+        for unit in self.units:
+            unit.finish_steps()
 
     def finish_reductions(self, unit: Unit | None = None) -> None:
         """Complete the reductions under way and set ``p.grad``: those up to one unit's, or all."""

@@ -174,7 +174,7 @@ class Schedule(Generic[U]):
         self._prefetch_bytes = prefetch_bytes or 0
         self._asked_bytes = prefetch_bytes
         self._reducer = reducer
-        self._order = Order(())
+        self.order = Order(())
         self._ahead: set[int] = set()
         self._held: set[int] = set()  # used outside their modules: full until backward ends
         self._in_backward: set[int] = set()
@@ -200,7 +200,7 @@ class Schedule(Generic[U]):
         self._gathers_in_turn = self._has_peers and not frees
         may_skip = not frees or any(u.settings.optional for u in units)
         self.reduces_in_turn = self._has_peers and may_skip
-        self._order = Order([u.index for u in units] if order is None else order)
+        self.order = Order([u.index for u in units] if order is None else order)
         self.share_order(order or (), closes or ())
         if self._asked_bytes is None:
             self._prefetch_bytes = max((u.full_bytes for u in units[1:]), default=0)
@@ -210,7 +210,7 @@ class Schedule(Generic[U]):
 
         None is there in a pass that did not come through the hooks (`gathered` ends such).
         """
-        seen = json.dumps([self._order.seen, self._closed]).encode()
+        seen = json.dumps([self.order.seen, self._closed]).encode()
         gathers, closes = json.loads(broadcast(seen))
         if gathers:
             self.share_order(gathers, closes)
@@ -233,7 +233,7 @@ class Schedule(Generic[U]):
         following = self._reach(unit) if self._gathers_in_turn and not in_backward else None
         unit.start_unshard()
         self._ahead.discard(unit.index)  # used now: the budget is for the next ones
-        upcoming = None if in_backward else self._order.visit_forward(unit.index)
+        upcoming = None if in_backward else self.order.visit_forward(unit.index)
         ahead = upcoming if following is None else following
         self._gather_ahead(unit.settings.forward_prefetch, ahead)
         unit.finish_unshard()
@@ -328,7 +328,7 @@ class Schedule(Generic[U]):
     # -- backward
     def begin_backward(self, order: Sequence[int]) -> None:
         """Expect the units in the reverse of ``order``, that of the forward pass before it."""
-        self._order.begin_backward(order)
+        self.order.begin_backward(order)
         self._closed = []
         if self.reduces_in_turn:
             self._turns.begin()
@@ -339,7 +339,7 @@ class Schedule(Generic[U]):
         if unit.settings.reads_in_backward:
             unit.start_unshard()
         self._ahead.discard(unit.index)
-        upcoming = self._order.visit_backward(unit.index) or ()
+        upcoming = self.order.visit_backward(unit.index) or ()
         upcoming = [i for i in upcoming if self.units[i].settings.reads_in_backward]
         self._gather_ahead(unit.settings.backward_prefetch, upcoming)
         if unit.settings.reads_in_backward:
@@ -396,4 +396,4 @@ class Schedule(Generic[U]):
         for indices in (self._ahead, self._held, self._in_backward):
             indices.clear()
         self._turns.end()
-        self._order.end_step()
+        self.order.end_step()

@@ -51,7 +51,8 @@ _UNIT_SIZES = "units are gathered whole and freed after their use; describe(mode
 _BUCKETS = "a reduction starts at 1 MiB of gradients; shard(bucket_bytes=) changes that"
 _PLUS_PLUS = "not in the engine; planned as if it were off"
 _SAVING = "shardwise.save() writes every shard; `shardwise ckpt export` writes one whole model"
-_ON_DEVICE = "nothing is off the device"
+_PINNED = "page-locked always, where there is an accelerator"
+_ONE_STEP = "one step for all, unit by unit behind the next forward pass"
 _SCALE = "a loss scale takes no memory"
 _NO_DISK = "nothing is kept on a disk"
 _YOURS = "torch.utils.checkpoint is the model's to call"
@@ -95,7 +96,7 @@ DEEPSPEED = _table(
     ("any", _NO_CHANGE, "there are no pipelines", "pipeline"),
     ("block", _NO_CHANGE, "it is for inference", "weight_quantization"),
     ("flag", _NO_CHANGE, "any optimizer of the table works", "zero_allow_untested_optimizer"),
-    ("flag", _NO_CHANGE, "state stays on the device", "zero_force_ds_cpu_optimizer"),
+    ("flag", _NO_CHANGE, "any optimizer steps in host memory", "zero_force_ds_cpu_optimizer"),
     ("flag", _NO_CHANGE, "shardwise.accumulate() names the window",
      "managed_gradient_accumulation"),
     ("flag", _NO_CHANGE, "there are no expert groups", "use_data_before_expert_parallelism"),
@@ -118,7 +119,7 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
     ("flag", _NO_SWITCH, "there is no Muon on shards", "save_muon_momentum_buffer_in_memory"),
     ("block", _NO_SWITCH, "units are found; shard(units=) changes them", "leaf_module"),
     ("flag", _NO_SWITCH, "torch.nn.utils.clip_grad_norm_() is yours to call", "compute_grad_norm"),
-    ("flag", _NO_SWITCH, "nothing is on the host", "cpu_offload_use_pin_memory"),
+    ("flag", _NO_SWITCH, _PINNED, "cpu_offload_use_pin_memory"),
     ("integer", _WHOLE_UNITS, _BUCKETS, "reduce_bucket_size"),
     ("integer", _WHOLE_UNITS, _UNIT_SIZES, "allgather_bucket_size *param_persistence_threshold "
      "*model_persistence_threshold *max_live_parameters *max_reuse_distance "
@@ -131,18 +132,19 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
 )  # fmt: skip
 OFFLOAD_PARAM = _table(
     ("any", "", "", "device"),
-    ("any", _NO_SWITCH, _ON_DEVICE, "nvme_path"),
-    ("integer", _NO_SWITCH, _ON_DEVICE, "buffer_count buffer_size max_in_cpu"),
-    ("flag", _NO_SWITCH, _ON_DEVICE, "pin_memory"),
+    ("any", _NO_SWITCH, _NO_DISK, "nvme_path"),
+    ("integer", _NO_SWITCH, _NO_DISK, "buffer_count buffer_size max_in_cpu"),
+    ("flag", _NO_SWITCH, _PINNED, "pin_memory"),
 )  # fmt: skip
 OFFLOAD_OPTIMIZER = _table(
     ("any", "", "", "device"),
-    ("any", _NO_SWITCH, _ON_DEVICE, "nvme_path"),
-    ("integer", _NO_SWITCH, _ON_DEVICE, "buffer_count buffer_size"),
-    ("flag", _NO_SWITCH, _ON_DEVICE, "pin_memory pipeline_read pipeline_write fast_init "
-     "super_offload"),
-    ("number", "", _ON_DEVICE, "ratio"),
-    ("number", _NO_SWITCH, _ON_DEVICE, "cpuadam_cores_perc"),
+    ("any", _NO_SWITCH, _NO_DISK, "nvme_path"),
+    ("integer", _NO_SWITCH, _NO_DISK, "buffer_count buffer_size"),
+    ("flag", _NO_SWITCH, _PINNED, "pin_memory"),
+    ("flag", _NO_SWITCH, _NO_DISK, "pipeline_read pipeline_write fast_init"),
+    ("flag", _NO_SWITCH, _ONE_STEP, "super_offload"),
+    ("number", "", "", "ratio"),
+    ("number", _NO_SWITCH, _ONE_STEP, "cpuadam_cores_perc"),
 )  # fmt: skip
 FP16 = _table(
     ("any", "", "", "enabled"),

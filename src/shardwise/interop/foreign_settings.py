@@ -44,12 +44,12 @@ _BECOMES = {
     "fsdp_reshard_after_forward": "stage",
     "fsdp_transformer_layer_cls_to_wrap": "units; the decoder of `shardwise train` has others: "
     "leave them out there",
-    "fsdp_offload_params": "state stays on the device",
+    "fsdp_offload_params": "offload",
     "fsdp_activation_checkpointing": "activation_checkpointing",
     "zero_stage": "stage",
     "deepspeed_config_file": "its own lines are below",
-    "offload_optimizer_device": "state stays on the device",
-    "offload_param_device": "state stays on the device",
+    "offload_optimizer_device": "offload",
+    "offload_param_device": "offload",
     "gradient_clipping": "grad_clip",
     "parallelism_config_dp_replicate_size": "dp_replicate",
     "parallelism_config_dp_shard_size": "ranks over replicas",
@@ -93,7 +93,7 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
 
     ``ranks`` stands for ``num_processes`` where the file has none.
 
-    **Raises** ConfigError naming file and key; also where state is to rest off the device.
+    **Raises** ConfigError naming file and key; also where state is to rest on NVMe.
     """
     found = read_accelerate(path, plans=False)
     values, lines = dict(found.values), found.report.lines
@@ -107,8 +107,8 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
         keys = {**known, **keys}  # what the JSON leaves open is as this file says
         lines += inner.lines
     else:
-        names = "stage", "precision", "accumulation", "units", "dp_replicate", "grad_clip"
-        keys = {name: values[name] for name in names if name in values}
+        names = ("stage", "precision", "accumulation", "units", "dp_replicate", "grad_clip")
+        keys = {name: values[name] for name in (*names, "offload") if name in values}
     if "activation_checkpointing" in values:
         keys["activation_checkpointing"] = values["activation_checkpointing"] == "full"
     if "units" in keys:

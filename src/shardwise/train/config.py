@@ -23,7 +23,7 @@ from shardwise.keys import check_keys, flag_of, key
 from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.model_keys import ModelKeys
-from shardwise.train.optimizers import check_options
+from shardwise.train.optimizers import check_run_options
 
 OptimizerName = Literal[
     "adamw", "adam", "sgd", "adagrad", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd"
@@ -81,6 +81,14 @@ class TrainConfig(ModelKeys):
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
+    offload: Literal["cpu"] | None = key(
+        None,
+        "Sharding",
+        "cpu: slices, gradients and the optimizer's step in host memory; the step is overlapped",
+    )
+    overlap_step: bool = key(
+        False, "Sharding", "let the optimizer's step go on behind the next forward pass"
+    )
     activation_checkpointing: bool = key(
         False, "Sharding", "recompute each block in the backward pass"
     )
@@ -107,7 +115,10 @@ class TrainConfig(ModelKeys):
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
     optimizer: OptimizerName = key("adamw", "Optimizer", "what updates the parameters")
     optimizer_options: _Options = key(
-        None, "Optimizer", "more arguments of its class in torch.optim, such as eps"
+        None,
+        "Optimizer",
+        "more arguments of its class in torch.optim, such as eps; of adamw also moments: bf16 or "
+        "8bit, see shardwise.optim",
     )
     lr: float = key(3e-4, "Optimizer", "peak learning rate", gt=0)
     min_lr: float = key(0.0, "Optimizer", "learning rate that the schedule ends at", ge=0)
@@ -219,7 +230,7 @@ class TrainConfig(ModelKeys):
         return self
 
     def _check_options(self) -> None:
-        check_options(self.optimizer, self.optimizer_options or {}, "optimizer_options")
+        check_run_options(self.optimizer, self.optimizer_options or {}, "optimizer_options")
         twice = {"lr", "betas", "weight_decay"} & (self.optimizer_options or {}).keys()
         if twice:
             raise ValueError(

@@ -1,4 +1,6 @@
-"""The optimizers of torch that step on shards, by name, with their arguments; imports no torch.
+"""The optimizers that step on shards, by name, with their arguments; imports no torch.
+
+They are torch's. With an argument that says how moments are kept, AdamW is `shardwise.optim`'s.
 
 An optimizer is here if it works element by element. Not here: those that need a whole matrix or the
 norm of a whole parameter (Muon, Adafactor, Lamb), `Rprop`, which writes through masks, `LBFGS` and
@@ -10,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import ConfigError
 from shardwise.keys import check_names
+from shardwise.optim.kinds import ARGUMENTS, BLOCK, check_kind
 
 if TYPE_CHECKING:
     import torch
 
+_OWN = "lr betas eps weight_decay"
 _ADAM = "lr betas eps weight_decay amsgrad foreach maximize capturable differentiable fused"
 _COMMON = "lr eps weight_decay foreach maximize capturable differentiable"
 
@@ -43,9 +48,32 @@ def check_options(name: str, options: Mapping[str, Any], where: str) -> None:
     check_names(options, arguments, where, f"argument {{!r}} of {title}")
 
 
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class in torch.optim of a name of `OPTIMIZERS`."""
+def is_own(name: str, options: Mapping[str, Any]) -> bool:
+    """Tell whether options ask for `shardwise.optim.AdamW` in the place of torch's."""
+    return name == "adamw" and any(key in options for key in ARGUMENTS)
+
+
+def check_run_options(name: str, options: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError as `check_options` does, for a run, which may have our own AdamW."""
+    if not is_own(name, options):
+        return check_options(name, options, where)
+    known = (*_OWN.split(), *ARGUMENTS)
+    check_names(options, known, where, "argument {!r} of shardwise.optim.AdamW")
+    try:
+        check_kind(options.get("moments", "fp32"), options.get("block", BLOCK))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def optimizer_class(
+    name: str, options: Mapping[str, Any] | None = None
+) -> type[torch.optim.Optimizer]:
+    """Return the class of a name of `OPTIMIZERS`: in torch.optim, unless options ask for ours."""
     import torch
 
+    if is_own(name, options or {}):
+        from shardwise.optim import AdamW
+
+        return AdamW
     found: type[torch.optim.Optimizer] = getattr(torch.optim, OPTIMIZERS[name][0])
     return found

@@ -38,7 +38,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 from shardwise.train.degrees import spread_decoder
 from shardwise.train.launch import RankPlace
-from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
+from shardwise.train.optimizers import OPTIMIZERS, is_own, optimizer_class
 from shardwise.train.pipeline import TIED, Pipeline, Stage
 from shardwise.train.text import (
     Tokenizer,
@@ -173,6 +173,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
         precision=config.precision,
         layout=config.layout,
         reduce_every=config.reduce_every,
+        offload=config.offload,
         mesh=axes,
         experts="*.experts" if config.ep > 1 else (),
         units=config.units,
@@ -190,17 +191,18 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     options: dict[str, Any] = {"lr": config.lr}
     if "betas" in arguments:
         options["betas"] = config.beta1, config.beta2
-    if "fused" in arguments:
+    given = config.optimizer_options or {}
+    if "fused" in arguments and not is_own(config.optimizer, given):
         options["fused"] = True
-    options |= config.optimizer_options or {}
+    options |= given
     groups = _decay_groups(model, config.weight_decay)
     try:
-        return optimizer_class(config.optimizer)(groups, **options)
+        made = optimizer_class(config.optimizer, given)(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        given = config.optimizer_options or {}
         raise ConfigError(
             f"optimizer_options: {config.optimizer} refuses {given}: {error}"
         ) from None
+    return shardwise.overlap(made) if config.overlap_step or config.offload else made
 
 
 def _seed_of(seed: int, number: int, what: str) -> int:

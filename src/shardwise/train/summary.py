@@ -6,10 +6,11 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.layout.placements import local_of
 from shardwise.quantities import format_bytes, format_count
+from shardwise.unit.stepping import elements_of
 
 _SPEED_MEMORY = 0.9
 
@@ -47,10 +48,15 @@ def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateByte
     return StateBytes(
         param_bytes=stats.param_shard_bytes + stats.param_full_bytes,
         grad_bytes=stats.grad_shard_bytes + stats.grad_partial_bytes,
-        optimizer_bytes=sum(local_of(state).nbytes for state in states),
+        optimizer_bytes=sum(map(_local_bytes, states)),
         replicated_bytes=2 * sum(p.nbytes for p in params) + sum(state.nbytes for state in states),
         num_params=sum(p.numel() for p in params),
     )
+
+
+def _local_bytes(state: Tensor) -> int:
+    """Return the bytes that this rank has of a tensor, which may be being stepped."""
+    return (elements_of(state) if isinstance(state, DTensor) else state).nbytes
 
 
 @dataclass

@@ -45,6 +45,7 @@ from shardwise.unit.operations import (
     METADATA,
 )
 from shardwise.unit.replaced import running_optimizer
+from shardwise.unit.stepping import elements_of
 from shardwise.unit.tensor_base import ShardTensorBase
 
 
@@ -166,12 +167,12 @@ class ShardTensor(ShardTensorBase):
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
             if name in LOCAL_FACTS:
-                return func(args[0]._local_tensor)
+                return func(elements_of(args[0]))
             if name not in FULL_PROPERTIES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
         elif name in LOCAL_FACTS and isinstance(args[0], ShardTensorBase):
-            return func(args[0]._local_tensor)
+            return func(elements_of(args[0]))
         elif name == "__set__":
             return set_property(func, args)
         elif name in METADATA or getattr(func, "__module__", "") == "torch.nn.init":

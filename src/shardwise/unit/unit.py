@@ -36,6 +36,7 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
+from shardwise.unit.stepping import BackgroundStep
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Sum
 
@@ -80,6 +81,7 @@ class Unit:
         self.num_reducing = 0  # reductions under way; a gradient that comes late begins another
         self.has_local_sum = False
         self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
+        self.steps: list[BackgroundStep] = []  # that may be under way on another thread
         self.is_pinned = False  # full until `unpin`, whatever the schedule says
         self._bind_depth = 0
         self._is_shown = False  # bound once more, as it is pinned
@@ -126,6 +128,7 @@ class Unit:
 
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
+        self.finish_steps()
         if self.param_state is ParamState.FULL and not self.is_fresh:
             self._give_up()
         if self.param_state is not ParamState.SHARDED:
@@ -153,6 +156,12 @@ class Unit:
             collective = self.comm.collective_id("all_gather", self.name, self.index)
             with self._after_fetch():
                 self._pending = self.comm.start_all_gather(items, axis, collective, self.transport)
+
+    def finish_steps(self) -> None:
+        """Wait until the slices are stepped. **Raises** ShardError where that has failed."""
+        for step in self.steps:
+            step.wait()
+        self.steps = []
 
     def _parts(self) -> list[GatherItem]:
         """List what a forward pass has left on few ranks; see `nearby`."""
@@ -226,6 +235,8 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Tell whether nothing would have to be gathered."""
+        if self.steps:  # as on all ranks, whether or not they are done on this one
+            return False
         if self.settings.stands_while_full:
             return self.param_state is ParamState.FULL
         fresh = all(s.is_fresh for s in self.storages)
@@ -250,6 +261,8 @@ class Unit:
         """
         if self.settings.stands_while_full:
             return ()
+        for step in self.steps:  # it counts up when it writes, and all ranks must see that it did
+            step.wait()
         versions = tuple(s.version for s in self.storages)
         if not self._gathered_apart:
             return versions

@@ -38,7 +38,7 @@ _AUTOS = {
 def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, Any]:
     """Return ``stage`` and ``prefetch_bytes``, where they are given, as ``shard()`` takes them.
 
-    For a plan ``offload`` too. **Raises** ConfigError where a run is to have state off the device.
+    ``offload`` too, as a plan or a run has it. **Raises** ConfigError where a run is to have NVMe.
     """
     whole = "zero_optimization"
     if block is None or isinstance(block, bool):
@@ -100,23 +100,22 @@ def stage_of(reader: Reader, name: str, value: Any) -> int:
 
 
 def place_state(reader: Reader, name: str, where: Any, what: str, found: dict[str, Any]) -> None:
-    """Note where ``params`` or ``optimizer`` rest. **Raises** ConfigError: a run has one home."""
+    """Note where ``params`` or ``optimizer`` rest; in a run all has one home.
+
+    **Raises** ConfigError for NVMe in a run.
+    """
     reader.word(name, where, tuple(_HOMES))
     if reader.plans:
         found["offload"] = replace(found.get("offload", Offload()), **{what: _HOMES[where]})
     elif where == "cpu":
-        raise reader.refusal(
-            name,
-            "shard() keeps state on the device. To keep shards and the step on the host, call "
-            "shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy()), with the policy of "
-            'torch.distributed.fsdp; to go on with shard(), give "none"',
-        )
+        found["offload"] = "cpu"
     elif where == "nvme":
-        raise reader.refusal(
-            name,
-            'offload to NVMe: shard() keeps state on the device; give "none". For the host there '
-            "is shardwise.fully_shard(model, offload_policy=CPUOffloadPolicy())",
-        )
+        raise reader.refusal(name, 'offload to NVMe is not there yet; give "cpu" or "none"')
+
+
+def told_home(where: Any) -> str:
+    """Say what becomes of a home of the state."""
+    return "shard(offload='cpu')" if where == "cpu" else "state stays on the device"
 
 
 def _offload(reader: Reader, found: dict[str, Any], name: str, block: Any) -> None:
@@ -124,11 +123,15 @@ def _offload(reader: Reader, found: dict[str, Any], name: str, block: Any) -> No
 
     def device(key: str, where: Any) -> None:
         place_state(reader, key, where, "params" if is_params else "optimizer", found)
-        reader.mapped(key, where, "state stays on the device")
+        reader.mapped(key, where, told_home(where))
 
     def ratio(key: str, value: Any) -> None:
         if not 0 <= reader.number(key, value) <= 1:
             raise reader.refusal(key, f"expected 0 to 1, got {value!r}")
+        if not reader.plans:
+            if value != 1:
+                raise reader.refusal(key, f"all of the state has one home; expected 1, got {value}")
+            return reader.mapped(key, value, "all of the state has one home")
         found["offload"] = replace(found.get("offload", Offload()), optimizer_fraction=value)
 
     handlers: dict[str, Handler] = {"device": device, "ratio": ratio}
@@ -138,8 +141,9 @@ def _offload(reader: Reader, found: dict[str, Any], name: str, block: Any) -> No
 
 def _old_offload(reader: Reader, found: dict[str, Any], name: str, value: Any) -> None:
     what = "params" if name.endswith("param") else "optimizer"
-    place_state(reader, name, "cpu" if reader.flag(name, value) else "none", what, found)
-    reader.mapped(name, value, "state stays on the device")
+    where = "cpu" if reader.flag(name, value) else "none"
+    place_state(reader, name, where, what, found)
+    reader.mapped(name, value, told_home(where))
 
 
 def other_handlers(reader: Reader, found: dict[str, Any]) -> dict[str, Handler]:

@@ -7,8 +7,9 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.settings import BATCH_KEYS
+from shardwise.optim.kinds import ARGUMENTS
 from shardwise.train.config import TrainConfig
-from shardwise.train.optimizers import OPTIMIZERS
+from shardwise.train.optimizers import OPTIMIZERS, is_own
 
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _SCRIPT_FOR_ACCELERATE = "the script's: accelerate's file has no such key"
@@ -21,6 +22,7 @@ _NOT_DEEPSPEEDS = {
     "dp_replicate": "DeepSpeed has no hybrid shards; zero_hpz_partition_size is another thing",
     "units": "DeepSpeed gathers module by module",
     "ranks": "the launcher says it",
+    "overlap_step": "DeepSpeed's step blocks",
     "bucket_bytes": "reduce_bucket_size counts elements of another buffer",
 }
 _NOT_ACCELERATES = {
@@ -29,6 +31,7 @@ _NOT_ACCELERATES = {
     "reduce_every": "accelerate's no_sync decides it",
     "dp_replicate": "give parallelism_config to Accelerator()",
     "prefetch_bytes": "FSDP2 gathers the next unit ahead",
+    "overlap_step": "FSDP2's step blocks",
     "bucket_bytes": "FSDP2 reduces unit by unit",
 }
 
@@ -68,6 +71,7 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     note("grad_clip", "gradient_clipping")
     out["zero_optimization"] = _zero(config)
     note("stage", "zero_optimization.stage")
+    note("offload", "zero_optimization.offload_optimizer, and offload_param at stage 3")
     note("prefetch_bytes", "zero_optimization.stage3_prefetch_bucket_size, in elements")
     out |= _precision(config)
     note("precision", config.precision if config.precision != "fp32" else "neither fp16 nor bf16")
@@ -75,7 +79,11 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
         note("loss_scale", "fp16.initial_scale_power, the nearest power of 2")
         note("loss_scale_window", "fp16.loss_scale_window")
     out["optimizer"] = _optimizer(config)
-    for key in ("optimizer", "optimizer_options", "lr", "beta1", "beta2", "weight_decay"):
+    if is_own(config.optimizer, config.optimizer_options or {}):
+        note("optimizer_options", "optimizer, but moments and block: its state is fp32", "ignored")
+    else:
+        note("optimizer_options", "optimizer")
+    for key in ("optimizer", "lr", "beta1", "beta2", "weight_decay"):
         note(key, "optimizer" if key != "weight_decay" else "optimizer, of all parameters there")
     _write_schedule(config, out, note)
     return out, note.report(source, _NOT_DEEPSPEEDS, _SCRIPT)
@@ -86,6 +94,10 @@ def _zero(config: TrainConfig) -> dict[str, Any]:
     if config.prefetch_bytes is not None:
         elements = config.prefetch_bytes // _COMPUTE_BYTES[config.precision]
         block["stage3_prefetch_bucket_size"] = elements
+    if config.offload is not None:
+        block["offload_optimizer"] = {"device": config.offload, "pin_memory": True}
+        if config.stage == 3:
+            block["offload_param"] = {"device": config.offload, "pin_memory": True}
     return block
 
 
@@ -104,7 +116,8 @@ def _precision(config: TrainConfig) -> dict[str, Any]:
 
 def _optimizer(config: TrainConfig) -> dict[str, Any]:
     title, arguments = OPTIMIZERS[config.optimizer]
-    options = dict(config.optimizer_options or {})
+    given = config.optimizer_options or {}
+    options = {key: value for key, value in given.items() if key not in ARGUMENTS}
     params: dict[str, Any] = {"lr": config.lr}
     if "betas" in arguments:
         params["betas"] = [config.beta1, config.beta2]
@@ -164,6 +177,7 @@ def to_accelerate(
         out["fsdp_config"] = _fsdp(config)
         note("stage", "fsdp_config.fsdp_reshard_after_forward")
         note("units", "fsdp_config.fsdp_transformer_layer_cls_to_wrap")
+        note("offload", "fsdp_config.fsdp_offload_params")
         note("activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
     else:
         note("stage", "distributed_type: MULTI_GPU")
@@ -176,7 +190,7 @@ def _fsdp(config: TrainConfig) -> dict[str, Any]:
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": config.stage == 3,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_offload_params": False,
+        "fsdp_offload_params": config.offload == "cpu",
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_activation_checkpointing": config.activation_checkpointing,
     }

@@ -1,0 +1,270 @@
+"""``overlap()``: an optimizer's step goes on behind what follows it, unit by unit.
+
+Note [A step behind the next forward pass]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``optimizer.step()`` looks at everything that counts at that moment (gradients, which may have been
+unscaled or clipped, learning rates, whether a loss scaler skips the step) and leaves the arithmetic
+to a thread: one job per unit, in the order in which the next forward pass needs the units, which
+waits for each before it gathers it. So the step is the plain one to the bit, with clipping and loss
+scaling too, and nothing has to be undone.
+
+A job steps plain tensors: this rank's elements of parameters, gradients and state, in an optimizer
+of the same class that shares the state and has a copy of the groups' options. That is right for
+optimizers that work element by element, and saves what operations on sharded tensors cost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+
+from shardwise.errors import ConfigError
+from shardwise.layout.placements import local_of
+from shardwise.unit.partial import PartialGrad
+from shardwise.unit.plain_state import owner_of
+from shardwise.unit.states import ParamState
+from shardwise.unit.stepping import BackgroundStep
+from shardwise.unit.unit import Unit
+
+ELEMENTWISE = (
+    *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
+    "ASGD",
+)
+_OVERLAP = "_shardwise_overlap"
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - a type
+
+
+def overlap(optimizer: O, *, threads: int | None = None) -> O:
+    """Let an optimizer's step go on in the background; return the optimizer.
+
+    Its ``step()`` returns at once, and takes the same steps to the bit. The next forward pass waits
+    for each unit before it uses it; reading a parameter, a gradient or state that is cut like its
+    parameter, clipping, saving and evaluating wait for what they need. ``threads`` are those of the
+    step; None is as many as the caller has. See Note [A step behind the next forward pass].
+
+    Steps are plain, and block, where they make a parameter's state (the first with it), with a
+    closure, on an accelerator (where they do not block anyway), inside accumulation windows, and
+    while `unshard()` holds parameters in full.
+
+    **State** what ``p.to_local()`` gave before a step is written during it: take it again after.
+    Plain tensors of the state (counts of steps, codes of 8-bit moments) are as far as the thread
+    has come; ``optimizer.state_dict()`` waits.
+
+    **Raises** ConfigError for an optimizer that is not known to work element by element. What
+    fails in the background raises ShardError in the next call that waits, with unit and rank.
+    """
+    if not is_elementwise(optimizer):
+        raise ConfigError(
+            f"overlap(): {type(optimizer).__name__} is not known to work element by element, so "
+            "its units cannot be stepped apart. Of torch.optim these are: "
+            f"{', '.join(ELEMENTWISE)}; and shardwise.optim.AdamW"
+        )
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads={threads}: expected 1 or more, or None")
+    if _OVERLAP not in vars(optimizer):
+        vars(optimizer)[_OVERLAP] = _Overlap(optimizer, threads)
+    return optimizer
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether the optimizer's units may be stepped apart."""
+    kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
+    return type(optimizer) in kinds or hasattr(optimizer, "part_of_step")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Stands for ``optimizer.step``; as with a method, ``__func__`` takes the optimizer first.
+
+    It refers to the optimizer weakly, as a cycle would keep all state until garbage is collected.
+    """
+
+    of: weakref.ref[torch.optim.Optimizer]
+    __func__: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Step."""
+        return self.__func__(self.of(), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what was noted on the function, as a method does."""
+        return getattr(self.__func__, name)
+
+
+class _Overlap:
+    """The steps of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None) -> None:
+        self._units: list[Unit] = []  # that were stepped last
+        self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
+        self._thread = ThreadPoolExecutor(1, "shardwise-step")
+        here = torch.get_num_threads()
+        self._thread.submit(torch.set_num_threads, threads or here).result()
+        torch.set_num_threads(here)  # the call above has also set what later threads begin with
+        self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's
+
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(optimizer, closure)
+
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # what a scheduler looks for
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = _Step(weakref.ref(optimizer), step)  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(lambda _: self.finish())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
+
+    def finish(self) -> None:
+        """Wait until all is stepped. **Raises** ShardError where a unit's step has failed."""
+        for unit in self._units:
+            unit.finish_steps()
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Step now, or hand the units' steps to the thread."""
+        self.finish()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with_grad = [param for param in params if param.grad is not None]
+        if closure is not None or not all(self._may_wait(optimizer, p) for p in with_grad):
+            plain = self._plain_step or partial(type(optimizer).step, optimizer)
+            found = plain() if closure is None else plain(closure)
+            self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
+            return found
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        for pre in chain(torch_optimizer._global_optimizer_pre_hooks.values(), before.values()):
+            pre(optimizer, (optimizer,), {})
+        self._start(optimizer)
+        for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
+            post(optimizer, (optimizer,), {})
+        return None
+
+    def _may_wait(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+        """Tell whether a parameter may be stepped later; alike on all ranks.
+
+        Not where its step makes the state, which others may look through; nor while full parameters
+        stand in the modules, which nobody would wait for.
+        """
+        if isinstance(param.grad, PartialGrad) or param.device.type != "cpu":
+            return False
+        owner = owner_of(param)
+        if owner is not None:
+            unit = owner.unit
+            stands = unit.settings.stands_while_full and unit.param_state is ParamState.FULL
+            if unit.is_pinned or stands:
+                return False
+        had_state = self._stepped.get(param)
+        return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)
+
+    def _start(self, optimizer: torch.optim.Optimizer) -> None:
+        by_unit: dict[Unit | None, list[tuple[int, Any]]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    owner = owner_of(param)
+                    by_unit.setdefault(None if owner is None else owner.unit, []).append(
+                        (number, param)
+                    )
+        alone = by_unit.pop(None, None)  # parameters of no unit: nobody is asked before their use
+        self._units = [unit for unit in by_unit if unit is not None]
+        units = _in_forward_order(self._units)
+        # Nothing is begun before all is known to be right.
+        now = [] if alone is None else [_part_of_step(optimizer, alone)[0]]
+        parts = [_part_of_step(optimizer, by_unit[unit]) for unit in units]
+        taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
+        if len(set(taking_part)) < len(taking_part):  # one gradient for two parameters
+            now += [work for work, _ in parts]
+            units = []
+        for unit, (work, tensors) in zip(units, parts, strict=False):
+            job = BackgroundStep(unit.name, work, tensors)
+            unit.steps.append(job)
+            self._thread.submit(job.run)
+        for work in now:
+            work()
+
+
+def _in_forward_order(units: Iterable[Any]) -> list[Unit]:
+    """Return the units in the order in which each model's next forward pass needs them."""
+    places: dict[int, tuple[int, dict[int, int]]] = {}
+    for unit in units:
+        if id(unit.scheduler) not in places:
+            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # it has not run
+            order = {index: place for place, index in enumerate(known)}
+            places[id(unit.scheduler)] = len(places), order
+
+    def turn(unit: Any) -> tuple[int, int, int]:
+        model, order = places[id(unit.scheduler)]
+        return model, order.get(unit.index, len(order)), unit.index
+
+    return sorted(units, key=turn)
+
+
+def _part_of_step(
+    optimizer: Any, params: Sequence[tuple[int, Any]]
+) -> tuple[Callable[[], None], list[DTensor]]:
+    """Return the step of some parameters, named with their groups, and the tensors it takes."""
+    if not hasattr(optimizer, "part_of_step"):
+        apart = _Apart(optimizer, params)
+        return apart.step, apart.sharded
+    chosen = [param for _, param in params]
+    step = optimizer.part_of_step(chosen)  # one of `optim`: it knows how slices are cut
+    held = [each for p in chosen for each in (p, p.grad, *optimizer.state[p].values())]
+    return step, [each for each in held if isinstance(each, DTensor)]
+
+
+class _Apart:
+    """Some parameters of an optimizer, to be stepped as plain tensors by one like it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Any]]) -> None:
+        self.sharded: list[DTensor] = []
+        self._given: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._state = optimizer.state
+        groups = [
+            {key: _kept(value) for key, value in group.items() if key != "params"} | {"params": []}
+            for group in optimizer.param_groups
+        ]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for number, param in params:
+            stand_in = self._local(param).detach()
+            stand_in.grad = self._local(param.grad)
+            groups[number]["params"].append(stand_in)
+            values = {key: self._local(v) for key, v in optimizer.state.get(param, {}).items()}
+            state[stand_in] = dict(values)
+            self._given.append((param, stand_in, values))
+        self._optimizer: Any = object.__new__(type(optimizer))
+        vars(self._optimizer).update(vars(optimizer))
+        vars(self._optimizer).update(param_groups=groups, state=state)
+
+    def _local(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            self.sharded.append(value)
+        return local_of(value) if isinstance(value, torch.Tensor) else value
+
+    def step(self) -> None:
+        """Step; hand on what the optimizer has replaced in the state."""
+        kind: Any = type(self._optimizer)
+        kind.step.__wrapped__(self._optimizer)  # hooks were called by the caller of step()
+        # torch's fused kernels do not say that they write, and full copies would count as fresh.
+        torch.autograd.graph.increment_version([each for _, each, _ in self._given])
+        for param, stand_in, values in self._given:
+            for key, value in self._optimizer.state[stand_in].items():
+                if value is not values.get(key):
+                    alike = isinstance(value, torch.Tensor) and value.shape == stand_in.shape
+                    owner = owner_of(param) if alike and value.ndim else None
+                    self._state[param][key] = value if owner is None else owner.form.like(value)
+
+
+def _kept(value: Any) -> Any:
+    """Return an option as it is now: a learning rate that is a tensor is changed in place."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_kept, value))
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,17 @@
+"""Optimizers of our own: `AdamW`, whose moments rest in fp32, in bf16 or in 8 bits.
+
+Reading order: ``kinds`` (names, without torch), ``codes`` and ``rounding`` (numbers in few bits),
+``slices`` (what a rank has of a parameter), ``moments``, ``step``, ``adamw``.
+"""
+
+from typing import TYPE_CHECKING
+
+from shardwise.lazy import lazily
+
+if TYPE_CHECKING:
+    from shardwise.optim.adamw import AdamW as AdamW
+
+_HOMES = {"AdamW": "shardwise.optim.adamw"}
+
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

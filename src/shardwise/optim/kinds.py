@@ -1,0 +1,19 @@
+"""Names of the kinds of moments, and blocks that they may have; imports no torch."""
+
+from shardwise.errors import ConfigError
+
+KINDS = ("fp32", "bf16", "8bit")
+ROW = 1 << 15  # elements: spans of a step begin at multiples of it
+BLOCK = 256  # elements that share a scale, where nobody asks for others
+ARGUMENTS = ("moments", "block")  # of `AdamW`, which torch's has not
+
+
+def check_kind(moments: object, block: object) -> None:
+    """Refuse other names, and blocks that do not fill a row. **Raises** ConfigError."""
+    if moments not in KINDS:
+        raise ConfigError(f"moments={moments!r}: expected one of {', '.join(map(repr, KINDS))}")
+    if type(block) is not int or not 16 <= block <= ROW or ROW % block:
+        raise ConfigError(
+            f"block={block!r}: expected a power of two from 16 to {ROW}, the elements that share a "
+            f"scale; {BLOCK} is the usual one"
+        )

@@ -1,0 +1,203 @@
+"""How moments are kept between steps: as they are, in bfloat16, or as codes of 8 bits.
+
+A kind of moments reads and writes a *span* of a slice, in float32, so that a step decodes no more
+than what fits in a cache.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardwise.optim.codes import decode, encode
+from shardwise.optim.kinds import ROW, check_kind
+from shardwise.optim.rounding import random_bits, round_by_chance
+from shardwise.optim.scratch import Scratch
+from shardwise.optim.slices import Place
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Held = Mapping[str, torch.Tensor]  # the state of one moment, flat, by what its keys end with
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [lo, hi) of a slice whose first one is element ``first`` of the whole, at a step."""
+
+    first: int
+    lo: int
+    hi: int
+    step: int
+
+
+class Moments(Protocol):
+    """How a moment is kept; ``which`` moment it is: 0 is ``exp_avg``, 1 ``exp_avg_sq``."""
+
+    @property
+    def is_values(self) -> bool:
+        """Tell whether its state is one tensor of the parameter's shape, which has the values."""
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """What the keys of its state have behind the moment's name."""
+
+    def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a moment of zeros for as many elements as ``like`` has."""
+
+    def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
+        """Tell whether a state is one of this kind, for as many elements as ``like`` has."""
+
+    def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
+        """Return the values of a span, flat; of those that are kept as they are, their memory."""
+
+    def write(
+        self, values: torch.Tensor, held: Held, span: Span, which: int, scratch: Scratch
+    ) -> None:
+        """Keep the values of a span, which are lost; what `read` gave needs no copy."""
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a step's arithmetic: float32, or what is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class AsTheyAre:
+    """In the dtype that the step computes in."""
+
+    is_values = True
+    endings = ("",)
+
+    def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros."""
+        return {"": torch.zeros(like.numel(), dtype=computed_in(like.dtype), device=like.device)}
+
+    def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
+        """Compare dtype, device and size."""
+        return _is(held.get(""), computed_in(like.dtype), like.numel(), like.device)
+
+    def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
+        """Return the memory itself."""
+        return held[""][span.lo : span.hi]
+
+    def write(
+        self, values: torch.Tensor, held: Held, span: Span, which: int, scratch: Scratch
+    ) -> None:
+        """Copy, unless the values are in that memory."""
+        target = held[""][span.lo : span.hi]
+        if target.data_ptr() != values.data_ptr():
+            target.copy_(values)
+
+
+@dataclass(frozen=True)
+class InBfloat16:
+    """In bfloat16. See Note [Rounding by chance] in `rounding`."""
+
+    is_values = True
+    endings = ("",)
+
+    def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros."""
+        return {"": torch.zeros(like.numel(), dtype=torch.bfloat16, device=like.device)}
+
+    def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
+        """Compare dtype, device and size."""
+        return _is(held.get(""), torch.bfloat16, like.numel(), like.device)
+
+    def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
+        """Return them as float32."""
+        return scratch.converted(f"moment {which}", held[""][span.lo : span.hi], torch.float32)
+
+    def write(
+        self, values: torch.Tensor, held: Held, span: Span, which: int, scratch: Scratch
+    ) -> None:
+        """Round up or down by chance."""
+        begin, end = span.first + span.lo, span.first + span.hi
+        room = -(-end // ROW) * ROW - begin // ROW * ROW
+        memory = scratch.take("bits", room, torch.int32, values.device)
+        bits = random_bits(begin, end, span.step, which, memory)
+        numbers = scratch.converted(f"moment {which}", values, torch.float32)
+        round_by_chance(numbers, bits, held[""][span.lo : span.hi])
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """As codes of 8 bits, and a scale for each block; see Note [Dynamic codes] in `codes`.
+
+    Blocks are those of the whole parameter: the first and the last one of a slice may have a part
+    of theirs on another rank, and all others are the same however the parameter is cut.
+    """
+
+    block: int
+    is_values = False
+    endings = ("_codes", "_scales")
+
+    def num_blocks(self, place: Place, numel: int) -> int:
+        """Return how many blocks a slice has a part of."""
+        end = place.first + numel
+        return -(-end // self.block) - place.first // self.block if numel else 0
+
+    def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return zeros."""
+        numel, device = like.numel(), like.device
+        return {
+            "_codes": torch.zeros(numel, dtype=torch.uint8, device=device),
+            "_scales": torch.zeros(self.num_blocks(place, numel), device=device),
+        }
+
+    def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
+        """Compare dtypes, devices and sizes."""
+        numel, device = like.numel(), like.device
+        return _is(held.get("_codes"), torch.uint8, numel, device) and _is(
+            held.get("_scales"), torch.float32, self.num_blocks(place, numel), device
+        )
+
+    def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
+        """Decode."""
+        before, blocks, numel = self._blocks(span)
+        codes = held["_codes"][span.lo : span.hi]
+        if numel != len(codes):
+            codes = _padded(codes, before, numel)
+        out = scratch.take(f"moment {which}", numel, torch.float32, codes.device)
+        decode(codes, held["_scales"][blocks], which == 0, out, scratch)
+        return out[before : before + span.hi - span.lo]
+
+    def write(
+        self, values: torch.Tensor, held: Held, span: Span, which: int, scratch: Scratch
+    ) -> None:
+        """Encode."""
+        before, blocks, numel = self._blocks(span)
+        codes, inside = held["_codes"][span.lo : span.hi], slice(before, before + len(values))
+        numbers = scratch.converted(f"moment {which}", values, torch.float32)
+        if numel != len(values):
+            numbers, target = _padded(numbers, before, numel), codes.new_empty(numel)
+            encode(numbers, which == 0, target, held["_scales"][blocks], scratch)
+            codes.copy_(target[inside])
+        else:
+            encode(numbers, which == 0, codes, held["_scales"][blocks], scratch)
+
+    def _blocks(self, span: Span) -> tuple[int, slice, int]:
+        """Return the elements missing in front, the blocks, and the elements of whole blocks."""
+        begin, end = span.first + span.lo, span.first + span.hi
+        first, last, zero = begin // self.block, -(-end // self.block), span.first // self.block
+        blocks = slice(first - zero, last - zero)
+        return begin - first * self.block, blocks, (last - first) * self.block
+
+
+def kind_of(moments: str, block: int) -> Moments:
+    """Return how moments are kept, by name. **Raises** ConfigError for another one."""
+    check_kind(moments, block)
+    if moments == "8bit":
+        return InBlocks(block)
+    return AsTheyAre() if moments == "fp32" else InBfloat16()
+
+
+def _is(held: torch.Tensor | None, dtype: torch.dtype, numel: int, device: torch.device) -> bool:
+    return held is not None and (held.dtype, held.numel(), held.device) == (dtype, numel, device)
+
+
+def _padded(values: torch.Tensor, before: int, numel: int) -> torch.Tensor:
+    """Return values with zeros around them."""
+    made = values.new_zeros(numel)
+    made[before : before + len(values)] = values
+    return made

@@ -1,0 +1,169 @@
+"""The step of AdamW on slices: torch's fused kernel, on what fits in a cache where moments decode.
+
+Note [The same bits however a parameter is cut]
+On a CPU torch's kernel works on 16 elements at once, and on the last ones of a tensor in another
+way, which rounds otherwise. So slices are given to it in groups of 16 of the *whole* parameter: all
+that a rank has whole, in place, and the groups at the ends of a slice, of which it has a part, in
+memory of their own. The last group of the parameter is as short as it is there. So each element
+gets the bits that it has where one process steps with ``torch.optim.AdamW(fused=True)``.
+
+Note [One pass over memory]
+Moments in bfloat16 or 8 bits, and parameters and gradients that are not in the dtype of the
+arithmetic, are converted, updated and kept again in spans of 128 Ki elements for each thread: five
+arrays of 512 KiB, which stay in a cache. So what rests in memory is read and written once. Shorter
+spans would fit in a faster cache, and calls of some twenty operations for each would cost more than
+that saves: with 32 Ki elements a step takes 1.5 times as long. Spans begin at multiples of `ROW` of
+the whole parameter, where blocks and rows of random bits do.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.optim.kinds import ROW
+from shardwise.optim.moments import AsTheyAre, Held, Moments, Span, computed_in
+from shardwise.optim.scratch import Scratch
+from shardwise.optim.slices import Place, Slice, finish
+
+_GROUP = 16  # elements; a multiple of what the kernel works on at once, on all CPUs
+_ROWS_OF_THREAD = 4  # of a span
+_ROWS_ON_DEVICE = 128  # where no cache decides: 4 Mi elements
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all parameters of a group have in common."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """One parameter to be updated: its slice, both moments, its count of steps, this one included.
+
+    ``copy``: flat memory that gets the new values as well, in its own dtype.
+    """
+
+    slice: Slice
+    moments: tuple[Held, Held]
+    step: torch.Tensor
+    copy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements of a parameter from ``place.first`` on, as the kernel takes them."""
+
+    tensors: tuple[torch.Tensor, ...]  # parameter, gradient, both moments: alike
+    place: Place
+    step: torch.Tensor
+
+
+def update(work: Sequence[Work], kind: Moments, settings: Settings) -> None:
+    """Take a step. **Cost** one pass over memory, and a few spans of it for what is converted."""
+    direct, scratch = [], Scratch()
+    for each in work:
+        if not each.slice.param.numel():
+            continue
+        if _needs_no_conversion(each, kind):
+            moments = (held[""] for held in each.moments)
+            tensors = each.slice.param, each.slice.grad, *moments
+            direct.append(_Part(tensors, each.slice.place, each.step))
+        else:
+            _update_in_spans(each, kind, settings, scratch)
+    _run(direct, settings)
+    finish([each.slice for each in work])
+
+
+def spans(place: Place, like: torch.Tensor, step: int) -> Iterator[Span]:
+    """Yield the spans of a slice; see Note [One pass over memory]."""
+    on_cpu = like.device.type == "cpu"
+    length = ROW * (_ROWS_OF_THREAD * torch.get_num_threads() if on_cpu else _ROWS_ON_DEVICE)
+    lo, numel = 0, like.numel()
+    while lo < numel:
+        hi = min(numel, lo + length - (place.first + lo) % ROW)
+        yield Span(place.first, lo, hi, step)
+        lo = hi
+
+
+def _needs_no_conversion(work: Work, kind: Moments) -> bool:
+    dtype = work.slice.param.dtype
+    alike = work.slice.grad.dtype == dtype == computed_in(dtype)
+    return alike and work.copy is None and isinstance(kind, AsTheyAre)
+
+
+def _update_in_spans(work: Work, kind: Moments, settings: Settings, scratch: Scratch) -> None:
+    param, grad, dtype = work.slice.param, work.slice.grad, computed_in(work.slice.param.dtype)
+    place = work.slice.place
+    for span in spans(place, param, int(work.step)):
+        inside = slice(span.lo, span.hi)
+        values = scratch.converted("param", param[inside], dtype)
+        kept = [
+            scratch.converted(f"{which}", kind.read(held, span, which, scratch), dtype)
+            for which, held in enumerate(work.moments)
+        ]
+        tensors = values, scratch.converted("grad", grad[inside], dtype), *kept
+        _run([_Part(tensors, Place(span.first + span.lo, place.numel), work.step)], settings)
+        for which, held in enumerate(work.moments):
+            kind.write(kept[which], held, span, which, scratch)
+        if param.dtype != dtype:
+            param[inside] = values
+        if work.copy is not None:
+            work.copy[inside] = values
+
+
+def _run(parts: Sequence[_Part], settings: Settings) -> None:
+    """Run the kernel on parts, in groups; see Note [The same bits however a parameter is cut]."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[_Part]] = {}
+    copies: list[tuple[_Part, torch.Tensor, int, int, int]] = []
+    for part in parts:
+        first = part.tensors[0]
+        found = by_kind.setdefault((first.device, first.dtype), [])
+        begin, end, numel = part.place.first, part.place.first + len(first), part.place.numel
+        lo, hi = -(-begin // _GROUP) * _GROUP, end if end == numel else end // _GROUP * _GROUP
+        if first.device.type != "cpu" or (begin, end) == (lo, hi):
+            found.append(part)
+            continue
+        if lo < hi:
+            inner = tuple(t[lo - begin : hi - begin] for t in part.tensors)
+            found.append(_Part(inner, Place(lo, numel), part.step))
+        for at, to in {(begin, min(lo, end)), (max(hi, begin), end)}:
+            if at < to:
+                group = at // _GROUP * _GROUP
+                memory = first.new_zeros(4, min(_GROUP, numel - group))
+                for row, tensor in zip(memory, part.tensors, strict=True):
+                    row[at - group : to - group] = tensor[at - begin : to - begin]
+                copies.append((part, memory, at, to, group))
+                found.append(_Part(tuple(memory), Place(group, numel), part.step))
+    for of_kind in by_kind.values():
+        _kernel(of_kind, settings)
+    for part, memory, at, to, group in copies:
+        begin = part.place.first
+        for row, tensor in zip(memory, part.tensors, strict=True):
+            tensor[at - begin : to - begin] = row[at - group : to - group]
+
+
+def _kernel(parts: Sequence[_Part], settings: Settings) -> None:
+    params, grads, exp_avgs, exp_avg_sqs = (
+        list(each) for each in zip(*(p.tensors for p in parts), strict=True)
+    )
+    torch._fused_adamw_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [part.step for part in parts],
+        lr=settings.lr,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        eps=settings.eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -1,0 +1,546 @@
+"""`overlap()`: steps in the background are the plain ones to the bit; who asks for them waits."""
+
+import copy
+import gc
+import itertools
+import random
+import re
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import Stack
+from ranks import run_ranks
+from shardwise import (
+    accumulate,
+    check_replicas,
+    fully_shard,
+    gathered,
+    load,
+    optim,
+    overlap,
+    save,
+    shard,
+    stats,
+)
+from shardwise.engine import overlap as module
+from shardwise.engine.api import engine_of
+from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
+from trainer import SPREAD
+
+Wrap = Callable[[nn.Module], nn.Module]
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "fused": ("AdamW", {"fused": True}),
+    "foreach": ("AdamW", {"foreach": True, "amsgrad": True, "maximize": True}),
+    "tensor lr": ("Adam", {"lr": torch.tensor(0.05), "foreach": False}),
+    "momentum": ("SGD", {"momentum": 0.9, "nesterov": True}),
+    "sgd": ("SGD", {"lr": 0.1}),
+    **{n.lower(): (n, {}) for n in ("Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")},
+    "asgd": ("ASGD", {"lr": 0.1, "t0": 2}),
+    "own": ("shardwise", {}),
+    "own in bf16": ("shardwise", {"moments": "bf16"}),
+    "own in 8 bits": ("shardwise", {"moments": "8bit", "block": 16}),
+}
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(a, b), number
+
+
+def by_block(model: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def settings() -> list[Wrap]:
+    """Return ways to shard: of every stage, both layouts, on the host, and torch's interface."""
+    ways: list[Wrap] = [lambda model, o=options: shard(model, **o) for options in SPREAD]  # type: ignore[misc]
+    return [*ways, lambda model: shard(model, stage=2, offload="cpu", precision="bf16"), by_block]
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    kind, options = OPTIMIZERS[name]
+    params = list(model.parameters())
+    groups = [{"params": params[:3], "weight_decay": 0.1}, {"params": params[3:]}]
+    options = copy.deepcopy({"lr": 0.05, **options})  # a learning rate may be a tensor
+    of = optim.AdamW if kind == "shardwise" else getattr(torch.optim, kind)
+    made: torch.optim.Optimizer = of(groups, **options)
+    return made
+
+
+def train(
+    model: Any, optimizer: Any, steps: int = 4, clip: float | None = 0.1, first: int = 0
+) -> list[Any]:
+    """Train with two micro-batches, clipping and a schedule; return losses and norms."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    found: list[Any] = []
+    for step in range(first, first + steps):
+        for last in (False, True):
+            with accumulate(model, last=last):
+                loss = model(torch.linspace(-1, step + 1, 24).view(3, 8)).square().mean()
+                loss.backward()
+            found.append(loss.detach())
+        if clip is not None:
+            norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            found.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return found
+
+
+def everything(model: Any, optimizer: Any) -> list[Tensor]:
+    found = [p.full_tensor() for p in model.parameters()]
+    for param in model.parameters():
+        for _, value in sorted(optimizer.state[param].items()):
+            if isinstance(value, Tensor):
+                is_cut = hasattr(value, "full_tensor")
+                found.append(value.full_tensor() if is_cut else value.clone())
+    return found
+
+
+@contextmanager
+def counted(before: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Count the units' steps by the thread that makes them; call something before each."""
+    threads: list[int] = []
+    plain = module._part_of_step
+
+    def part_of_step(*args: Any) -> Any:
+        work, tensors = plain(*args)
+
+        def step() -> None:
+            threads.append(threading.get_ident())
+            before()
+            work()
+
+        return step, tensors
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_part_of_step", part_of_step)
+        yield threads
+
+
+def takes_the_plain_steps(rank: int, world_size: int) -> None:
+    """AdamW and its fused kernel in every setting, every other optimizer in one."""
+    ways = settings()
+    for number, name in enumerate(OPTIMIZERS):
+        for wrap in ways if number < 2 else ways[(number + world_size) % len(ways) :][:1]:
+            runs = []
+            for overlaps in (False, True):
+                torch.manual_seed(0)
+                model = wrap(Stack())
+                optimizer = make_optimizer(name, model)
+                if overlaps:
+                    assert overlap(optimizer, threads=1) is overlap(optimizer) is optimizer
+                with counted() as threads:
+                    losses = train(model, optimizer)
+                runs.append((losses, everything(model, optimizer), optimizer.state_dict()))
+                units = sum(unit.is_trained for unit in engine_of(model).units)
+                assert threading.get_ident() not in threads
+                assert len(threads) == (3 * units if overlaps else 0)  # the first step is plain
+            (plain, plain_all, plain_dict), (ours, ours_all, ours_dict) = runs
+            assert_same(ours, plain)
+            assert_same(ours_all, plain_all)
+            assert [*ours_dict["state"]] == [*plain_dict["state"]]
+            for state, other in zip(
+                ours_dict["state"].values(), plain_dict["state"].values(), strict=True
+            ):
+                assert {k: type(v) for k, v in state.items()} == {
+                    k: type(v) for k, v in other.items()
+                }
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_steps_in_the_background_have_the_bits_of_plain_ones(world_size: int) -> None:
+    run_ranks(takes_the_plain_steps, world_size)
+
+
+def with_delays(rank: int, world_size: int, steps: int) -> None:
+    rng = random.Random(rank)
+    for wrap in (settings()[3], by_block):
+        runs = []
+        for overlaps in (False, True):
+            torch.manual_seed(0)
+            model = wrap(Stack())
+            optimizer = make_optimizer("momentum", model)
+            if overlaps:
+                overlap(optimizer)
+            with counted(lambda: time.sleep(rng.random() * 0.002)):
+                losses = train(model, optimizer, steps)
+            runs.append(losses + everything(model, optimizer))
+        assert_same(*runs)
+
+
+def test_delays_in_the_thread_neither_change_a_bit_nor_hang() -> None:
+    """A thousand steps of each in `make soak CAMPAIGN=matrices`."""
+    run_ranks(with_delays, 3, 12)
+
+
+@contextmanager
+def held_back(from_unit: int) -> Iterator[threading.Event]:
+    """Let the thread step so many units, and those after them only when the event is set."""
+    gate, turn = threading.Event(), iter(range(1000))
+    with counted(lambda: next(turn) < from_unit or gate.wait(60) or None):
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+def under_way(model: Any) -> list[bool]:
+    """Tell for each parameter whether a read would wait."""
+    return ["_step_under_way" in vars(param) for param in model.parameters()]
+
+
+def waits_for_no_more(rank: int, world_size: int) -> None:
+    for wrap in (settings()[3], by_block):
+        torch.manual_seed(0)
+        model: Any = wrap(Stack())
+        optimizer = overlap(make_optimizer("adamw", model))
+        train(model, optimizer, 1)
+        model(torch.ones(2, 8)).sum().backward()
+        before = [p.to_local().clone() for p in model.parameters()]
+        with held_back(from_unit=2) as gate:  # the head and blocks[0] are stepped, in this order
+            optimizer.step()
+            optimizer.zero_grad()
+            first, last = model.blocks[0].down.weight, model.blocks[2].down.weight
+            changed = first.to_local()
+            assert under_way(model) == [False] * 4 + [True] * 8 + [False] * 2
+            assert last.shape == (8, 11) and last.dtype == torch.float32 and last.grad is None
+            assert isinstance(last, type(first)) and isinstance(last, nn.Parameter)
+            threading.Timer(0.05, gate.set).start()
+            changed_too = last.to_local()
+        assert not changed.numel() or not torch.equal(changed, before[2])
+        assert not changed_too.numel() or not torch.equal(changed_too, before[10])
+        model(torch.ones(2, 8))
+        assert not any(under_way(model))
+        assert {type(p) for p in model.blocks.parameters()} == {type(first)}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_read_waits_for_its_own_unit_and_metadata_for_none(world_size: int) -> None:
+    run_ranks(waits_for_no_more, world_size)
+
+
+def read_in_full(model: Any, optimizer: Any, folder: Path) -> Any:
+    with gathered(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def save_and_load(model: Any, optimizer: Any, folder: Path) -> Any:
+    save(folder, model, optimizer, step=1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load(folder, model, optimizer)
+    return everything(model, optimizer)
+
+
+def copy_and_run(model: Any, optimizer: Any, folder: Path) -> Any:
+    copied = copy.deepcopy(model)
+    return [copied(torch.ones(2, 8)).detach(), *(p.full_tensor() for p in copied.parameters())]
+
+
+def load_own_state(model: Any, optimizer: Any, folder: Path) -> Any:
+    optimizer.load_state_dict(copy.copy(optimizer.state_dict()))
+    return everything(model, optimizer)
+
+
+def evaluate(model: Any, optimizer: Any, folder: Path) -> Any:
+    with torch.no_grad():
+        return [model(torch.ones(2, 8))]
+
+
+def change(model: Any, optimizer: Any, folder: Path) -> Any:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    return everything(model, optimizer)
+
+
+def keep_gradients(model: Any, optimizer: Any, folder: Path) -> Any:
+    """The next backward adds to gradients that the thread may be reading."""
+    model(torch.ones(2, 8)).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def zero_gradients(model: Any, optimizer: Any, folder: Path) -> Any:
+    optimizer.zero_grad(set_to_none=False)
+    return everything(model, optimizer) + [p.grad.full_tensor() for p in model.parameters()]
+
+
+def step_again(model: Any, optimizer: Any, folder: Path) -> Any:
+    for group in optimizer.param_groups:
+        group["lr"] *= 2  # of the next step only
+    optimizer.step()
+    return everything(model, optimizer)
+
+
+def look_at_replicas(model: Any, optimizer: Any, folder: Path) -> Any:
+    check_replicas(model, optimizer)
+    assert stats(model).param_shard_bytes > 0
+    return everything(model, optimizer)
+
+
+ACTIONS = [
+    *(read_in_full, save_and_load, copy_and_run, load_own_state, evaluate, change),
+    *(keep_gradients, zero_gradients, step_again, look_at_replicas),
+]
+
+
+def sees_the_step(rank: int, world_size: int, folder: Path) -> None:
+    ways = [*settings()[3:], settings()[0]]
+    for number, wrap in enumerate(ways):  # each action in two of the four, all over the worlds
+        for action in ACTIONS[(number + world_size) % 2 :: 2]:
+            seen = []
+            for overlaps in (False, True):
+                torch.manual_seed(0)
+                model: Any = wrap(Stack())
+                if action is copy_and_run and wrap is by_block:
+                    continue  # copied neither here nor by torch's own
+                optimizer = make_optimizer("adamw", model)
+                if overlaps:
+                    overlap(optimizer)
+                train(model, optimizer, 1)
+                model(torch.ones(2, 8)).sum().backward()
+                with counted(lambda: time.sleep(0.003)):
+                    optimizer.step()
+                    if action not in (keep_gradients, zero_gradients, step_again):
+                        optimizer.zero_grad()
+                    place = folder / f"{number} {action.__name__} {overlaps}"
+                    seen.append(action(model, optimizer, place))
+            if seen:
+                assert_same(*seen)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whatever_comes_after_a_step_sees_it_whole(world_size: int, tmp_path: Path) -> None:
+    run_ranks(sees_the_step, world_size, tmp_path)
+
+
+USES: list[Callable[[Any, Any, Path], Any]] = [
+    lambda model, optimizer, folder: model(torch.ones(2, 8)),
+    lambda model, optimizer, folder: model.blocks[1].up.bias + 1,
+    lambda model, optimizer, folder: save(folder, model, optimizer, step=2),
+    lambda model, optimizer, folder: optimizer.step(),
+    lambda model, optimizer, folder: optimizer.state_dict(),
+]
+
+
+def fails(rank: int, world_size: int, folder: Path) -> list[str]:
+    told = []
+    for number, wrap in enumerate((settings()[3], by_block)):
+        torch.manual_seed(0)
+        model: Any = wrap(Stack())
+        optimizer = overlap(make_optimizer("adamw", model))
+        train(model, optimizer, 1)
+        save(folder / str(number), model, optimizer, step=1)
+        right = everything(model, optimizer)
+        model(torch.ones(2, 8)).sum().backward()
+        turn = iter(range(4))
+        with counted(lambda turn=turn: 1 / 0 if next(turn) == 2 else None):  # type: ignore[misc]
+            optimizer.step()
+            optimizer.zero_grad()
+            for use in USES:
+                with pytest.raises((ShardError, CheckpointError)) as error:
+                    use(model, optimizer, folder / "never")
+                told.append(str(error.value))
+        load(folder / str(number), model, optimizer)
+        assert_same(everything(model, optimizer), right)
+        train(model, optimizer, 1)
+    return told
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_step_that_fails_is_told_to_all_who_ask_until_a_load(
+    world_size: int, tmp_path: Path
+) -> None:
+    for rank, told in enumerate(run_ranks(fails, world_size, tmp_path)):
+        assert len(told) == 2 * len(USES)
+        for use, text in zip(USES * 2, told, strict=True):
+            who = "[0-2]" if use is USES[2] else str(rank)  # all hear of a save that failed
+            why = r"the optimizer's step, which ran in the background, failed: ZeroDivisionError: "
+            assert re.search(rf"rank {who}, unit 'blocks\.1': {why}", text), text
+
+
+def refused(rank: int, world_size: int) -> None:
+    model = shard(Stack())
+    with pytest.raises(ConfigError, match="Adafactor is not known to work element by element"):
+        overlap(torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(ConfigError, match="threads=0: expected 1 or more, or None"):
+        overlap(torch.optim.SGD(model.parameters()), threads=0)
+
+
+def test_what_cannot_be_stepped_apart_is_refused() -> None:
+    run_ranks(refused, 1)
+
+
+def scaled(rank: int, world_size: int) -> None:
+    """One step overflows and is skipped; a closure is called; a parameter is of no unit."""
+    runs = []
+    for overlaps in (False, True):
+        torch.manual_seed(0)
+        model = shard(Stack(), precision="fp16")
+        alone = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([*model.parameters(), alone], fused=True)
+        scales = []
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        if overlaps:
+            overlap(optimizer)
+        for step in range(14):
+            loss = model(torch.full((2, 8), step / 8)).float().square().mean()
+            scaler.scale(loss + alone.sum()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            if step and scales[-1] >= scales[-2]:
+                optimizer.step(lambda: None)
+            optimizer.zero_grad()
+        pairs = list(itertools.pairwise(scales))
+        assert any(a > b for a, b in pairs) and any(a < b for a, b in pairs)  # skipped, stepped
+        runs.append([*everything(model, optimizer), alone.detach(), torch.tensor(scales)])
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_loss_scaling_skips_and_steps_as_ever(world_size: int) -> None:
+    run_ranks(scaled, world_size)
+
+
+def old_graphs(rank: int, world_size: int) -> list[str]:
+    """Run a graph of before the step after it: all ranks refuse, whose threads are late or not."""
+    told = []
+    for options in ({"stage": 3}, {"stage": 1}, {"stage": 0}):
+        torch.manual_seed(0)
+        model = shard(Stack(), **options)
+        optimizer = overlap(make_optimizer("fused", model))
+        train(model, optimizer, 1)
+        first, second = (model(torch.ones(2, 8)).sum() for _ in range(2))
+        first.backward()
+        with counted(lambda: time.sleep(0.02 * (rank + 1))):
+            optimizer.step()
+            with pytest.raises(StateError) as error:
+                second.backward()
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_graph_of_before_the_step_is_refused_on_all_ranks_alike(world_size: int) -> None:
+    first, *others = run_ranks(old_graphs, world_size)
+    assert len(first) == 3 and all(text == first[0] for text in first)
+    assert all(told == first for told in others)
+
+
+def plain_cases(rank: int, world_size: int) -> None:
+    """Steps that are made at once: each compared with a plain optimizer's."""
+
+    def shared_gradient(model: Any, optimizer: Any) -> None:
+        both = model.blocks[0].down.bias, model.blocks[1].down.bias
+        both[0].grad = both[1].grad = both[0].detach().clone()
+
+    def pinned(model: Any, optimizer: Any) -> None:
+        model.blocks[0].unshard()
+
+    def without_state(model: Any, optimizer: Any) -> None:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+    def by_hand(model: Any, optimizer: Any) -> None:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+
+    for change in (shared_gradient, pinned, without_state, by_hand):
+        runs = []
+        for overlaps in (False, True):
+            torch.manual_seed(0)
+            model: Any = by_block(Stack()) if change is by_hand else shard(Stack(), stage=1)
+            optimizer = make_optimizer("adamw", model)
+            if overlaps:
+                overlap(optimizer)
+            if change is by_hand:  # of a model that has not run
+                by_hand(model, optimizer)
+                optimizer.step()
+                before = 0
+            else:
+                train(model, optimizer, 2)
+                model(torch.ones(2, 8)).sum().backward()
+                before = 1
+            change(model, optimizer)
+            with counted() as threads:
+                optimizer.step()
+                assert len(optimizer.state) == 14
+                now = [t for t in threads if t == threading.get_ident()]
+                if change is shared_gradient:
+                    assert len(now) == (4 if overlaps else 0)
+                elif before:
+                    assert not threads
+                if change is pinned:
+                    model.blocks[0].reshard()
+                runs.append(everything(model, optimizer))
+        assert_same(*runs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_steps_that_cannot_wait_are_made_at_once(world_size: int) -> None:
+    run_ranks(plain_cases, world_size)
+
+
+def lives_as_ever(rank: int, world_size: int) -> None:
+    """Schedulers of before and after, threads, copies, and the end of an optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in (False, True):
+            model = shard(Stack())
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+            make = torch.optim.lr_scheduler.LambdaLR
+            schedule = make(optimizer, lambda n: 0.5**n) if first else None
+            overlap(optimizer, threads=1)
+            schedule = schedule or make(optimizer, lambda n: 0.5**n)
+            for _ in range(3):
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                schedule.step()
+            assert optimizer.param_groups[0]["lr"] == 0.125
+    threads: list[int] = []
+    begun = threading.Thread(target=lambda: threads.append(torch.get_num_threads()))
+    begun.start()
+    begun.join()
+    assert threads == [torch.get_num_threads()]
+    sharded = by_block(Stack())
+    ours = overlap(make_optimizer("adamw", sharded))
+    train(sharded, ours, 1)
+    sharded(torch.ones(2, 8)).sum().backward()
+    with counted(lambda: time.sleep(0.01)):
+        ours.step()
+        ours.zero_grad()
+        copied = [copy.deepcopy(param) for param in sharded.parameters()]
+        held = ours.state_dict()["state"]
+    assert_same([c.to_local() for c in copied], [p.to_local() for p in sharded.parameters()])
+    assert len(held) == 14
+    gc.collect()
+    gc.disable()
+    try:
+        gone = weakref.ref(ours)
+        del ours
+        assert gone() is None  # without the garbage collector
+    finally:
+        gc.enable()
+
+
+def test_an_overlapped_optimizer_lives_and_ends_as_ever() -> None:
+    run_ranks(lives_as_ever, 1)

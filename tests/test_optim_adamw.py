@@ -1,0 +1,450 @@
+"""shardwise.optim.AdamW: torch's steps, alike on slices of any cut; the bytes of its state.
+
+Gradients are given, not computed, so parameters of every rank must have the bits of one process.
+"""
+
+import copy
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import shardwise
+from models import Stack
+from ranks import run_sizes
+from shardwise.errors import ConfigError, StateError
+from shardwise.optim import AdamW
+from shardwise.optim.moments import kind_of
+from shardwise.optim.slices import slice_of
+from shardwise.optim.step import Settings, Work, update
+from test_shard_tensor import LAYOUTS, STAGES, WithEmpty
+
+KINDS = ("fp32", "bf16", "8bit")
+HOW = {"lr": 0.01, "weight_decay": 0.1, "block": 16}
+STEPS = 3
+
+
+class Whole(nn.Module):
+    """Matrices whose rows are whole blocks of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.head = nn.Linear(32, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+def made(cls: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return cls()
+
+
+def give(params: Iterable[nn.Parameter], step: int) -> None:
+    """Give parameters, whatever they are, the same gradients."""
+    generator = torch.Generator().manual_seed(step)
+    for param in params:
+        grad = torch.randn(param.shape, generator=generator)
+        if isinstance(param, DTensor) and not isinstance(param, shardwise.ShardTensor):
+            cut = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+            param.grad = cut  # type: ignore[assignment]
+        else:
+            param.grad = grad
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        give(model.parameters(), step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(value: Tensor) -> Tensor:
+    found = value.full_tensor() if isinstance(value, DTensor) else value
+    return found.detach().clone()
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return parameters and their state, whole, moments decoded."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = whole(param)
+        for key, value in optimizer.saved_state(param).items():
+            found[f"{name} {key}"] = whole(value)
+    return found
+
+
+def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
+    assert found.keys() == expected.keys(), where
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{where}: {name}")
+
+
+# One process.
+
+
+@pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)])
+def test_moments_in_fp32_make_the_steps_of_torchs_fused_adamw(lr: Any) -> None:
+    torch.manual_seed(0)
+    shapes = [(64, 64), (7,), (1003,), (), (0, 3), (3, 5, 2)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+
+    def groups(params: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:], "eps": 1e-6}]
+
+    one: Any = AdamW(groups(ours), lr=lr, betas=(0.8, 0.95))
+    two: Any = torch.optim.AdamW(groups(theirs), lr=lr, betas=(0.8, 0.95), fused=True)
+    curves = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (one, two)]
+    for step in range(12):
+        for params in (ours, theirs):
+            give(params, step)
+            params[1].grad = None if step == 3 else params[1].grad
+        for each in (one, two, *curves):
+            each.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)
+        for key, value in two.state[q].items():
+            assert torch.equal(one.state[p][key], value), key
+    assert one.state[ours[1]]["step"] == 11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_takes_the_bytes_of_the_formula(kind: str) -> None:
+    per_element = {"fp32": 8, "bf16": 4, "8bit": 2}[kind]
+    for shape, block in (((64, 48), 256), ((5,), 64), ((1000, 3), 16), ((), 256), ((0, 4), 256)):
+        param = nn.Parameter(torch.zeros(shape))
+        optimizer = AdamW([param], moments=kind, block=block)
+        give([param], 0)
+        optimizer.step()
+        numel = param.numel()
+        scales = 2 * 4 * -(-numel // block) if kind == "8bit" else 0
+        state = optimizer.state[param].values()
+        assert sum(t.nbytes for t in state) == per_element * numel + scales + 4
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in state)
+
+
+def drop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the losses of a small regression."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(64, 32, generator=generator)
+    targets = torch.tanh(inputs @ torch.randn(32, 7, generator=generator))
+    losses = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (model(inputs) - targets).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["bf16", "8bit"])
+def test_small_moments_train_as_fp32_does(kind: str) -> None:
+    losses = {}
+    for each in ("fp32", kind):
+        model = made(Whole)
+        losses[each] = drop(model, AdamW(model.parameters(), lr=3e-3, moments=each))
+    assert losses["fp32"][-1] < 0.15 * losses["fp32"][0]
+    assert losses[kind][-1] == pytest.approx(losses["fp32"][-1], rel=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_and_memory_formats_change_no_bit(kind: str) -> None:
+    found = []
+    num_threads = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            generator = torch.Generator().manual_seed(0)
+            flat = nn.Parameter(torch.randn(100_003, generator=generator))
+            image = torch.randn(4, 3, 5, 6, generator=generator)
+            if threads == 3:
+                image = image.contiguous(memory_format=torch.channels_last)
+            params = [flat, nn.Parameter(image)]
+            optimizer = AdamW(params, moments=kind)
+            for step in range(3):
+                give(params, step)
+                optimizer.step()
+            found.append([p.detach() for p in params])
+    finally:
+        torch.set_num_threads(num_threads)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_gradients_and_parameters_are_computed_with_in_fp32(kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        start = torch.randn(40_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+        params = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
+        one, two = (AdamW([p], lr=0.01, moments=kind) for p in params)
+        grad = torch.randn(40_001, generator=torch.Generator().manual_seed(1)).bfloat16()
+        params[1].grad = grad.float()
+        held = slice_of(params[0], grad)
+        copy_of = torch.empty(40_001, dtype=torch.bfloat16)
+        params[0].grad = grad.to(dtype)
+        one.step()  # which makes the state; the step below is taken once more on both
+        two.step()
+        state = one.state[params[0]]
+        moments = [
+            {e: state[name + e].view(-1) for e in kind_of(kind, 256).endings}
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        with torch.no_grad():
+            params[1].copy_(params[0])
+            state["step"] += 1
+            how = Settings(0.01, 0.9, 0.999, 1e-8, 0.01)
+            work = Work(held, (moments[0], moments[1]), state["step"], copy_of)
+            update([work], kind_of(kind, 256), how)
+        two.step()
+        assert torch.equal(params[0], params[1].to(dtype))
+        assert torch.equal(copy_of, params[1].bfloat16())
+        for name in ("exp_avg", "exp_avg_sq"):
+            values = (o.saved_state(p)[name] for o, p in zip((one, two), params, strict=True))
+            assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torchs_adamw_takes_our_state_dict_and_we_take_its(kind: str) -> None:
+    model = made(Whole)
+    optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+    train(model, optimizer, range(2))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    theirs = torch.optim.AdamW(model.parameters(), lr=7.0)
+    theirs.load_state_dict(saved["optimizer"])
+    for param in model.parameters():
+        for key, value in theirs.state[param].items():
+            assert torch.equal(value, optimizer.saved_state(param)[key].float()), key
+    assert theirs.param_groups[0]["lr"] == 0.01
+    again = made(Whole)
+    again.load_state_dict(saved["model"])
+    resumed = AdamW(again.parameters(), moments=kind, block=16)
+    resumed.load_state_dict(theirs.state_dict())
+    assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    train(model, optimizer, range(2, 4))
+    train(again, resumed, range(2, 4))
+    assert_bits(everything(again, resumed), everything(model, optimizer), kind)
+
+
+def test_a_group_may_be_given_other_moments_between_steps() -> None:
+    model = made(Whole)
+    blocks = {"params": model.blocks.parameters(), "moments": "8bit"}  # type: ignore[union-attr]
+    optimizer = AdamW([blocks, {"params": [model.head.weight]}])  # type: ignore[union-attr]
+    train(model, optimizer, range(1))
+    states = [optimizer.state[p] for p in model.parameters()]
+    assert ["exp_avg" in s for s in states] == [False, False, True]
+    before = everything(model, optimizer)
+    optimizer.param_groups[0]["moments"] = "fp32"
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    after = everything(model, optimizer)
+    for name in ("head.weight exp_avg", "blocks.0.weight exp_avg"):
+        torch.testing.assert_close(after[name], before[name] * 0.9, rtol=2**-22, atol=0)
+    assert "exp_avg_codes" not in optimizer.state[next(iter(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"lr": -1.0}, r"^lr=-1.0: expected a number of 0 or more"),
+        ({"eps": float("nan")}, r"^eps=nan: expected"),
+        ({"betas": (0.9, 1.0)}, r"^betas=\(0.9, 1.0\): expected"),
+        ({"moments": "fp8"}, r"^moments='fp8': expected one of 'fp32', 'bf16', '8bit'"),
+        ({"moments": "8bit", "block": 100}, r"^block=100: expected a power of two"),
+    ],
+)
+def test_wrong_settings_are_refused_for_a_group_too(how: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        AdamW([nn.Parameter(torch.zeros(2))], **how)
+    optimizer = AdamW([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ConfigError, match=match):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], **how})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_the_step_cannot_update_is_refused() -> None:
+    for param in (nn.Parameter(torch.zeros(2, dtype=torch.complex64)), nn.Embedding(3, 2).weight):
+        param.grad = torch.ones_like(param)
+        if param.ndim == 2:
+            param.grad = param.grad.to_sparse()
+        with pytest.raises(
+            ConfigError, match=r"is a torch.complex64|is sparse; use torch.optim.Sp"
+        ):
+            AdamW([param]).step()
+    theirs = torch.optim.AdamW([param], amsgrad=True)
+    with pytest.raises(ConfigError, match=r"amsgrad=True, which shardwise.optim.AdamW does"):
+        AdamW([param]).load_state_dict(theirs.state_dict())
+
+
+# Ranks.
+
+
+def plain(cls: type[nn.Module], kind: str) -> dict[str, Tensor]:
+    model = made(cls)
+    optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+    train(model, optimizer, range(STEPS))
+    return everything(model, optimizer)
+
+
+def check_cuts(rank: int, world_size: int, truth: dict[tuple[str, str], dict[str, Tensor]]) -> None:
+    for stage in STAGES if world_size > 1 else (3,):
+        for layout in LAYOUTS:
+            for (name, kind), expected in truth.items():
+                if stage < 3 and (name, kind) not in (("WithEmpty", "bf16"), ("Whole", "8bit")):
+                    continue
+                model = made(Whole if name == "Whole" else WithEmpty)
+                home: Any = "cpu" if (stage, layout) == (3, "flat") else None
+                shardwise.shard(model, stage=stage, layout=layout, offload=home)
+                optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+                train(model, optimizer, range(STEPS))
+                found = everything(model, optimizer)
+                cuts_blocks = kind == "8bit" and stage > 0 and world_size > 1
+                if cuts_blocks and (name, layout) != ("Whole", "rows"):
+                    assert found.keys() == expected.keys()
+                    continue
+                assert_bits(found, expected, f"stage {stage}, {layout}, {name}, {kind}")
+                numel = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[operator]
+                state = [t for s in optimizer.state.values() for t in s.values()]
+                local = [t.to_local() if isinstance(t, DTensor) else t for t in state]
+                per_element = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 + 8 / 16}[kind]
+                if name == "Whole":
+                    assert sum(t.nbytes for t in local) == per_element * numel + 4 * 3
+
+
+def test_steps_have_the_bits_of_one_process_at_every_stage_and_cut() -> None:
+    """Of 8 bits, where no block is cut."""
+    models = (Whole, WithEmpty)
+    truth = {(m.__name__, kind): plain(m, kind) for m in models for kind in KINDS}
+    run_sizes(check_cuts, dict.fromkeys((1, 3), (truth,)))
+
+
+def check_fully_shard(
+    rank: int, world_size: int, truth: dict[str, dict[str, Tensor]], offloads: bool
+) -> None:
+    how = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offloads else {}
+    for kind, expected in truth.items():
+        model = made(Whole)
+        for block in model.blocks:  # type: ignore[union-attr]
+            shardwise.fully_shard(block, **how)
+        shardwise.fully_shard(model, **how)
+        optimizer = AdamW(model.parameters(), moments=kind, **HOW)  # type: ignore[arg-type]
+        train(model, optimizer, range(STEPS))
+        assert_bits(everything(model, optimizer), expected, kind)
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(rank))
+        one, two = (model(x).sum() for _ in range(2))
+        assert torch.equal(one, two)
+        before = whole(model.head.weight)  # type: ignore[arg-type]
+        (one + two).backward()
+        optimizer.step()
+        assert not torch.equal(whole(model.head.weight), before)  # type: ignore[arg-type]
+        assert not torch.equal(model(x).sum(), one)  # what was gathered is stale
+
+
+def test_dtensors_of_fully_shard_take_the_same_steps() -> None:
+    truth = {kind: plain(Whole, kind) for kind in KINDS}
+    run_sizes(check_fully_shard, {2: (truth, False), 3: (truth, True)})
+
+
+def check_torchs_calls(rank: int, world_size: int) -> None:
+    options = StateDictOptions(full_state_dict=True)
+    for kind in KINDS:
+        models = [made(Whole), made(Whole)]
+        runs: list[Any] = []
+        for model in models:
+            shardwise.fully_shard(model)
+            runs.append(AdamW(model.parameters(), moments=kind, **HOW))  # type: ignore[arg-type]
+        train(models[0], runs[0], range(2))
+        saved = [
+            get_model_state_dict(models[0], options=options),
+            get_optimizer_state_dict(models[0], runs[0], options=options),
+        ]
+        if rank == 0:
+            for name, state in saved[1]["state"].items():
+                assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+                assert state["exp_avg"].shape == saved[0][name].shape
+        set_model_state_dict(models[1], saved[0], options=options)
+        set_optimizer_state_dict(models[1], runs[1], saved[1], options=options)
+        for model, optimizer in zip(models, runs, strict=True):
+            train(model, optimizer, range(2, 4))
+        assert_bits(everything(models[1], runs[1]), everything(models[0], runs[0]), kind)
+
+
+def test_torchs_own_calls_for_whole_state_dicts_give_and_take_values() -> None:
+    run_sizes(check_torchs_calls, {1: ()})
+
+
+def check_adopted(rank: int, world_size: int) -> None:
+    for kind in KINDS:
+        right, model = made(Whole), made(Whole)
+        runs = []
+        for each in (right, model):
+            each.head.weight.requires_grad_(False)  # type: ignore[union-attr]
+            optimizer = AdamW(
+                [{"params": each.blocks.parameters()}, {"params": [each.head.weight], "lr": 9.0}],  # type: ignore[union-attr]
+                moments=kind,
+                **HOW,  # type: ignore[arg-type]
+            )
+            runs.append(optimizer)
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param) * param
+            optimizer.step()
+            optimizer.zero_grad()
+        shardwise.shard(model, stage=3, optimizer=runs[1])
+        for step in range(2):
+            for optimizer in runs:
+                give(optimizer.param_groups[0]["params"], step)
+                optimizer.step()
+        assert_bits(everything(model, runs[1]), everything(right, runs[0]), kind)
+        assert right.head.weight not in runs[0].state  # type: ignore[union-attr]
+    late = AdamW((model := made(Whole)).parameters())
+    shardwise.shard(model)
+    model(torch.ones(1, 32)).sum().backward()
+    with pytest.raises(StateError, match=r"AdamW was built before shard\(\)"):
+        late.step()
+
+
+def test_an_optimizer_with_state_is_adopted_and_frozen_parameters_stay() -> None:
+    run_sizes(check_adopted, {2: ()})
+
+
+def check_trained(rank: int, world_size: int, kind: str) -> list[float]:
+    torch.manual_seed(0)
+    model = shardwise.shard(Stack(), stage=2)
+    optimizer = AdamW(model.parameters(), lr=0.01, moments=kind)
+    losses = []
+    for step in range(5):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    shardwise.check_replicas(model, optimizer)
+    assert copy.deepcopy(optimizer.param_groups[0]["moments"]) == kind
+    return losses
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks() -> None:
+    """All ranks have one batch here, so the mean of their gradients is each one's."""
+    found = run_sizes(check_trained, dict.fromkeys((1, 2), ("bf16",)))
+    assert found[1][0] == found[2][0] == found[2][1]

@@ -1,0 +1,49 @@
+"""Runs with state in host memory, and with steps behind the next forward pass, change no bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import run_ranks
+from resumes import lines_of, train, write_text
+
+FLAGS: list[dict[str, Any]] = [
+    {"stage": 3, "precision": "bf16", "accumulation": 2, "activation_checkpointing": True},
+    {"stage": 1, "precision": "fp16", "layout": "flat", "tied_head": True},
+    {"stage": 0, "grad_clip": 0, "optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
+    {"stage": 2, "optimizer_options": {"moments": "8bit"}},
+]
+SAME = ("loss", "grad_norm", "state_bytes", "sent_bytes", "eval_loss")
+
+
+def train_each_way(rank: int, world_size: int, folder: Path) -> None:
+    """Train plainly, overlapped, and in two parts with all in host memory; save and evaluate."""
+    for number, flags in enumerate(FLAGS):
+        made = {**flags, "data": folder / "text.txt", "steps": 4, "save_every": 2}
+        made |= {"eval_every": 1, "schedule": "constant"}
+        output = folder / str(number)
+        train(rank, world_size, {**made, "output": output / "plain"})
+        train(rank, world_size, {**made, "output": output / "overlap", "overlap_step": True})
+        ours = {**made, "output": output / "host", "offload": "cpu", "replay_every": 3}
+        train(rank, world_size, {**ours, "steps": 2})
+        train(rank, world_size, {**ours, "resume": "auto"})
+
+
+def figures(output: Path) -> list[Any]:
+    rows = [row for row in lines_of(output) if "step" in row]
+    return [(row["step"], key, row[key]) for row in rows for key in SAME if key in row]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_has_the_same_bits_wherever_its_state_rests_and_its_step_goes_on(
+    world_size: int, tmp_path: Path
+) -> None:
+    write_text(tmp_path)
+    run_ranks(train_each_way, world_size, tmp_path)
+    for number in range(len(FLAGS)):
+        plain = figures(tmp_path / str(number) / "plain")
+        assert len({step for step, _, _ in plain}) == 4 and len(plain) >= 12
+        assert figures(tmp_path / str(number) / "overlap") == plain
+        theirs = [row for row in figures(tmp_path / str(number) / "host") if "bytes" not in row[1]]
+        assert theirs == [row for row in plain if "bytes" not in row[1]]
