@@ -11,6 +11,7 @@ Reading order, which is also the import order (a file imports only from what sta
     keys                      keys of files and flags, checked, with errors for people
     device                    what differs between devices
     stages, precisions        the table of stages; names of precisions
+    homes                     where state may rest
     config                    what the user asks for
     trace                     spans and ledgers
     axes                      degrees of parallelism, and meshes that follow
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from shardwise.engine.replicas import check_replicas as check_replicas
     from shardwise.engine.tying import tie as tie
     from shardwise.engine.uneven import join as join
+    from shardwise.homes import Offload as Offload
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
     from shardwise.parallel.context import ContextParallel as ContextParallel
@@ -68,6 +70,7 @@ _HOMES = {
     "Checkpoints": "shardwise.checkpoint.checkpoints",
     "ContextParallel": "shardwise.parallel.context",
     "MixtureOfExperts": "shardwise.parallel.experts",
+    "Offload": "shardwise.homes",
     "Precision": "shardwise.config",
     "ShardTensor": "shardwise.unit.tensor",
     "accumulate": "shardwise.engine.accumulate",

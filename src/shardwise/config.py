@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload, OffloadLike, resolve_offload
 from shardwise.precisions import PRECISION_DTYPES, nearest_precision, plain_precision
 from shardwise.stages import STAGES, ReduceEvery, Stage
 
@@ -49,7 +50,7 @@ class ShardConfig:
     largest unit; 0: none, which makes every gather blocking). ``bucket_bytes`` is how many bytes
     of gradients are collected before a reduction starts. ``reduces_in_flight`` bounds reductions
     that run behind the backward pass. ``offload="cpu"`` keeps what each rank owns in host memory:
-    slices, their gradients, the optimizer's state and its step.
+    slices, their gradients, the optimizer's state and its step; `Offload` says it for each kind.
     """
 
     stage: Stage
@@ -59,7 +60,7 @@ class ShardConfig:
     prefetch_bytes: int | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     reduces_in_flight: int = 2
-    offload: Literal["cpu"] | None = None
+    offload: Offload | None = None
 
 
 def resolve_config(
@@ -69,7 +70,7 @@ def resolve_config(
     reduce_every: str | None,
     prefetch_bytes: int | None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    offload: str | None = None,
+    offload: OffloadLike = None,
 ) -> ShardConfig:
     """Check the settings and resolve their defaults.
 
@@ -95,11 +96,6 @@ def resolve_config(
             f"bucket_bytes={bucket_bytes!r}: expected 0 (each unit alone) or more bytes, as a "
             "number"
         )
-    if offload not in (None, "cpu"):
-        raise ConfigError(
-            f"offload={offload!r}: expected 'cpu' (what a rank owns, and the optimizer's step, are "
-            "in host memory) or None"
-        )
     row = STAGES[int(stage)]
     return ShardConfig(
         stage=row,
@@ -108,7 +104,7 @@ def resolve_config(
         reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
         prefetch_bytes=prefetch_bytes,
         bucket_bytes=bucket_bytes,
-        offload=offload,  # type: ignore[arg-type]
+        offload=resolve_offload(offload),
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from models import Stack
 from ranks import run_ranks
 from shardwise import (
+    Offload,
     accumulate,
     check_replicas,
     fully_shard,
@@ -66,9 +67,9 @@ def by_block(model: Any) -> Any:
 
 
 def settings() -> list[Wrap]:
-    """Return ways to shard: of every stage, both layouts, on the host, and torch's interface."""
+    """Return ways to shard: of every stage, both layouts, and torch's interface."""
     ways: list[Wrap] = [lambda model, o=options: shard(model, **o) for options in SPREAD]  # type: ignore[misc]
-    return [*ways, lambda model: shard(model, stage=2, offload="cpu", precision="bf16"), by_block]
+    return [*ways, by_block]
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -166,6 +167,47 @@ def takes_the_plain_steps(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_steps_in_the_background_have_the_bits_of_plain_ones(world_size: int) -> None:
     run_ranks(takes_the_plain_steps, world_size)
+
+
+OFFLOADS: list[Any] = [
+    "cpu",
+    Offload(optimizer="cpu"),
+    Offload(params="cpu", optimizer="cpu", fraction=0.5),
+    Offload(optimizer="cpu", fraction=0.5),
+]
+
+
+def steps_offloaded_units_behind(rank: int, world_size: int) -> None:
+    """Train with state at every place, and on the device, at each stage."""
+    for stage, offload in itertools.product(range(4), OFFLOADS):
+        runs = []
+        precision = ("fp32", "bf16")[stage % 2]
+        for place in (None, offload):
+            torch.manual_seed(0)
+            model = shard(Stack(), stage=stage, precision=precision, offload=place)
+            optimizer = make_optimizer("adamw", model)
+            called: list[str] = []
+            optimizer.register_step_pre_hook(lambda *_, c=called: c.append("before"))  # type: ignore[misc]
+            optimizer.register_step_post_hook(lambda *_, c=called: c.append("after"))  # type: ignore[misc]
+            with counted() as threads:
+                runs.append(train(model, optimizer, 3) + everything(model, optimizer))
+            assert called == ["before", "after"] * 3
+            units = engine_of(model).units
+            assert len(threads) == (place is not None) * 2 * sum(u.is_trained for u in units)
+        away = [unit.home is not None for unit in units]
+        assert away == sorted(away)
+        assert all(away) == (offload == "cpu" or offload.fraction == 1) and any(away)
+        assert_same(*runs)
+        copies = sum(s.copy_bytes for unit in units for s in unit.storages)
+        stays = offload != "cpu" and offload.params == "device"
+        assert (copies > 0) == (stays and stage == 3 and world_size > 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_optimizer_of_offloaded_units_steps_behind_what_follows_from_its_second_step_on(
+    world_size: int,
+) -> None:
+    run_ranks(steps_offloaded_units_behind, world_size)
 
 
 def with_delays(rank: int, world_size: int, steps: int) -> None:

@@ -24,6 +24,7 @@ from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
+from shardwise.homes import OffloadLike
 from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
@@ -53,7 +54,7 @@ def shard(
     init: Init | None = None,
     optional: UnitChoice | Iterable[UnitChoice] = (),
     optimizer: Optimizers = None,
-    offload: str | None = None,
+    offload: OffloadLike = None,
     placements: Placements | None = None,
     experts: str | Sequence[str] = (),
 ) -> nn.Module:

@@ -11,6 +11,14 @@ scaling too, and nothing has to be undone.
 A job steps plain tensors: this rank's elements of parameters, gradients and state, in an optimizer
 of the same class that shares the state and has a copy of the groups' options. That is right for
 optimizers that work element by element, and saves what operations on sharded tensors cost.
+
+Note [Optimizers of offloaded units]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Where slices live on the host nobody has to call ``overlap()``. From the first model with such units
+on, hooks of torch's see every optimizer's steps. One that has parameters of such units is given an
+overlap before its first step, which takes this step already: the optimizer's own code gets a copy
+without parameters. The hooks stay: one removed when a model is freed would be removed under the
+loop that calls it, if garbage is collected there.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -76,6 +84,50 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
     return optimizer
 
 
+def overlap_offloaded(units: Iterable[Unit]) -> None:
+    """Let optimizers of units whose slices live on the host be overlapped.
+
+    See Note [Optimizers of offloaded units].
+    """
+    if any(unit.home is not None for unit in units):
+        _watch_first_steps()
+
+
+@cache
+def _watch_first_steps() -> None:
+    torch_optimizer.register_optimizer_step_pre_hook(_attach)
+    torch_optimizer.register_optimizer_step_post_hook(_step_first)
+
+
+def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Overlap an optimizer that should be; return what its own step does nothing with."""
+    if _OVERLAP in vars(optimizer) or not is_elementwise(optimizer):
+        return None
+    owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+    if not any(owner is not None and owner.unit.home is not None for owner in owners):
+        return None
+    overlap(optimizer)
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        return None
+    vars(optimizer)[_OVERLAP].is_begun = True
+    return (_without_params(optimizer), *args[1:]), kwargs
+
+
+def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take the step that `_attach` has taken away."""
+    made: _Overlap | None = vars(optimizer).get(_OVERLAP)
+    if made is not None and made.is_begun:
+        made.is_begun = False
+        made.step_now(optimizer)
+
+
+def _without_params(optimizer: Any) -> Any:
+    made = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    vars(made).update(param_groups=[], state=defaultdict(dict))
+    return made
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the optimizer's units may be stepped apart."""
     kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
@@ -105,6 +157,7 @@ class _Overlap:
     """The steps of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None) -> None:
+        self.is_begun = False  # a step whose hooks before it were called, and no more
         self._units: list[Unit] = []  # that were stepped last
         self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
@@ -137,7 +190,7 @@ class _Overlap:
         if closure is not None or not all(self._may_wait(optimizer, p) for p in with_grad):
             plain = self._plain_step or partial(type(optimizer).step, optimizer)
             found = plain() if closure is None else plain(closure)
-            self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
+            self._note_stepped(optimizer, with_grad)
             return found
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -147,6 +200,16 @@ class _Overlap:
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
             post(optimizer, (optimizer,), {})
         return None
+
+    def step_now(self, optimizer: Any) -> None:
+        """Step plainly, without the hooks around it."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with_grad = [param for param in params if param.grad is not None]
+        type(optimizer).step.__wrapped__(optimizer)
+        self._note_stepped(optimizer, with_grad)
+
+    def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
+        self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
 
     def _may_wait(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
         """Tell whether a parameter may be stepped later; alike on all ranks.

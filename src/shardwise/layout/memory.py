@@ -4,7 +4,7 @@ Note [Where the shard lies]
 Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
 rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
 the gather copies, or casts, this rank's share into the full buffer first. There is no separate
-low-precision shard.
+low-precision shard, but where the masters are away and the parameters are to stay.
 """
 
 from collections.abc import Iterable
@@ -42,7 +42,8 @@ class Memory:
     """The memory of the parameters of one pair of dtypes, master and computing.
 
     ``master_size`` and ``full_size`` are bytes of an element; ``casts``: the two dtypes differ;
-    ``is_away``: the slices live elsewhere than the full copy.
+    ``is_away``: the slices live elsewhere than the full copy; ``stays``: and a copy of them in the
+    dtype of the full one does not.
     """
 
     layout: Layout
@@ -51,6 +52,7 @@ class Memory:
     full_size: int
     casts: bool
     is_away: bool = False
+    stays: bool = False
 
     @cached_property
     def aliased(self) -> bool:
@@ -61,7 +63,8 @@ class Memory:
     @cached_property
     def frees(self) -> bool:
         """Tell whether the full copy comes and goes."""
-        return not self.aliased and self.stage.frees_after_backward
+        stays = self.stays and self.layout.num_ranks == 1  # then the full copy is the copy
+        return not self.aliased and self.stage.frees_after_backward and not stays
 
     @cached_property
     def needs_gather(self) -> bool:
@@ -69,9 +72,14 @@ class Memory:
         return self.stage.shards_state and self.layout.num_ranks > 1
 
     @cached_property
+    def copy_bytes(self) -> int:
+        """Bytes of the copy of the slices that gathers read while the slices are away."""
+        return self.own_numel * self.full_size if self.stays and self.frees else 0
+
+    @cached_property
     def fills_first(self) -> bool:
         """Tell whether a gather casts or fetches this rank's share into the full copy first."""
-        return not self.aliased and (self.casts or self.is_away)
+        return not self.aliased and (self.casts or self.is_away) and not self.copy_bytes
 
     @cached_property
     def gathers_in_place(self) -> bool:

@@ -23,12 +23,17 @@ from shardwise.device import DeviceTime, follow_current
 
 @dataclass(frozen=True)
 class Home:
-    """Where slices live (``place``), and how they travel to the ``device`` and back."""
+    """Where slices live (``place``), and how they travel to the ``device`` and back.
+
+    ``leaves_copy``: gathers read a copy in the computing dtype that stays on the device, and that
+    is fetched once after each step.
+    """
 
     place: torch.device
     device: torch.device
     time: DeviceTime
     is_pinned: bool = True
+    leaves_copy: bool = False
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -65,6 +66,7 @@ class Materializer:
         self._ledger = ledger
         self._scheduler = scheduler
         self._init = init
+        self._first_away = _first_away(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = self._seed_of_rank_0()
@@ -110,8 +112,9 @@ class Materializer:
         """
         config, comm = self._config, self._comm_of(spec)
         home = None
-        if config.offload is not None:
-            home = Home(torch.device(config.offload), self._device, comm.time)
+        if config.offload is not None and index >= self._first_away:
+            leaves_copy = config.offload.params == "device"
+            home = Home(torch.device("cpu"), self._device, comm.time, leaves_copy=leaves_copy)
         # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None
         settings = UnitSettings(
@@ -306,3 +309,12 @@ class Materializer:
                 collective = CollectiveId("broadcast", f"{name}.{key}".lstrip("."), 0)
                 also = self._copied_over(buffer, self._comm)
                 self._comm.broadcast(local_of(buffer), collective, also=also)
+
+
+def _first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
+    """Return how many units stay on the device, where others do not: the first, in whole units."""
+    if config.offload is None:
+        return len(specs)
+    numels = [sum(param.param.numel() for param in spec.params) for spec in specs]
+    stay = (1 - config.offload.fraction) * sum(numels)
+    return sum(total <= stay for total in accumulate(numels))

@@ -43,7 +43,8 @@ class Storage:
         self.rank = rank
         casts = master_dtype != compute_dtype
         sizes = master_dtype.itemsize, compute_dtype.itemsize
-        self._memory = Memory(layout, stage, *sizes, casts, is_away=home is not None)
+        stays = home is not None and home.leaves_copy
+        self._memory = Memory(layout, stage, *sizes, casts, home is not None, stays)
         self.shards_state = stage.shards_state
         self.aliased = self._memory.aliased
         self.frees = self._memory.frees
@@ -62,6 +63,10 @@ class Storage:
             else:
                 self.master = self.home.memory(numel, master_dtype).zero_()
         self._full_data, self._master_data = self.full.data, self.master.data
+        self._copy: torch.Tensor | None = None  # of the slices, where these are away
+        self._copied_version: int | None = None
+        if self._memory.copy_bytes:
+            self._copy = torch.empty(self._memory.own_numel, dtype=compute_dtype, device=device)
         self._plan_gather()
         self._places = [
             layout.piece(i, rank).shard_offset if stage.shards_state else layout.full_offset(i)
@@ -164,6 +169,9 @@ class Storage:
             if not self.aliased:
                 self._fill_full([self._full_data], [self._master_data])
             return ()
+        if self._copy is not None and self._copied_version != self.master._version:
+            self._copied_version = self.master._version
+            self._fill_full([self._copy], [self._master_data])
         if self._memory.fills_first and self._gather_items:
             self._fill_full([item.source for item in self._gather_items], self._shares)
         return self._gather_items
@@ -193,7 +201,8 @@ class Storage:
             in_place = self._memory.gathers_in_place
             shard = own
             if not self.aliased:
-                shard = self._master_data[segment.shard_offset : segment.shard_offset + share]
+                slices = self._master_data if self._copy is None else self._copy
+                shard = slices[segment.shard_offset : segment.shard_offset + share]
             self._shares.append(shard)
             self._gather_items.append(
                 GatherItem(segment, own if in_place else shard, gathered, in_place)
@@ -252,6 +261,11 @@ class Storage:
     def shard_bytes(self) -> int:
         """Bytes of this rank's slices, padding included, wherever they lie."""
         return self._memory.shard_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the copy of the slices that gathers read, where the slices are away."""
+        return self._memory.copy_bytes
 
     @property
     def kept_bytes(self) -> int:

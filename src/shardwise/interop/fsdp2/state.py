@@ -19,6 +19,7 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.module_state import ModuleState, note_state
+from shardwise.engine.overlap import overlap_offloaded
 from shardwise.engine.runtime import Engine
 from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError, StateError
@@ -53,6 +54,7 @@ class GroupEngine(Engine):
             for storage in unit.storages:
                 storage.count_in(self.ledger)
         self.take_units(units, order=())
+        overlap_offloaded(units)
 
     where_full = "on a copy of the model that is not sharded"
     each_unit_alone = True  # and its settings say in which micro-batch it reduces

@@ -1,0 +1,101 @@
+"""Where training state may rest: on the device, in host memory, or in files; what is asked for."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.errors import ConfigError
+
+_EXPECTED = "'device', 'cpu' (host memory) or 'nvme:FOLDER' (files in a folder of this machine)"
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where each kind of state rests: "device", "cpu" (host memory) or "nvme:FOLDER".
+
+    ``params`` are what each rank owns, as gathers read it: on the "device" in the dtype that layers
+    compute with, beside the masters in host memory; at stages 0 to 2, whose full parameters stay on
+    the device, "device" and "cpu" are the same. ``grads`` are the reduced ones; None is where the
+    step runs. ``optimizer`` is its state; several folders, with commas between them, share its
+    bytes. ``fraction`` of the bytes are away, rounded up to whole units; the first units stay on
+    the device, as the next forward pass waits for their step. ``step_on`` is where the optimizer
+    steps; None is "host" where its state is away.
+    """
+
+    params: str = "device"
+    grads: str | None = None
+    optimizer: str = "device"
+    fraction: float = 1.0
+    step_on: Literal["host", "device"] | None = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders of the optimizer's files; none where it has none."""
+        tier, _, rest = self.optimizer.partition(":")
+        return tuple(rest.split(",")) if tier == "nvme" else ()
+
+
+OffloadLike = str | Offload | None
+
+
+def resolve_offload(asked: OffloadLike) -> Offload | None:
+    """Check what is asked for, and complete it; None where all stays on the device.
+
+    "cpu" is everything in host memory; "nvme:FOLDER" is that with the optimizer's state in files.
+
+    **Raises** ConfigError, naming the field, what came and what would do.
+    """
+    if asked is None:
+        return None
+    if isinstance(asked, str):
+        if _tier(asked) not in ("cpu", "nvme"):
+            raise ConfigError(
+                f"offload={asked!r}: expected 'cpu' (what a rank owns, and the optimizer's step, "
+                "are in host memory), 'nvme:FOLDER' (the optimizer's state is in files), a "
+                "shardwise.Offload for each kind, or None"
+            )
+        return resolve_offload(Offload("cpu", "cpu", asked))
+    if not isinstance(asked, Offload):
+        raise ConfigError(f"offload={asked!r}: expected 'cpu', a shardwise.Offload or None")
+    for name in ("params", "grads", "optimizer"):
+        place = getattr(asked, name)
+        if place is not None and _tier(place) is None:
+            raise ConfigError(f"offload: {name}={place!r}: expected {_EXPECTED}")
+    fraction: object = asked.fraction
+    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        raise ConfigError(f"offload: fraction={asked.fraction!r}: expected a number from 0 to 1")
+    if asked.step_on not in (None, "host", "device"):
+        raise ConfigError(f"offload: step_on={asked.step_on!r}: expected 'host' or 'device'")
+    _check_combination(asked)
+    is_away = asked.optimizer != "device" and asked.fraction > 0
+    return replace(asked, grads="cpu", step_on="host") if is_away else None
+
+
+def _tier(place: object) -> str | None:
+    """Return "device", "cpu" or "nvme"; None for what is no place."""
+    if place in ("device", "cpu"):
+        return str(place)
+    tier, _, folders = place.partition(":") if isinstance(place, str) else ("", "", "")
+    return tier if tier == "nvme" and all(folders.split(",")) else None
+
+
+def _check_combination(asked: Offload) -> None:
+    if asked.step_on == "device":
+        raise ConfigError(
+            "offload: step_on='device' is not there yet; leave it out, and the optimizer steps on "
+            "the host"
+        )
+    if _tier(asked.params) == "nvme":
+        raise ConfigError(
+            f"offload: params={asked.params!r}: parameters in files are not there yet; use 'cpu'"
+        )
+    if asked.optimizer == "device" and asked.params != "device":
+        raise ConfigError(
+            f"offload: params={asked.params!r} with optimizer='device': an optimizer steps where "
+            "its parameters rest; let optimizer= be 'cpu' or 'nvme:FOLDER'"
+        )
+    wanted = "cpu" if asked.optimizer != "device" else "device"
+    if asked.grads not in (None, wanted):
+        raise ConfigError(
+            f"offload: grads={asked.grads!r}: gradients rest where the optimizer steps; leave it "
+            f"out, or use {wanted!r}"
+        )
