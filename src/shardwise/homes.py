@@ -15,7 +15,7 @@ class Offload:
     ``params`` are what each rank owns, as gathers read it: on the "device" in the dtype that layers
     compute with, beside the masters in host memory; at stages 0 to 2, whose full parameters stay on
     the device, "device" and "cpu" are the same. ``grads`` are the reduced ones; None is where the
-    step runs. ``optimizer`` is its state; several folders, with commas between them, share its
+    step runs. ``optimizer`` is its state. Several folders, with commas between them, share the
     bytes. ``fraction`` of the bytes are away, rounded up to whole units; the first units stay on
     the device, as the next forward pass waits for their step. ``step_on`` is where the optimizer
     steps; None is "host" where its state is away.
@@ -27,11 +27,11 @@ class Offload:
     fraction: float = 1.0
     step_on: Literal["host", "device"] | None = None
 
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """The folders of the optimizer's files; none where it has none."""
-        tier, _, rest = self.optimizer.partition(":")
-        return tuple(rest.split(",")) if tier == "nvme" else ()
+
+def folders_of(place: str | None) -> tuple[str, ...]:
+    """Return the folders that a place names; none where it is no place in files."""
+    tier, _, rest = (place or "").partition(":")
+    return tuple(rest.split(",")) if tier == "nvme" else ()
 
 
 OffloadLike = str | Offload | None
@@ -67,7 +67,7 @@ def resolve_offload(asked: OffloadLike) -> Offload | None:
         raise ConfigError(f"offload: step_on={asked.step_on!r}: expected 'host' or 'device'")
     _check_combination(asked)
     is_away = asked.optimizer != "device" and asked.fraction > 0
-    return replace(asked, grads="cpu", step_on="host") if is_away else None
+    return replace(asked, grads=asked.grads or "cpu", step_on="host") if is_away else None
 
 
 def _tier(place: object) -> str | None:
@@ -84,18 +84,14 @@ def _check_combination(asked: Offload) -> None:
             "offload: step_on='device' is not there yet; leave it out, and the optimizer steps on "
             "the host"
         )
-    if _tier(asked.params) == "nvme":
-        raise ConfigError(
-            f"offload: params={asked.params!r}: parameters in files are not there yet; use 'cpu'"
-        )
     if asked.optimizer == "device" and asked.params != "device":
         raise ConfigError(
             f"offload: params={asked.params!r} with optimizer='device': an optimizer steps where "
             "its parameters rest; let optimizer= be 'cpu' or 'nvme:FOLDER'"
         )
-    wanted = "cpu" if asked.optimizer != "device" else "device"
-    if asked.grads not in (None, wanted):
+    if asked.grads is not None and (asked.grads == "device") != (asked.optimizer == "device"):
+        wanted = "'device'" if asked.optimizer == "device" else "'cpu' or 'nvme:FOLDER'"
         raise ConfigError(
             f"offload: grads={asked.grads!r}: gradients rest where the optimizer steps; leave it "
-            f"out, or use {wanted!r}"
+            f"out, or use {wanted}"
         )

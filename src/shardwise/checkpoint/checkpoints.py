@@ -67,7 +67,7 @@ class Checkpoints:
         self._keep = (keep_last, keep_every)
         self._engine = Parts(model)
         self._control = self._engine.first.open_control()  # for the thread
-        self._staging = Staging()
+        self._staging = Staging(self._engine.disk)
         self._saving: Saving | None = None
         self._lock: Lock | None = None
         self._open = True

@@ -7,6 +7,7 @@ all of it, alone or in a group, or without any.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,10 @@ class Place:
         if self.param.form.is_alike(before) and before.dtype == dtype:
             found: torch.Tensor = before
             return found
-        local = torch.empty(self.param.cut.local_shape, dtype=dtype, device=self.data.device)
-        return self.param.form.like(local)
+        shape, home = self.param.cut.local_shape, self.param.unit.home
+        if home is not None and home.files.optimizer is not None:
+            return self.param.form.like(home.state(prod(shape), dtype).view(shape))
+        return self.param.form.like(torch.empty(shape, dtype=dtype, device=self.data.device))
 
 
 class Host:

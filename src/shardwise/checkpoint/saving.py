@@ -16,21 +16,27 @@ import torch
 from shardwise.checkpoint.state import Item
 from shardwise.checkpoint.write import Written
 from shardwise.device import host_buffer, wait_for_copies
+from shardwise.offload.disk import Disk
+from shardwise.offload.mapped import mapped
 
 _ALIGNMENT = 64
 
 
 class Staging:
-    """One buffer for the copies of one rank's state; it grows and never shrinks."""
+    """One buffer for the copies of one rank's state; it grows and never shrinks.
 
-    def __init__(self) -> None:
+    With a ``disk``, on which the state rests as it would not fit into host memory, it is a file.
+    """
+
+    def __init__(self, disk: Disk | None = None) -> None:
+        self._disk = disk
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._shapes: list[tuple[int, torch.dtype]] = []
         self._views: list[torch.Tensor] = []
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that are held."""
+        """Bytes of host memory, or of the disk, that are held."""
         return self._buffer.nbytes
 
     def reserve(self, items: Sequence[Item]) -> None:
@@ -48,7 +54,10 @@ class Staging:
                 0, dtype=torch.uint8, device="cpu"
             )  # the old one goes before the new one
             devices = {item.data.device for item in items if item.data.device.type != "cpu"}
-            self._buffer = host_buffer(total, next(iter(devices), torch.device("cpu")))
+            if self._disk is not None:
+                self._buffer = mapped(self._disk.file("(copies for a checkpoint)", total))
+            else:
+                self._buffer = host_buffer(total, next(iter(devices), torch.device("cpu")))
         self._views = [
             self._buffer[begin : begin + item.data.nbytes].view(item.data.dtype)
             for begin, item in zip(begins, items, strict=True)

@@ -4,8 +4,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +18,7 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.comm.exchange import Exchange
-from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, resolve_config
+from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
@@ -24,11 +26,13 @@ from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
-from shardwise.homes import OffloadLike
+from shardwise.homes import Offload, OffloadLike, folders_of
 from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
+from shardwise.offload.disk import Disk
 from shardwise.trace import FullParamLedger, Stats
+from shardwise.unit.home import Files
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
@@ -84,20 +88,27 @@ def shard(
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
         specs = place_params(specs, with_experts(specs, placements, experts, mesh), axes, layout)
         adoption = Adoption(optimizer, specs)
+        files = _open_files(config)
     except ConfigError as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
-    comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
-    agree(comm.control, start_facts(model, specs, config, axes, init, adoption), "shard()")
-    comm.agree_on_number()
+    comm = _agreed(start_facts(model, specs, config, axes, init, adoption), axes, device)
     engine = Engine(config, comm, FullParamLedger())
-    materializer = Materializer(config, comm, engine.ledger, engine, init, specs)
+    materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
     materializer.check(specs)
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
     attach_engine(model, engine, _build(model, remaining, materializer, adoption))
     _run_all_layers(model, engine)
     return model
+
+
+def _agreed(facts: list[str], axes: DataAxes, device: torch.device | None) -> Comm:
+    """Return the collectives, once all ranks have begun alike."""
+    comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
+    agree(comm.control, facts, "shard()")
+    comm.agree_on_number()
+    return comm
 
 
 def _build(
@@ -111,6 +122,15 @@ def _build(
         adoption.take(spec, built[-1])
     materializer.fill_buffers(model)
     return built
+
+
+def _open_files(config: ShardConfig) -> Files:
+    """Open the folders that are to have state in files. **Raises** ConfigError if one has none."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    offload = config.offload or Offload()
+    kinds = [folders_of(place) for place in (offload.params, offload.grads, offload.optimizer)]
+    disks = {f: Disk([*map(Path, f)], 0, 0, torch.empty, rank) for f in kinds if f}
+    return Files(*(disks.get(folders) for folders in kinds))
 
 
 def _run_all_layers(model: nn.Module, engine: Engine) -> None:

@@ -36,12 +36,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
+from shardwise.engine.apart import Apart
+from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.errors import ConfigError
-from shardwise.layout.placements import local_of
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.states import ParamState
-from shardwise.unit.stepping import BackgroundStep
+from shardwise.unit.stepping import BackgroundStep, finish_all
 from shardwise.unit.unit import Unit
 
 ELEMENTWISE = (
@@ -160,7 +161,9 @@ class _Overlap:
         self.is_begun = False  # a step whose hooks before it were called, and no more
         self._units: list[Unit] = []  # that were stepped last
         self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
+        self._stored = StoredState()
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
+        self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
         here = torch.get_num_threads()
         self._thread.submit(torch.set_num_threads, threads or here).result()
         torch.set_num_threads(here)  # the call above has also set what later threads begin with
@@ -179,6 +182,7 @@ class _Overlap:
         """Wait until all is stepped. **Raises** ShardError where a unit's step has failed."""
         for unit in self._units:
             unit.finish_steps()
+            finish_all(unit.writes)
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
@@ -187,7 +191,9 @@ class _Overlap:
         self.finish()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with_grad = [param for param in params if param.grad is not None]
-        if closure is not None or not all(self._may_wait(optimizer, p) for p in with_grad):
+        may_wait = all(self._may_wait(optimizer, param) for param in with_grad)
+        stores = closure is None and self._stores(optimizer)
+        if closure is not None or not (may_wait or stores):
             plain = self._plain_step or partial(type(optimizer).step, optimizer)
             found = plain() if closure is None else plain(closure)
             self._note_stepped(optimizer, with_grad)
@@ -196,7 +202,10 @@ class _Overlap:
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         for pre in chain(torch_optimizer._global_optimizer_pre_hooks.values(), before.values()):
             pre(optimizer, (optimizer,), {})
-        self._start(optimizer)
+        if may_wait and not stores:
+            self._start(optimizer)
+        else:
+            self.step_now(optimizer)
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
             post(optimizer, (optimizer,), {})
         return None
@@ -205,8 +214,23 @@ class _Overlap:
         """Step plainly, without the hooks around it."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with_grad = [param for param in params if param.grad is not None]
-        type(optimizer).step.__wrapped__(optimizer)
+        if self._stores(optimizer):
+            for unit, part in _by_unit(optimizer).items():  # see Note [State in files]
+                step, _ = _part_of_step(optimizer, part)
+                if unit is not None and self._stored.needs_storing(optimizer, unit):
+                    self._stored.step_and_store(optimizer, unit, step)
+                else:
+                    step()
+        else:
+            type(optimizer).step.__wrapped__(optimizer)
         self._note_stepped(optimizer, with_grad)
+
+    def _stores(self, optimizer: Any) -> bool:
+        """Tell whether a step has to store the state of units anew."""
+        found = _by_unit(optimizer)
+        if any(isinstance(p.grad, PartialGrad) for part in found.values() for _, p in part):
+            return False
+        return any(self._stored.needs_storing(optimizer, u) for u in found if u is not None)
 
     def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
         self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
@@ -229,30 +253,47 @@ class _Overlap:
         return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)
 
     def _start(self, optimizer: torch.optim.Optimizer) -> None:
-        by_unit: dict[Unit | None, list[tuple[int, Any]]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
-                if param.grad is not None:
-                    owner = owner_of(param)
-                    by_unit.setdefault(None if owner is None else owner.unit, []).append(
-                        (number, param)
-                    )
+        by_unit = _by_unit(optimizer)
         alone = by_unit.pop(None, None)  # parameters of no unit: nobody is asked before their use
         self._units = [unit for unit in by_unit if unit is not None]
         units = _in_forward_order(self._units)
         # Nothing is begun before all is known to be right.
         now = [] if alone is None else [_part_of_step(optimizer, alone)[0]]
-        parts = [_part_of_step(optimizer, by_unit[unit]) for unit in units]
+        parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
         taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
         if len(set(taking_part)) < len(taking_part):  # one gradient for two parameters
-            now += [work for work, _ in parts]
+            now += [_part_of_step(optimizer, by_unit[unit])[0] for unit in units]
             units = []
-        for unit, (work, tensors) in zip(units, parts, strict=False):
-            job = BackgroundStep(unit.name, work, tensors)
-            unit.steps.append(job)
-            self._thread.submit(job.run)
+        for (unit, (work, tensors)), (after, _) in zip(
+            zip(units, parts, strict=False), [*parts[1:], (None, [])], strict=False
+        ):
+            if isinstance(work, StoredStep):
+                following = after if isinstance(after, StoredStep) else None
+                unit.writes.append(BackgroundStep(unit.name, work.finish, [*work.state.values()]))
+                self._writer.submit(unit.writes[-1].run)
+                work = partial(work.step, following)
+            unit.steps.append(BackgroundStep(unit.name, work, tensors))
+            self._thread.submit(unit.steps[-1].run)
         for work in now:
             work()
+
+    def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
+        """Return a unit's step and the tensors it takes, but for state that rests in a file."""
+        if not self._stored.has(unit) or hasattr(optimizer, "part_of_step"):
+            return _part_of_step(optimizer, params)
+        step = self._stored.step_of(optimizer, unit, Apart(optimizer, params))
+        return step, step.tensors
+
+
+def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:
+    """Return the parameters that have a gradient, with the numbers of their groups."""
+    found: dict[Unit | None, list[tuple[int, Any]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.grad is not None:
+                owner = owner_of(param)
+                found.setdefault(None if owner is None else owner.unit, []).append((number, param))
+    return found
 
 
 def _in_forward_order(units: Iterable[Any]) -> list[Unit]:
@@ -276,58 +317,9 @@ def _part_of_step(
 ) -> tuple[Callable[[], None], list[DTensor]]:
     """Return the step of some parameters, named with their groups, and the tensors it takes."""
     if not hasattr(optimizer, "part_of_step"):
-        apart = _Apart(optimizer, params)
+        apart = Apart(optimizer, params)
         return apart.step, apart.sharded
     chosen = [param for _, param in params]
     step = optimizer.part_of_step(chosen)  # one of `optim`: it knows how slices are cut
     held = [each for p in chosen for each in (p, p.grad, *optimizer.state[p].values())]
     return step, [each for each in held if isinstance(each, DTensor)]
-
-
-class _Apart:
-    """Some parameters of an optimizer, to be stepped as plain tensors by one like it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Any]]) -> None:
-        self.sharded: list[DTensor] = []
-        self._given: list[tuple[Any, Any, dict[str, Any]]] = []
-        self._state = optimizer.state
-        groups = [
-            {key: _kept(value) for key, value in group.items() if key != "params"} | {"params": []}
-            for group in optimizer.param_groups
-        ]
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for number, param in params:
-            stand_in = self._local(param).detach()
-            stand_in.grad = self._local(param.grad)
-            groups[number]["params"].append(stand_in)
-            values = {key: self._local(v) for key, v in optimizer.state.get(param, {}).items()}
-            state[stand_in] = dict(values)
-            self._given.append((param, stand_in, values))
-        self._optimizer: Any = object.__new__(type(optimizer))
-        vars(self._optimizer).update(vars(optimizer))
-        vars(self._optimizer).update(param_groups=groups, state=state)
-
-    def _local(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            self.sharded.append(value)
-        return local_of(value) if isinstance(value, torch.Tensor) else value
-
-    def step(self) -> None:
-        """Step; hand on what the optimizer has replaced in the state."""
-        kind: Any = type(self._optimizer)
-        kind.step.__wrapped__(self._optimizer)  # hooks were called by the caller of step()
-        # torch's fused kernels do not say that they write, and full copies would count as fresh.
-        torch.autograd.graph.increment_version([each for _, each, _ in self._given])
-        for param, stand_in, values in self._given:
-            for key, value in self._optimizer.state[stand_in].items():
-                if value is not values.get(key):
-                    alike = isinstance(value, torch.Tensor) and value.shape == stand_in.shape
-                    owner = owner_of(param) if alike and value.ndim else None
-                    self._state[param][key] = value if owner is None else owner.form.like(value)
-
-
-def _kept(value: Any) -> Any:
-    """Return an option as it is now: a learning rate that is a tensor is changed in place."""
-    if isinstance(value, list | tuple):
-        return type(value)(map(_kept, value))
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -17,6 +17,8 @@ from shardwise.engine.adoption import state_to_save
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, ShardError
+from shardwise.offload.disk import Disk
+from shardwise.unit.stepping import finish_all
 from shardwise.unit.unit import Unit
 
 Model = nn.Module | Sequence[nn.Module]
@@ -101,6 +103,13 @@ class Parts:
         for engine in self.engines:
             engine.rest(what)
 
+    @property
+    def disk(self) -> Disk | None:
+        """Where state rests in files, if any does."""
+        homes = [unit.home for engine in self.engines for unit in engine.units if unit.home]
+        disks = (disk for home in homes for disk in (home.files.optimizer, home.files.params))
+        return next((disk for disk in disks if disk is not None), None)
+
     def give_up_steps(self) -> None:
         """Wait for steps in the background; one that failed leaves the model unusable till a load.
 
@@ -110,10 +119,11 @@ class Parts:
             for unit in engine.units:
                 try:
                     unit.finish_steps()
+                    finish_all(unit.writes)
                 except ShardError as failure:
-                    for step in unit.steps:
+                    for step in (*unit.steps, *unit.writes):
                         step.release()
-                    unit.steps = []
+                    unit.steps, unit.writes = [], []
                     engine.conditions.refuse(str(failure))
 
     def check_usable(self, what: str) -> None:

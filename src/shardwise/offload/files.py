@@ -30,6 +30,7 @@ from shardwise.offload.transfers import Transfers
 from shardwise.quantities import format_bytes
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+_NO_LIMIT = 1 << 62
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _IN_THE_WAY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -143,7 +144,7 @@ class DiskFile:
         self.num_bytes = num_bytes
         self.stripes = stripes
         self.transfers = Transfers()
-        self._who = f"rank {rank}, unit '{unit or '(root)'}'"
+        self.who = f"rank {rank}, unit '{unit or '(root)'}'"
         self._folders = folders
         self._system = system
         self._fds: list[int] = []
@@ -158,19 +159,36 @@ class DiskFile:
     def _open(self, folder: Folder, num_bytes: int) -> None:
         with self._named(folder, f"reserving {format_bytes(num_bytes)}"):
             free_bytes = self._system.free_bytes(folder.path)
-            self._fds.append(self._system.open(folder.path))
-            try:
-                self._system.reserve(self._fds[-1], num_bytes)
-            except OSError as error:
-                if error.errno not in _NO_SPACE:
-                    raise
+            why = "" if num_bytes <= free_bytes else os.strerror(errno.ENOSPC)
+            if not why:  # to reserve more than there is would fill the disk for a moment
+                self._fds.append(self._system.open(folder.path))
+                try:
+                    self._system.reserve(self._fds[-1], num_bytes)
+                except OSError as error:
+                    if error.errno not in _NO_SPACE:
+                        raise
+                    why = os.strerror(error.errno)
+            if why:
                 raise StorageError(
-                    f"{self._who}: {format_bytes(num_bytes)} are needed in {folder.path}, and "
-                    f"{format_bytes(free_bytes)} are free there ({error.strerror}); free some "
-                    "space, name another folder, or offload less"
-                ) from error
+                    f"{self.who}: {format_bytes(num_bytes)} are needed in {folder.path}, and "
+                    f"{format_bytes(free_bytes)} are free there ({why}); free some space, name "
+                    "another folder, or offload less"
+                )
             if folder.is_direct:
                 self._system.go_direct(self._fds[-1])
+
+    @property
+    def mapped_bytes(self) -> int:
+        """The bytes of the file in whole blocks."""
+        return align(self.num_bytes)
+
+    def extents(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield where the bytes lie: [begin, end) in the descriptor's file from a place on."""
+        for piece in self.stripes.pieces(0, self.mapped_bytes, _NO_LIMIT):
+            at = piece.at
+            for begin, end in piece.ranges:
+                yield begin, end, self._fds[piece.folder], at
+                at += end - begin
 
     def close(self) -> None:
         """Give the space back; nothing may be under way. Closing twice is harmless."""
@@ -239,7 +257,7 @@ class DiskFile:
         except StorageError:
             raise
         except Exception as error:
-            raise _failure(error, self._who, f"{doing} in {folder.path}") from error
+            raise _failure(error, self.who, f"{doing} in {folder.path}") from error
 
 
 def aligned(num_bytes: int) -> Bytes:

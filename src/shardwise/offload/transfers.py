@@ -85,6 +85,11 @@ class Transfers:
         if not before:
             self._submit(transfer)
 
+    @property
+    def failed(self) -> bool:
+        """Tell whether a write has failed, so that nothing more can be asked of the file."""
+        return self._failed_write is not None
+
     def join(self) -> None:
         """Return when none is under way."""
         while True:

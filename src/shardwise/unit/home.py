@@ -19,6 +19,20 @@ import torch
 
 from shardwise.comm.pending import Pending
 from shardwise.device import DeviceTime, follow_current
+from shardwise.offload.disk import Disk
+from shardwise.offload.mapped import mapped
+
+
+@dataclass(frozen=True)
+class Files:
+    """The disks of what rests in files, by kind of state; None for what does not."""
+
+    params: Disk | None = None
+    grads: Disk | None = None
+    optimizer: Disk | None = None
+
+
+NO_FILES = Files()
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,24 @@ class Home:
     time: DeviceTime
     is_pinned: bool = True
     leaves_copy: bool = False
+    files: Files = NO_FILES
+    unit: str = ""
+
+    def slices(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros for slices of parameters."""
+        if self.files.params is not None:
+            return self._in_file(self.files.params, numel, dtype)
+        return self.memory(numel, dtype).zero_()
+
+    def state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros for a part of an optimizer's state."""
+        if self.files.optimizer is not None:
+            return self._in_file(self.files.optimizer, numel, dtype)
+        return self.memory(numel, dtype).zero_()
+
+    def _in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
+        return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""
@@ -62,7 +94,10 @@ class Home:
     def start_evict(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Pending]:
         """Start copying flat values home, cast on the device; return where they will be."""
         stream = self.time.evict_stream
-        brought = self.memory(values.numel(), dtype)
+        if self.files.grads is not None:
+            brought = self._in_file(self.files.grads, values.numel(), dtype)
+        else:
+            brought = self.memory(values.numel(), dtype)
         with follow_current(self.time, stream):
             brought.copy_(values.to(dtype), non_blocking=True)
             return brought, Pending.of_copies(stream.record(), keep=values)

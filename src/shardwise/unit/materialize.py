@@ -35,7 +35,7 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
-from shardwise.unit.home import Home
+from shardwise.unit.home import NO_FILES, Files, Home
 from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, own_axes_of
@@ -59,6 +59,7 @@ class Materializer:
         scheduler: Scheduler,
         init: Init | None,
         specs: Sequence[UnitSpec],
+        files: Files = NO_FILES,
     ) -> None:
         self._config = config
         self._comm = comm
@@ -66,6 +67,7 @@ class Materializer:
         self._ledger = ledger
         self._scheduler = scheduler
         self._init = init
+        self._files = files
         self._first_away = _first_away(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
@@ -114,7 +116,14 @@ class Materializer:
         home = None
         if config.offload is not None and index >= self._first_away:
             leaves_copy = config.offload.params == "device"
-            home = Home(torch.device("cpu"), self._device, comm.time, leaves_copy=leaves_copy)
+            home = Home(
+                torch.device("cpu"),
+                self._device,
+                comm.time,
+                leaves_copy=leaves_copy,
+                files=self._files,
+                unit=spec.name,
+            )
         # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None
         settings = UnitSettings(

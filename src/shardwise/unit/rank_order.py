@@ -55,6 +55,8 @@ class _Part:
         """Start bringing the means to where the slices live, unless they are on their way."""
         if self.brought is None:
             self.brought = self.storage.start_evict(self.out)
+            if self.brought[0] is not self.out:
+                self.out, self.counts = self.brought[0], self.counts.clone()  # a view of one buffer
 
     def evicted(self) -> torch.Tensor:
         """Return the means where the slices live, once they are there."""
@@ -158,6 +160,7 @@ class _Running:
                 self._gathers.append(self._start_gather(part))
             else:
                 part.start_evict()
+                part.evicted()  # so that the device has the means of a few buckets, not of all
 
     @torch.no_grad()
     def finish(self) -> dict[ShardedParam, torch.Tensor]:

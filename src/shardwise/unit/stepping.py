@@ -77,10 +77,25 @@ class BackgroundStep:
             ) from self._error
 
 
+def finish_all(steps: list[BackgroundStep]) -> None:
+    """Wait for steps, and forget them.
+
+    **Raises** ShardError where one has failed, and forgets none.
+    """
+    for step in steps:
+        step.wait()
+    steps.clear()
+
+
 def elements_of(tensor: DTensor) -> torch.Tensor:
     """Return this rank's elements without waiting, for their shape, dtype, device and bytes."""
     found: torch.Tensor = _ELEMENTS.__get__(tensor)
     return found
+
+
+def set_elements(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let other memory be this rank's elements, without waiting."""
+    _ELEMENTS.__set__(tensor, local)
 
 
 @cache

@@ -36,7 +36,7 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
-from shardwise.unit.stepping import BackgroundStep
+from shardwise.unit.stepping import BackgroundStep, finish_all
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Sum
 
@@ -82,6 +82,7 @@ class Unit:
         self.has_local_sum = False
         self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
         self.steps: list[BackgroundStep] = []  # that may be under way on another thread
+        self.writes: list[BackgroundStep] = []  # of state that these have changed, to its file
         self.is_pinned = False  # full until `unpin`, whatever the schedule says
         self._bind_depth = 0
         self._is_shown = False  # bound once more, as it is pinned
@@ -159,9 +160,7 @@ class Unit:
 
     def finish_steps(self) -> None:
         """Wait until the slices are stepped. **Raises** ShardError where that has failed."""
-        for step in self.steps:
-            step.wait()
-        self.steps = []
+        finish_all(self.steps)
 
     def _parts(self) -> list[GatherItem]:
         """List what a forward pass has left on few ranks; see `nearby`."""

@@ -1,0 +1,142 @@
+"""Steps of units whose optimizer's state rests in files.
+
+Note [State in files]
+~~~~~~~~~~~~~~~~~~~~~
+Buffers of one ring take the state of one unit each: while a unit is stepped in one, the next
+unit's state is read into another, and that of the unit before is written from a third. So host
+memory is bounded by three times the largest unit's state, and the disk is busy in both directions.
+What is written is in its file before anybody may read it: the tensors of the state wait for the
+write as parameters wait for the step.
+
+The step that makes the state, or finds it changed, goes unit by unit, and waits: a unit's state is
+stored, and its memory given back, before the next unit's is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.apart import Apart
+from shardwise.offload.ring import Buffer, Ring
+from shardwise.offload.transfers import Transfer
+from shardwise.unit.state_file import Key, StateFile
+from shardwise.unit.stepping import elements_of, set_elements
+from shardwise.unit.unit import Unit
+
+_NUM_BUFFERS = 3
+Params = Sequence[tuple[int, Any]]  # of an optimizer, with the numbers of their groups
+
+
+class StoredState:
+    """The files of one optimizer's state, one for each unit that has a disk."""
+
+    def __init__(self) -> None:
+        self._files: dict[Unit, StateFile] = {}
+        self._ring: Ring | None = None
+
+    def has(self, unit: Unit) -> bool:
+        """Tell whether a unit's state rests in a file."""
+        return unit in self._files
+
+    def needs_storing(self, optimizer: Any, unit: Unit) -> bool:
+        """Tell whether the next step of a unit must store its state anew."""
+        if unit.home is None or unit.home.files.optimizer is None:
+            return False
+        file = self._files.get(unit)
+        held = {key: elements_of(t) for key, t in _held_of(optimizer, unit).items()}
+        return file is None or not file.fits(held)
+
+    def step_and_store(self, optimizer: Any, unit: Unit, step: Callable[[], None]) -> None:
+        """Step a unit, store what state it has then, and let it rest there."""
+        assert unit.home is not None and unit.home.files.optimizer is not None
+        step()
+        held = _held_of(optimizer, unit)
+        file = StateFile(unit.home.files.optimizer, unit.name)
+        file.store({key: elements_of(tensor) for key, tensor in held.items()})
+        for key, tensor in held.items():
+            set_elements(tensor, file.at_rest(key))
+        self._files[unit] = file
+
+    def step_of(self, optimizer: Any, unit: Unit, apart: Apart) -> StoredStep:
+        """Return the step of a unit that reads its state and writes it."""
+        largest = max(file.num_bytes for file in self._files.values())
+        if self._ring is None or self._ring.buffer_bytes < largest:
+            self._ring = Ring(_NUM_BUFFERS, largest, _host_memory)
+        return StoredStep(apart, self._files[unit], self._ring, _held_of(optimizer, unit))
+
+
+class StoredStep:
+    """One step of one unit: `begin`, `step` and `finish`, called by different threads."""
+
+    def __init__(
+        self, apart: Apart, file: StateFile, ring: Ring, state: dict[Key, DTensor]
+    ) -> None:
+        self.state = state
+        self._apart = apart
+        self._file = file
+        self._ring = ring
+        self._buffer: Buffer | None = None
+        self._read: Transfer | None = None
+        self._write: Transfer | None = None
+        self._is_over = threading.Event()
+
+    @property
+    def tensors(self) -> list[DTensor]:
+        """The parameters and gradients that take part."""
+        state = {id(tensor) for tensor in self.state.values()}
+        return [tensor for tensor in self._apart.sharded if id(tensor) not in state]
+
+    def begin(self, *, if_free: bool = False) -> None:
+        """Begin to read the state; ``if_free``: only if there is memory for it now."""
+        if self._buffer is None and (self._ring.num_free or not if_free):
+            self._buffer = self._ring.take()
+            self._read = self._file.start_read(self._buffer.memory)
+
+    def step(self, following: StoredStep | None) -> None:
+        """Step, begin to write, and before that to read what the step that follows needs."""
+        try:
+            self.begin()
+            assert self._buffer is not None and self._read is not None
+            self._read.wait()
+            if following is not None:
+                following.begin(if_free=True)
+            memory = self._buffer.memory
+            brought = {key: self._file.brought(key, memory) for key in self.state}
+            for key, tensor in self.state.items():
+                if not self._file.is_at_rest(key, elements_of(tensor)):  # somebody has replaced it
+                    brought[key].copy_(elements_of(tensor))
+            for key, replaced in self._apart.step_with(brought).items():
+                brought[key].copy_(replaced)
+            self._write = self._file.start_write(memory, self._buffer.release)
+        finally:
+            if self._write is None and self._buffer is not None:
+                self._buffer.release()
+            self._is_over.set()
+
+    def finish(self) -> None:
+        """Return when the state is in its file."""
+        self._is_over.wait()
+        if self._write is None:
+            raise RuntimeError("its step failed, so its state was not written")
+        self._write.wait()
+        for key, tensor in self.state.items():
+            set_elements(tensor, self._file.at_rest(key))
+
+
+def _held_of(optimizer: Any, unit: Unit) -> dict[Key, DTensor]:
+    """Return the tensors of a unit's state that are cut as its parameters are."""
+    return {
+        (id(param.sharded), name): value
+        for param in unit.params
+        for name, value in optimizer.state.get(param.sharded, {}).items()
+        if isinstance(value, DTensor) and elements_of(value).numel()
+    }
+
+
+def _host_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)

@@ -1,0 +1,271 @@
+"""State in files: the same bits, bounded memory, checkpoints, and failures that name the file."""
+
+import ctypes
+import itertools
+import os
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_overlap import assert_same, everything, train
+from torch import nn
+
+from models import Stack
+from ranks import run_ranks
+from shardwise import Checkpoints, Offload, load, optim, overlap, save, shard
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError, ShardError
+from shardwise.offload.disk import Disk
+from shardwise.offload.files import System
+from shardwise.unit.stepping import elements_of
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "own": lambda params: optim.AdamW(params, lr=0.05),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+}
+
+
+def kinds(folder: Path) -> list[Any]:
+    """Return every kind of state in files, in one folder or two, and a part of it."""
+    one, two = f"nvme:{folder}", f"nvme:{folder / 'a'},{folder / 'b'}"
+    return [
+        one,
+        Offload(params=two, grads=one, optimizer=two),
+        Offload(optimizer=one),
+        Offload(params=one, optimizer="cpu"),
+        Offload(params="cpu", grads=one, optimizer=one, fraction=0.5),
+    ]
+
+
+def make(stage: int, precision: str, offload: Any, optimizer: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = shard(Stack(), stage=stage, precision=precision, offload=offload)
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def in_every_kind(rank: int, world_size: int, folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / name).mkdir(exist_ok=True)
+    for number, (stage, offload) in enumerate(itertools.product(range(4), kinds(folder))):
+        precision = ("fp32", "bf16")[number % 2]
+        optimizer = [*OPTIMIZERS][(number + stage) % len(OPTIMIZERS)]
+        runs = []
+        for place in (None, offload):
+            model, of = make(stage, precision, place, optimizer)
+            runs.append(train(model, of) + everything(model, of))
+        assert_same(*runs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_with_state_in_files_has_the_bits_of_training_without(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(in_every_kind, world_size, tmp_path)
+
+
+def count_transfers(rank: int, world_size: int, folder: Path) -> None:
+    """AdamW steps through buffers: after the first step each unit is read and written once."""
+    counts = {"read": 0, "write": 0}
+    for name in counts:
+        plain = getattr(Disk, f"start_{name}")
+
+        def start(disk: Any, file: Any, *args: Any, n: str = name, p: Any = plain) -> Any:
+            counts[n] += 1
+            return p(disk, file, *args)
+
+        setattr(Disk, f"start_{name}", start)
+    model, optimizer = make(3, "fp32", f"nvme:{folder}", "fused")
+    units = engine_of(model).units
+    train(model, optimizer, 1)
+    optimizer.state_dict()
+    num_tensors = sum(elements_of(p.exp_avg).numel() > 0 for p in states(model, optimizer)) * 2
+    assert counts == {"read": 0, "write": num_tensors}  # one by one, as the state was made
+    places = [elements_of(p.exp_avg).data_ptr() for p in states(model, optimizer)]
+    train(model, optimizer, 3, first=1)
+    optimizer.state_dict()
+    assert counts == {"read": 3 * len(units), "write": num_tensors + 3 * len(units)}
+    assert [elements_of(p.exp_avg).data_ptr() for p in states(model, optimizer)] == places
+
+
+class State:
+    def __init__(self, of: dict[str, Any]) -> None:
+        self.exp_avg, self.exp_avg_sq = of["exp_avg"], of["exp_avg_sq"]
+
+
+def states(model: nn.Module, optimizer: Any) -> list[State]:
+    return [State(optimizer.state[param]) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_reads_and_writes_the_state_of_each_unit_once(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(count_transfers, world_size, tmp_path)
+
+
+def save_and_load(rank: int, world_size: int, folder: Path) -> None:
+    """From files to files, to host memory and back, in the foreground and behind training."""
+    place = Offload(params=f"nvme:{folder}", optimizer=f"nvme:{folder}")
+    model, optimizer = make(3, "bf16", place, "adamw")
+    train(model, optimizer, 2)
+    save(folder / "saved", model, optimizer)
+    with Checkpoints(folder / "kept", model, optimizer) as checkpoints:
+        checkpoints.save(2)
+        expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+    for number, where in enumerate((place, None, f"nvme:{folder}")):
+        other, of_other = make((3, 1, 2)[number], "bf16", where, "adamw")
+        load(folder / ("saved" if number else "kept/step-00000002"), other, of_other)
+        found = train(other, of_other, 2, first=2) + everything(other, of_other)
+        assert_same(found, expected)
+        if number == 0:
+            save(folder / "again", other, of_other)  # what was loaded, and stepped, since
+    model, optimizer = make(0, "bf16", None, "adamw")
+    load(folder / "again", model, optimizer)
+    assert_same(everything(model, optimizer), expected[-len(everything(model, optimizer)) :])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_checkpoints_move_state_between_files_and_memory(world_size: int, tmp_path: Path) -> None:
+    run_ranks(save_and_load, world_size, tmp_path)
+
+
+class FailingSystem:
+    """Lets one rank's writes fail from now on."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        plain = System.write
+
+        def write(system: System, fd: int, at: int, data: Any) -> int:
+            if self.fails:
+                raise OSError(5, os.strerror(5))
+            return plain(system, fd, at, data)
+
+        System.write = write  # type: ignore[method-assign]
+
+
+def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:
+    system = FailingSystem()
+    model, optimizer = make(3, "fp32", f"nvme:{folder}", "adamw")
+    overlap(optimizer)
+    train(model, optimizer, 2)
+    save(folder / "saved", model, optimizer)
+    expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+    system.fails = True
+    said = rf"rank {rank}, unit '.*writing .* in {folder} failed: Input/output error"
+    with pytest.raises(ShardError, match=said) as failure:
+        train(model, optimizer, 1, first=4)
+        optimizer.state_dict()
+    assert "load() a checkpoint" in str(failure.value)
+    system.fails = False
+    for again in ((model, optimizer), make(3, "fp32", f"nvme:{folder}", "adamw")):
+        load(folder / "saved", *again)
+        assert_same(train(*again, 2, first=2) + everything(*again), expected)
+
+
+def test_a_disk_that_fails_is_told_with_rank_unit_and_folder_and_the_last_checkpoint_is_whole(
+    tmp_path: Path,
+) -> None:
+    run_ranks(fail_and_recover, 2, tmp_path)
+
+
+MIB = 1 << 20
+WIDTH, DEPTH = 1024, 24  # 4 MiB of parameters a block, 96 in all
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def train_in_little_memory(rank: int, world_size: int, folder: Path) -> None:
+    """Parameters, gradients and moments take four times what the process may have more."""
+    torch.set_num_threads(1)
+    # Blocks of memory that are freed go back to the system, as far as the C library has a say.
+    ctypes.CDLL(None).mallopt(ctypes.c_int(-3), ctypes.c_int(1 << 18))  # M_MMAP_THRESHOLD
+    stack_bytes = threading.stack_size(1 << 20)  # they count, used or not
+    place = f"nvme:{folder}"
+    limit = DEPTH * WIDTH * WIDTH * 16 // 4
+    in_use = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use + limit, before[1]))
+    try:
+        for offload in (Offload(place, place, place), None):
+            try:
+                with torch.device("meta"):
+                    model: Any = Deep()
+                model = shard(model, units=nn.Linear, offload=offload)
+                optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+                losses = []
+                for _ in range(3):
+                    loss = model(torch.ones(4, WIDTH)).square().mean()
+                    loss.backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                assert offload is not None, "all of it fits: the limit does not hold"
+                assert losses[0] > losses[1] > losses[2]
+            except (RuntimeError, MemoryError) as error:
+                assert offload is None, error
+                assert "alloc" in str(error) or isinstance(error, MemoryError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+        threading.stack_size(stack_bytes)
+
+
+def test_a_model_trains_whose_state_is_four_times_the_memory(tmp_path: Path) -> None:
+    run_ranks(train_in_little_memory, 1, tmp_path)
+
+
+def name_odd_folders(rank: int, world_size: int, folder: Path) -> None:
+    before = [*Stack().parameters()]
+    model = Stack()
+    with pytest.raises(ConfigError, match=r"nowhere.*expected a folder that is there"):
+        shard(model, offload=f"nvme:{folder / 'nowhere'}")
+    assert [p.shape for p in model.parameters()] == [p.shape for p in before]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_folder_that_is_not_there_is_told_before_anything_is_changed(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(name_odd_folders, world_size, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("disk", "expected 'cpu'"),
+        ("nvme:", "'nvme:FOLDER'"),
+        ("nvme:/a,,/b", "'nvme:FOLDER'"),
+        (3, "a shardwise.Offload or None"),
+        (Offload(params="gpu"), "params='gpu': expected 'device', 'cpu'"),
+        (Offload(optimizer="cpu", fraction=1.5), "fraction=1.5: expected a number from 0 to 1"),
+        (Offload(params="cpu"), "an optimizer steps where its parameters rest"),
+        (Offload(optimizer="cpu", grads="device"), "use 'cpu' or 'nvme:FOLDER'"),
+        (Offload(grads="cpu"), "leave it out, or use 'device'"),
+        (Offload(optimizer="cpu", step_on="device"), "not there yet"),
+        (Offload(optimizer="cpu", step_on="gpu"), "expected 'host' or 'device'"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused_with_what_could(asked: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        shard(nn.Linear(2, 2), offload=asked)
+    assert said in str(refusal.value)
