@@ -1,6 +1,7 @@
 """State in files: the same bits, bounded memory, checkpoints, and failures that name the file."""
 
 import ctypes
+import errno
 import itertools
 import os
 import resource
@@ -72,34 +73,37 @@ def test_training_with_state_in_files_has_the_bits_of_training_without(
 def count_transfers(rank: int, world_size: int, folder: Path) -> None:
     """AdamW steps through buffers: after the first step each unit is read and written once."""
     counts = {"read": 0, "write": 0}
-    for name in counts:
+
+    def counting(name: str) -> Any:
         plain = getattr(Disk, f"start_{name}")
 
-        def start(disk: Any, file: Any, *args: Any, n: str = name, p: Any = plain) -> Any:
-            counts[n] += 1
-            return p(disk, file, *args)
+        def start(*args: Any) -> Any:
+            counts[name] += 1
+            return plain(*args)
 
-        setattr(Disk, f"start_{name}", start)
-    model, optimizer = make(3, "fp32", f"nvme:{folder}", "fused")
-    units = engine_of(model).units
-    train(model, optimizer, 1)
-    optimizer.state_dict()
-    num_tensors = sum(elements_of(p.exp_avg).numel() > 0 for p in states(model, optimizer)) * 2
-    assert counts == {"read": 0, "write": num_tensors}  # one by one, as the state was made
-    places = [elements_of(p.exp_avg).data_ptr() for p in states(model, optimizer)]
-    train(model, optimizer, 3, first=1)
-    optimizer.state_dict()
-    assert counts == {"read": 3 * len(units), "write": num_tensors + 3 * len(units)}
-    assert [elements_of(p.exp_avg).data_ptr() for p in states(model, optimizer)] == places
+        return start
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in counts:
+            patch.setattr(Disk, f"start_{name}", counting(name))
+        model, optimizer = make(3, "fp32", f"nvme:{folder}", "fused")
+        num_units = len(engine_of(model).units)
+        train(model, optimizer, 1)
+        optimizer.state_dict()
+        moments = [m for state in states(model, optimizer) for m in state]
+        num_tensors = sum(elements_of(moment).numel() > 0 for moment in moments)
+        assert counts == {"read": 0, "write": num_tensors}  # one by one, as the state was made
+        places = [elements_of(moment).data_ptr() for moment in moments]
+        train(model, optimizer, 3, first=1)
+        optimizer.state_dict()
+        assert counts == {"read": 3 * num_units, "write": num_tensors + 3 * num_units}
+        moments = [m for state in states(model, optimizer) for m in state]
+        assert [elements_of(moment).data_ptr() for moment in moments] == places
 
 
-class State:
-    def __init__(self, of: dict[str, Any]) -> None:
-        self.exp_avg, self.exp_avg_sq = of["exp_avg"], of["exp_avg_sq"]
-
-
-def states(model: nn.Module, optimizer: Any) -> list[State]:
-    return [State(optimizer.state[param]) for param in model.parameters()]
+def states(model: nn.Module, optimizer: Any) -> list[tuple[Any, Any]]:
+    of = [optimizer.state[param] for param in model.parameters()]
+    return [(state["exp_avg"], state["exp_avg_sq"]) for state in of]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -135,36 +139,26 @@ def test_checkpoints_move_state_between_files_and_memory(world_size: int, tmp_pa
     run_ranks(save_and_load, world_size, tmp_path)
 
 
-class FailingSystem:
-    """Lets one rank's writes fail from now on."""
-
-    def __init__(self) -> None:
-        self.fails = False
-        plain = System.write
-
-        def write(system: System, fd: int, at: int, data: Any) -> int:
-            if self.fails:
-                raise OSError(5, os.strerror(5))
-            return plain(system, fd, at, data)
-
-        System.write = write  # type: ignore[method-assign]
-
-
 def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:
-    system = FailingSystem()
-    model, optimizer = make(3, "fp32", f"nvme:{folder}", "adamw")
+    def fail(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    place = f"nvme:{folder}"
+    model, optimizer = make(3, "fp32", place, "adamw")
     overlap(optimizer)
     train(model, optimizer, 2)
     save(folder / "saved", model, optimizer)
     expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
-    system.fails = True
     said = rf"rank {rank}, unit '.*writing .* in {folder} failed: Input/output error"
-    with pytest.raises(ShardError, match=said) as failure:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(ShardError, match=said) as failure,
+    ):
+        patch.setattr(System, "write", fail)
         train(model, optimizer, 1, first=4)
         optimizer.state_dict()
     assert "load() a checkpoint" in str(failure.value)
-    system.fails = False
-    for again in ((model, optimizer), make(3, "fp32", f"nvme:{folder}", "adamw")):
+    for again in ((model, optimizer), make(3, "fp32", place, "adamw")):
         load(folder / "saved", *again)
         assert_same(train(*again, 2, first=2) + everything(*again), expected)
 

@@ -471,9 +471,9 @@ def make_mistake(rank: int, world_size: int, name: str) -> list[str]:
     device = CheckingDevice()
     with (
         transport(coalesced),
-        pytest.MonkeyPatch.context() as patch,
         pytest.raises(StreamError),
         device,
+        pytest.MonkeyPatch.context() as patch,  # undone first, as the device patches the same
     ):
         patch.setattr(*make(device))
         SCENARIOS[scenario](rank, world_size)
