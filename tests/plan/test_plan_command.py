@@ -245,7 +245,8 @@ def test_blocks_that_a_plan_does_not_count_are_refused(
     ("flags", "reason"),
     [
         (["gpt2"], "gpt2"),
-        (["demo", "--offload-optimizer", "host"], "offload"),
+        (["demo", "--offload-params", "host"], "add --offload-optimizer host"),
+        (["demo", "--offload-optimizer", "nvme"], "`offload: nvme:FOLDER`"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
         (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),
@@ -438,5 +439,13 @@ def test_a_run_with_its_state_in_host_memory_is_planned_so_and_written_again(
         assert found["candidate"]["offload"]["params"] == params
         assert found["candidate"]["offload"]["optimizer"] == "host"
         assert load_config(written, {}).offload == "cpu"
-    assert run_plan([*call[:5], "--offload-optimizer", "nvme", "--write", str(written)]) == 2
-    assert "write: a run keeps all that a rank owns in host memory" in capsys.readouterr().err
+    asked = [*call[:5], "--offload-optimizer", "host", "--offload-fraction", "0.5"]
+    assert run_plan([*asked, "--write", str(written)]) == 0
+    wanted = {"params": "device", "optimizer": "cpu", "fraction": 0.5}
+    assert load_config(written, {}).offload == wanted
+    path.write_text(f"{tiny.read_text()}\noffload: nvme:/ssd\n")
+    capsys.readouterr()
+    assert run_plan(call) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["candidate"]["offload"]["optimizer"] == "nvme"
+    assert load_config(written, {}).offload == "nvme:/ssd"

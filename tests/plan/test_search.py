@@ -304,7 +304,7 @@ def test_full_bytes_of_the_largest_unit_decide_what_is_prefetched() -> None:
 
 
 def test_the_winner_is_one_that_the_engine_can_run_where_there_is_one() -> None:
-    offloads = (Offload(optimizer="host", optimizer_fraction=0.5), Offload())
+    offloads = (Offload(params="host"), Offload())  # the step is where parameters rest
     space = replace(SPACE, stages=(3,), offloads=offloads, prefetch_units=(1,))
     result = search(MODEL, CLUSTER, space)
     assert result.winner is not None and result.winner.candidate.engine_runs_it

@@ -25,7 +25,10 @@ def train_each_way(rank: int, world_size: int, folder: Path) -> None:
         output = folder / str(number)
         train(rank, world_size, {**made, "output": output / "plain"})
         train(rank, world_size, {**made, "output": output / "overlap", "overlap_step": True})
-        ours = {**made, "output": output / "host", "offload": "cpu", "replay_every": 3}
+        offload = ("cpu", {"optimizer": "cpu", "fraction": 0.5})[number % 2]
+        if number > 1:
+            offload = f"nvme:{folder}"
+        ours = {**made, "output": output / "host", "offload": offload, "replay_every": 3}
         train(rank, world_size, {**ours, "steps": 2})
         train(rank, world_size, {**ours, "resume": "auto"})
 

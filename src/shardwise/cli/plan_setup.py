@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.axes import Axes
 from shardwise.cli.plan_write import (
     ALIKE,
-    host_of,
+    planned_offload,
     planned_optimizer,
     train_config_of,
     trainable_degrees,
@@ -222,7 +222,7 @@ def _of_train(config: TrainConfig) -> dict[str, Any]:
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)
     if config.offload is not None:
-        found["offload"] = host_of(config.stage)
+        found["offload"] = planned_offload(config, config.stage)
     return {name: value for name, value in found.items() if value is not None}
 
 

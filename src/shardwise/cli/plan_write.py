@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.homes import resolve_offload
 from shardwise.keys import check_keys, flag_of
 from shardwise.optim.kinds import BLOCK
-from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload
+from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload, OffloadHome
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS
@@ -18,6 +19,7 @@ from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.optimizers import is_own
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
+_HOMES: dict[str, OffloadHome] = {"device": "device", "cpu": "host", "nvme": "nvme"}
 # Optimizers of plans, as keys of a run.
 _WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
     **{name: (name, None) for name in ("adamw", "adam", "sgd")},
@@ -92,9 +94,29 @@ def planned_optimizer(config: TrainConfig) -> str:
     return name
 
 
-def host_of(stage: int) -> Offload:
-    """Return what the key ``offload: cpu`` of a run means, as a plan has it."""
-    return Offload("host" if STAGES[stage].frees_after_backward else "device", "host")
+def planned_offload(config: TrainConfig, stage: int) -> Offload:
+    """Return what the key ``offload`` of a run means at a stage, as a plan has it."""
+    found = resolve_offload(config.offloaded)
+    if found is None:
+        return Offload()
+    params = _HOMES[found.params.partition(":")[0]] if STAGES[stage].frees_after_backward else None
+    return Offload(
+        params or "device", _HOMES[found.optimizer.partition(":")[0]], float(found.fraction)
+    )
+
+
+def _written_offload(offload: Offload, config: TrainConfig) -> str | dict[str, Any] | None:
+    """Return the key ``offload`` of a run that is as a plan has it."""
+    if offload == planned_offload(config, config.stage):
+        return config.offload
+    if offload == Offload():
+        return None
+    places = {"device": "device", "host": "cpu"}
+    return {
+        "params": places[offload.params],
+        "optimizer": places[offload.optimizer],
+        "fraction": offload.optimizer_fraction,
+    }
 
 
 def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
@@ -109,10 +131,18 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
             f"{name}; plan from a file for `shardwise train` or a preset like Llama, or take the "
             "settings that the plan prints into your own shardwise.shard(...)"
         )
-    if candidate.offload not in (Offload(), host_of(candidate.stage)):
+    offload = candidate.offload
+    if not candidate.engine_runs_it:
         raise ConfigError(
-            "write: a run keeps all that a rank owns in host memory, or nothing: at stage 3 "
-            "--offload-params host and --offload-optimizer host, at others the second alone"
+            f"write: parameters rest on the {offload.params} only where the optimizer's state does "
+            "not rest on the device; add --offload-optimizer host"
+        )
+    if "nvme" in (offload.params, offload.optimizer) and (
+        offload != planned_offload(config, candidate.stage)
+    ):
+        raise ConfigError(
+            "write: a plan does not know the folder of files on disk; give the run's file "
+            "`offload: nvme:FOLDER` and plan from it"
         )
     if candidate.activation_checkpointing == "selective":
         raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
@@ -181,7 +211,7 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
             **other,
             **{name: getattr(candidate, name) for name in (*ALIKE, *ALL_DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
-            "offload": "cpu" if offloads else None,
+            "offload": _written_offload(candidate.offload, config),
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,
             "global_batch": None,

@@ -88,12 +88,8 @@ class ModelRequest(BaseModel):
     pp: int = key(1, "Degrees", "stages of a pipeline", gt=0)
     cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
 
-    offload_params: OffloadHome | None = key(
-        None, "Offload", "where parameter shards rest (planned; not in the engine yet)"
-    )
-    offload_optimizer: OffloadHome | None = key(
-        None, "Offload", "where optimizer state rests (planned; not in the engine yet)"
-    )
+    offload_params: OffloadHome | None = key(None, "Offload", "where parameter shards rest")
+    offload_optimizer: OffloadHome | None = key(None, "Offload", "where optimizer state rests")
     offload_fraction: float = key(1.0, "Offload", "share of the optimizer offloaded", ge=0, le=1)
 
     micro_batch: int | None = key(

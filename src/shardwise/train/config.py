@@ -7,6 +7,7 @@ written for people.
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,6 +20,7 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload, OffloadLike, resolve_offload
 from shardwise.keys import check_keys, flag_of, key
 from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
@@ -67,6 +69,25 @@ def _with_numbers(value: Any) -> Any:
         return value
 
 
+def read_offload(value: Any) -> str | dict[str, Any] | None:
+    """Take `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`, as `{optimizer: cpu}`.
+
+    **Raises** ValueError where `shard()` would refuse it.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        value = read_options(value)
+    if not isinstance(value, dict):
+        resolve_offload(value)
+        return value
+    known = {field.name for field in fields(Offload)}
+    for name in value:
+        if name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(sorted(known))}")
+    resolve_offload(Offload(**value))
+    return value
+
+
+_OffloadKey = Annotated[str | dict[str, Any] | None, BeforeValidator(read_offload)]
 _Options = Annotated[dict[str, Any] | None, BeforeValidator(read_options)]
 
 
@@ -81,10 +102,11 @@ class TrainConfig(ModelKeys):
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
-    offload: Literal["cpu"] | None = key(
+    offload: _OffloadKey = key(
         None,
         "Sharding",
-        "cpu: slices, gradients and the optimizer's step in host memory; the step is overlapped",
+        "cpu: slices, gradients and the optimizer's step in host memory; nvme:FOLDER: its state in "
+        "files; or fields of shardwise.Offload, such as {optimizer: cpu, fraction: 0.5}",
     )
     overlap_step: bool = key(
         False, "Sharding", "let the optimizer's step go on behind the next forward pass"
@@ -194,6 +216,11 @@ class TrainConfig(ModelKeys):
         None, "Run", "local ranks to launch; under torchrun its own count is used", gt=0
     )
     threads: int | None = key(None, "Run", "CPU threads per rank; unset: cores / ranks", gt=0)
+
+    @property
+    def offloaded(self) -> OffloadLike:
+        """Where state rests, as `shard()` takes it."""
+        return Offload(**self.offload) if isinstance(self.offload, dict) else self.offload
 
     @field_validator("units", mode="before")
     @classmethod

@@ -173,7 +173,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
         precision=config.precision,
         layout=config.layout,
         reduce_every=config.reduce_every,
-        offload=config.offload,
+        offload=config.offloaded,
         mesh=axes,
         experts="*.experts" if config.ep > 1 else (),
         units=config.units,
@@ -202,7 +202,7 @@ def _make_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         raise ConfigError(
             f"optimizer_options: {config.optimizer} refuses {given}: {error}"
         ) from None
-    return shardwise.overlap(made) if config.overlap_step or config.offload else made
+    return shardwise.overlap(made) if config.overlap_step else made
 
 
 def _seed_of(seed: int, number: int, what: str) -> int:
