@@ -8,6 +8,7 @@ ShardwiseError
 │   └── GradientError      gradients are not those of one process; names them and the factor
 ├── ShardError             an operation that would be wrong on a slice of a tensor
 ├── CollectiveError        communication failed, as a rule because another rank died or raised
+├── StorageError           a file that state was offloaded to could not be made, read or written
 └── CheckpointError        a checkpoint could not be written, found or read
     └── DamagedCheckpoint  its bytes are not those that were saved; names the file and the tensor
 
@@ -45,6 +46,10 @@ class ShardError(ShardwiseError, RuntimeError):
 
 class CollectiveError(ShardwiseError, RuntimeError):
     """A collective failed; the message names it, its unit, its axis and this rank."""
+
+
+class StorageError(ShardwiseError, RuntimeError):
+    """A file of offloaded state could not be made, read or written; names rank, unit and folder."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

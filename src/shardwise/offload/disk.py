@@ -1,0 +1,220 @@
+"""`Disk`: state of the units of one rank in files, read and written by threads of its own.
+
+One for each model and rank. Each folder has a few threads, so that its disk always has several
+requests to work on; Python lets go of its lock while a thread reads or writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+
+from shardwise.errors import ConfigError, StateError
+from shardwise.offload.files import Bytes, DiskFile, System, aligned, examine
+from shardwise.offload.ring import Buffer, Ring
+from shardwise.offload.stripes import Piece, Stripes
+from shardwise.offload.transfers import Job, Transfer
+
+_LOG = logging.getLogger("shardwise")
+_THREADS = 4  # of each folder
+_REQUEST_BYTES = 4 << 20
+_TRIAL_BYTES = 32 << 20
+
+
+class Disk:
+    """Files for the units of one rank in ``folders``, and a ring of buffers that they pass.
+
+    ``make_memory(num_bytes)`` gives host memory, uint8, page-locked where an accelerator copies
+    from it. Several folders share the bytes of each unit by their speeds, which are tried at once.
+
+    **Cost** ``num_buffers`` x ``buffer_bytes`` of host memory; where a tensor is not aligned, up
+    to 16 MiB a folder more while it is on its way.
+
+    **Raises** ConfigError for a folder that is missing or may not be written to. What fails in the
+    background raises StorageError, with rank, unit and path, in the transfer's ``wait()``; and,
+    before anybody has waited for it, in the next call of any method.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        buffer_bytes: int,
+        num_buffers: int,
+        make_memory: Callable[[int], torch.Tensor],
+        rank: int,
+        system: System | None = None,
+    ) -> None:
+        if not folders:
+            raise ConfigError("offload to disk: expected at least one folder, got none")
+        self._rank = rank
+        self._system = system or System()
+        self._folders = [examine(path, rank, self._system) for path in folders]
+        for folder in self._folders:
+            if not folder.is_direct:
+                _LOG.info(
+                    "rank %d: %s takes no direct I/O (O_DIRECT), so it goes through the system's "
+                    "cache and is slower",
+                    *(rank, folder.path),
+                )
+        self._lock = threading.RLock()  # `then` may start a transfer
+        self._is_closed = False
+        self._files: WeakSet[DiskFile] = WeakSet()
+        self._started: list[Transfer] = []  # those not over, or not well and nobody was told
+        self._threads = [
+            ThreadPoolExecutor(_THREADS, f"shardwise-disk-{number}")
+            for number in range(len(folders))
+        ]
+        self._stripes = Stripes(self._speeds() if len(folders) > 1 else [1])
+        self._ring = Ring(num_buffers, buffer_bytes, make_memory)
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory of the ring."""
+        return self._ring.num_buffers * self._ring.buffer_bytes
+
+    @property
+    def shares(self) -> list[tuple[Path, float]]:
+        """Each folder and its share of the bytes."""
+        counts = self._stripes.counts
+        return [(f.path, n / sum(counts)) for f, n in zip(self._folders, counts, strict=True)]
+
+    def file(self, unit: str, num_bytes: int) -> DiskFile:
+        """Return a new file for a unit, all its space reserved.
+
+        **Raises** StorageError with what is needed and what is free, if the space is not there.
+        """
+        with self._lock:
+            self._check()
+            made = DiskFile(unit, self._rank, num_bytes, self._folders, self._stripes, self._system)
+            self._files.add(made)
+        return made
+
+    def take(self) -> Buffer:
+        """Return a buffer of the ring as soon as one is free; ``release()`` gives it back.
+
+        **State** who holds all buffers and takes another waits for ever.
+        """
+        buffer = self._ring.take()
+        try:
+            with self._lock:
+                self._check()  # after the wait: a write that failed may have been what it was for
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    def start_read(
+        self,
+        file: DiskFile,
+        begin: int,
+        into: torch.Tensor,
+        then: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """Begin to fill a tensor from byte ``begin`` of a file; it is not to be used before.
+
+        ``into`` is contiguous host memory of any dtype. Memory of the ring, and a place that is a
+        multiple of 4096, go to the disk as they are, all else through a copy. It waits for writes
+        of the same bytes that were started before. ``then`` is called when it is over, well or not,
+        in another thread, as a rule ``buffer.release``.
+        """
+        return self._start(file, begin, into, False, then)
+
+    def start_write(
+        self,
+        file: DiskFile,
+        begin: int,
+        data: torch.Tensor,
+        then: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """Begin to write a tensor to byte ``begin`` of a file; it is not to be changed before.
+
+        As `start_read`; it waits for reads of the same bytes too. Whoever gives ``then`` need not
+        wait: what goes wrong is raised in the next call.
+        """
+        return self._start(file, begin, data, True, then)
+
+    def close(self) -> None:
+        """Wait for what is under way, end the threads, give back memory and space."""
+        with self._lock:
+            self._is_closed = True
+            files = list(self._files)
+        for file in files:
+            file.transfers.join()
+        for threads in self._threads:
+            threads.shutdown()
+        for file in files:
+            file.close()
+        self._ring.close()
+
+    def _start(
+        self,
+        file: DiskFile,
+        begin: int,
+        tensor: torch.Tensor,
+        writes: bool,
+        then: Callable[[], None] | None,
+    ) -> Transfer:
+        memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+        end = begin + memory.nbytes
+        if not 0 <= begin <= end <= file.num_bytes:
+            raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
+        transfer = Transfer(begin, end, writes, then)
+        move = file.write if writes else file.read
+        jobs = _jobs(file, begin, memory, move, self._threads)
+        with self._lock:
+            self._check()
+            self._started.append(transfer)
+            file.transfers.start(transfer, jobs)
+        return transfer
+
+    def _check(self) -> None:
+        """Raise what went wrong and nobody was told yet."""
+        if self._is_closed:
+            raise StateError("the disk was closed; no state can be read or written any more")
+        self._started = [t for t in self._started if not t.is_over or (t.failed and not t.was_told)]
+        for transfer in self._started:
+            if transfer.failed:
+                transfer.wait()
+
+    def _speeds(self) -> list[float]:
+        """Return how fast each folder writes over old bytes and reads them, in bytes per second."""
+        memory = aligned(_TRIAL_BYTES)
+        memory[:] = 0
+        speeds = []
+        for folder, threads in zip(self._folders, self._threads, strict=True):
+            trial = DiskFile(
+                "(trial)", self._rank, _TRIAL_BYTES, [folder], Stripes([1]), self._system
+            )
+            times_s = []
+            for move in (trial.write, trial.write, trial.read):
+                begin_s = time.perf_counter()
+                transfer = Transfer(0, _TRIAL_BYTES, move == trial.write, None)
+                trial.transfers.start(transfer, _jobs(trial, 0, memory, move, [threads]))
+                transfer.wait()
+                times_s.append(time.perf_counter() - begin_s)
+            trial.close()
+            speeds.append(2 * _TRIAL_BYTES / sum(times_s[1:]))  # the first write takes the space
+        return speeds
+
+
+def _jobs(
+    file: DiskFile,
+    begin: int,
+    memory: Bytes,
+    move: Callable[[Piece, Sequence[Bytes]], None],
+    threads: Sequence[Executor],
+) -> list[Job]:
+    """Return one job for each request, on the threads of its folder."""
+    jobs: list[Job] = []
+    for piece in file.stripes.pieces(begin, begin + memory.nbytes, _REQUEST_BYTES):
+        parts = [memory[lo - begin : hi - begin] for lo, hi in piece.ranges]
+        jobs.append((threads[piece.folder], partial(move, piece, parts)))
+    return jobs

@@ -1,0 +1,94 @@
+"""Integers: how the bytes of a unit are dealt over several folders, by the folders' speeds.
+
+The bytes are cut into stripes, and the stripes are dealt in rounds: in each round a folder gets as
+many as its speed says, spread over the round, and appends them to its own file. So any range of the
+unit is one range of each folder's file, and all folders work on it at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardwise.offload.regions import ALIGNMENT
+
+STRIPE_BYTES = 1 << 20
+_ROUND = 64  # stripes; a share is a multiple of 1/64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes from ``at`` of the file in folder number ``folder``.
+
+    They are those of ``ranges`` of the unit, [begin, end) each, one after the other.
+    """
+
+    folder: int
+    at: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes they are."""
+        return sum(end - begin for begin, end in self.ranges)
+
+
+class Stripes:
+    """Deals bytes over folders. ``speeds``: of each folder, in any unit, above 0."""
+
+    def __init__(self, speeds: Sequence[float], stripe_bytes: int = STRIPE_BYTES) -> None:
+        assert stripe_bytes % ALIGNMENT == 0
+        self._bytes = stripe_bytes
+        self.counts = _counts(speeds)
+        turns = [((k + 0.5) / n, f) for f, n in enumerate(self.counts) for k in range(n)]
+        self._folders = [folder for _, folder in sorted(turns)]
+        self._places = [self._folders[:i].count(f) for i, f in enumerate(self._folders)]
+
+    def pieces(self, begin: int, end: int, most_bytes: int) -> Iterator[Piece]:
+        """Yield bytes [begin, end) of the unit as pieces, each of at most ``most_bytes``.
+
+        Pieces begin and end at multiples of `ALIGNMENT`, except at ``begin`` and ``end``.
+        ``most_bytes`` is a multiple of the stripe.
+        """
+        open_pieces: dict[int, Piece] = {}
+        while begin < end:
+            stripe, inside = divmod(begin, self._bytes)
+            upto = min(end, begin - inside + self._bytes)
+            folder, at = self._place(stripe)
+            piece = open_pieces.get(folder, Piece(folder, at + inside, ()))
+            open_pieces[folder] = piece = _with(piece, begin, upto)
+            if piece.at + piece.num_bytes >= (piece.at // most_bytes + 1) * most_bytes:
+                yield open_pieces.pop(folder)
+            begin = upto
+        yield from open_pieces.values()
+
+    def part_bytes(self, num_bytes: int) -> list[int]:
+        """Return how many of the first ``num_bytes`` bytes are each folder's."""
+        sizes = [0] * len(self.counts)
+        for piece in self.pieces(0, num_bytes, self._bytes):
+            sizes[piece.folder] += piece.num_bytes
+        return sizes
+
+    def _place(self, stripe: int) -> tuple[int, int]:
+        """Return a stripe's folder, and where it begins in the folder's file."""
+        rounds, turn = divmod(stripe, len(self._folders))
+        folder = self._folders[turn]
+        return folder, (rounds * self.counts[folder] + self._places[turn]) * self._bytes
+
+
+def _with(piece: Piece, begin: int, end: int) -> Piece:
+    """Return a piece with one more range, joined to the last one where they touch."""
+    ranges = piece.ranges
+    if ranges and ranges[-1][1] == begin:
+        return Piece(piece.folder, piece.at, (*ranges[:-1], (ranges[-1][0], end)))
+    return Piece(piece.folder, piece.at, (*ranges, (begin, end)))
+
+
+def _counts(speeds: Sequence[float]) -> list[int]:
+    """Return how many stripes of a round each folder gets, at least one."""
+    if len(speeds) == 1:
+        return [1]
+    total = sum(speeds)
+    counts = [max(1, int(_ROUND * speed / total)) for speed in speeds]
+    by_need = sorted(range(len(speeds)), key=lambda f: counts[f] - _ROUND * speeds[f] / total)
+    for folder in by_need[: max(0, _ROUND - sum(counts))]:
+        counts[folder] += 1
+    return counts

@@ -1,0 +1,139 @@
+"""Reads and writes under way: how they are waited for, and their order within one file.
+
+Those of one file that touch the same blocks, one of them a write, run in the order in which they
+were started; all others run at once. A write that failed fails all that is asked of its file later:
+what is there now may be of an older step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
+
+from shardwise.errors import StorageError
+from shardwise.offload.regions import ALIGNMENT, align
+
+Job = tuple[Executor, Callable[[], None]]
+
+
+class Transfer:
+    """Bytes [begin, end) of a file on their way from or to memory, which is not to be touched.
+
+    ``then`` is called when it is over, well or not, by whichever thread ends it.
+    """
+
+    def __init__(self, begin: int, end: int, writes: bool, then: Callable[[], None] | None) -> None:
+        self.was_told = False
+        self._begin = begin - begin % ALIGNMENT
+        self._end = align(end)
+        self._writes = writes
+        self._then = then
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        # The rest is guarded by the lock of the file's `Transfers`.
+        self._jobs: Sequence[Job] = ()
+        self._jobs_left = 0
+        self._waits_for = 0
+        self._followers: list[Transfer] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return self._over.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether it has ended, and not well."""
+        return self.is_over and self._error is not None
+
+    def join(self) -> None:
+        """Return when it is over, well or not."""
+        self._over.wait()
+
+    def wait(self) -> None:
+        """Return when all bytes are where they should be. **Raises** StorageError every time."""
+        self._over.wait()
+        self.was_told = True
+        if self._error is not None:
+            raise StorageError(str(self._error) or repr(self._error)) from self._error
+
+    def conflicts_with(self, other: Transfer) -> bool:
+        """Tell whether the order of the two makes a difference."""
+        overlap = self._begin < other._end and other._begin < self._end
+        return overlap and (self._writes or other._writes)
+
+
+class Transfers:
+    """Those of one file."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: list[Transfer] = []
+        self._failed_write: BaseException | None = None
+
+    def start(self, transfer: Transfer, jobs: Sequence[Job]) -> None:
+        """Run jobs on their executors as soon as nothing is in their way."""
+        with self._lock:
+            before = [other for other in self._under_way if other.conflicts_with(transfer)]
+            for other in before:
+                other._followers.append(transfer)
+            self._under_way.append(transfer)
+            transfer._jobs, transfer._jobs_left = jobs, len(jobs)
+            transfer._waits_for = len(before)
+        if not before:
+            self._submit(transfer)
+
+    def join(self) -> None:
+        """Return when none is under way."""
+        while True:
+            with self._lock:
+                under_way = list(self._under_way)
+            if not under_way:
+                return
+            under_way[0].join()
+
+    def _submit(self, transfer: Transfer) -> None:
+        jobs, transfer._jobs = transfer._jobs, ()
+        if not jobs:
+            self._end(transfer)
+        for executor, job in jobs:
+            try:
+                executor.submit(partial(self._run, transfer, job))
+            except RuntimeError as error:  # the interpreter ends
+                self._job_ended(transfer, error)
+
+    def _run(self, transfer: Transfer, job: Callable[[], None]) -> None:
+        error = self._failed_write or transfer._error
+        try:
+            if error is None:
+                job()
+        except BaseException as raised:  # kept for those who wait
+            error = raised
+        self._job_ended(transfer, error)
+
+    def _job_ended(self, transfer: Transfer, error: BaseException | None) -> None:
+        with self._lock:
+            transfer._error = transfer._error or error
+            if transfer._writes:
+                self._failed_write = self._failed_write or error
+            transfer._jobs_left -= 1
+            if transfer._jobs_left:
+                return
+        self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        try:
+            if transfer._then is not None:
+                transfer._then()
+        except BaseException as error:
+            transfer._error = transfer._error or error
+        with self._lock:
+            transfer._over.set()
+            self._under_way.remove(transfer)
+            for other in transfer._followers:
+                other._waits_for -= 1
+            ready = [other for other in transfer._followers if not other._waits_for]
+        for other in ready:
+            self._submit(other)

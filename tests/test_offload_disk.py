@@ -1,0 +1,679 @@
+"""State in files: what is read is what was written, in order, whatever the disk does meanwhile."""
+
+import errno
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import ConfigError, StateError, StorageError
+from shardwise.offload import disk as disk_module
+from shardwise.offload.disk import Disk
+from shardwise.offload.files import System
+from shardwise.offload.regions import ALIGNMENT, regions_of
+from shardwise.offload.ring import Ring
+from shardwise.offload.stripes import STRIPE_BYTES, Stripes
+
+HANG_S = 60
+MIB = 1 << 20
+Hook = Callable[[], None]
+
+
+def host_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+@dataclass
+class FaultySystem(System):
+    """Calls that fail on command: ``fault(op, folder number, at)`` may raise, wait or say how much.
+
+    What it returns bounds the bytes of one read or write. Folders are numbered as they are opened.
+    """
+
+    fault: Callable[[str, str, int], int | None] = lambda op, folder, at: None
+    counts: dict[str, int] = field(default_factory=dict)
+    folders: dict[int, str] = field(default_factory=dict)  # by descriptor
+
+    def open(self, folder: Path) -> int:
+        self._do("open", folder.name, 0)
+        fd = super().open(folder)
+        self.folders[fd] = folder.name
+        return fd
+
+    def reserve(self, fd: int, num_bytes: int) -> None:
+        self._do("reserve", self.folders[fd], num_bytes)
+        super().reserve(fd, num_bytes)
+
+    def go_direct(self, fd: int) -> None:
+        self._do("go_direct", self.folders[fd], 0)
+        super().go_direct(fd)
+
+    def read(self, fd: int, at: int, into: Sequence[Any]) -> int:
+        return super().read(fd, at, _first(self._do("read", self.folders[fd], at), into))
+
+    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+        return super().write(fd, at, _first(self._do("write", self.folders[fd], at), data))
+
+    def drop_cache(self, fd: int, at: int, num_bytes: int) -> None:
+        self._do("drop_cache", self.folders[fd], at)
+        super().drop_cache(fd, at, num_bytes)
+
+    def close(self, fd: int) -> None:
+        self._do("close", self.folders[fd], 0)
+        super().close(fd)
+
+    def _do(self, op: str, folder: str, at: int) -> int | None:
+        self.counts[op] = self.counts.get(op, 0) + 1
+        return self.fault(op, folder, at)
+
+
+def _first(num_bytes: int | None, parts: Sequence[Any]) -> Sequence[Any]:
+    """Return what a call takes that does ``num_bytes`` at most."""
+    if num_bytes is None:
+        return parts
+    taken = []
+    for part in parts:
+        taken.append(part[:num_bytes])
+        num_bytes -= len(taken[-1])
+    return [part for part in taken if len(part)]
+
+
+def fails(op: str, number: int, folder: str | None = None) -> Callable[[str, str, int], None]:
+    def fault(done: str, where: str, at: int) -> None:
+        if done == op and folder in (None, where):
+            raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+@contextmanager
+def opened(
+    *folders: Path, buffers: int = 2, buffer_bytes: int = MIB, system: System | None = None
+) -> Iterator[Disk]:
+    disk = Disk(folders, buffer_bytes, buffers, host_memory, rank=3, system=system)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder on the file system of the checkout: /tmp may be memory, which takes any I/O."""
+    with_files = Path(__file__).parent / f".offload-{os.getpid()}"
+    with_files.mkdir()
+    yield with_files
+    assert not list(with_files.iterdir()), "something is left"
+    with_files.rmdir()
+
+
+@pytest.fixture
+def two(folder: Path) -> Iterator[tuple[Path, Path]]:
+    both = folder / "a", folder / "b"
+    for path in both:
+        path.mkdir()
+    yield both
+    for path in both:
+        path.rmdir()  # which it could not be with a file in it
+
+
+def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(256, (num_bytes,), generator=torch.manual_seed(seed)).to(torch.uint8)
+
+
+# ------------------------------------------------------------------------------------- integers
+
+
+@given(st.lists(st.integers(0, 3 * ALIGNMENT), max_size=12))
+def test_tensors_of_a_unit_begin_at_blocks_touch_nobody_and_waste_less_than_a_block(
+    sizes: list[int],
+) -> None:
+    regions = regions_of(sizes)
+    ends = [*regions.begins[1:], regions.num_bytes] if sizes else []
+    assert regions.sizes == tuple(sizes) and len(regions.begins) == len(sizes)
+    for begin, size, end in zip(regions.begins, sizes, ends, strict=True):
+        assert begin % ALIGNMENT == 0 and end % ALIGNMENT == 0
+        assert 0 <= end - begin - size < ALIGNMENT
+    assert regions.num_bytes == sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
+speeds = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
+
+
+@given(speeds, st.integers(1, 300 * ALIGNMENT), st.data())
+def test_every_byte_of_a_range_is_in_one_piece_and_every_place_of_a_folder_has_one_byte(
+    speeds: list[float], num_bytes: int, data: st.DataObject
+) -> None:
+    stripes = Stripes(speeds, stripe_bytes=2 * ALIGNMENT)
+    begin = data.draw(st.integers(0, num_bytes))
+    end = data.draw(st.integers(begin, num_bytes))
+    where = {}  # the place of every byte at the border of a range, from a deal of all bytes at once
+    for piece in stripes.pieces(0, num_bytes, 1 << 40):
+        at = piece.at
+        for lo, hi in piece.ranges:
+            where[lo], where[hi - 1] = (piece.folder, at), (piece.folder, at + hi - lo - 1)
+            at += hi - lo
+    sizes = stripes.part_bytes(num_bytes)
+    assert sum(sizes) == num_bytes
+    covered = []
+    places: dict[int, list[tuple[int, int]]] = {}
+    for piece in stripes.pieces(begin, end, 4 * ALIGNMENT):
+        assert 0 < piece.num_bytes <= 4 * ALIGNMENT
+        assert piece.at + piece.num_bytes <= sizes[piece.folder]
+        assert piece.at % ALIGNMENT == piece.ranges[0][0] % ALIGNMENT
+        at = piece.at
+        for lo, hi in piece.ranges:
+            assert where.get(lo, (piece.folder, at)) == (piece.folder, at)
+            assert lo == begin or lo % ALIGNMENT == 0
+            at += hi - lo
+        covered += piece.ranges
+        places.setdefault(piece.folder, []).append((piece.at, at))
+    covered.sort()
+    assert sum(hi - lo for lo, hi in covered) == end - begin
+    assert all(one[1] == two[0] for one, two in pairwise(covered))
+    for found in places.values():  # of each folder, the range is one range of its file
+        assert all(one[1] == two[0] for one, two in pairwise(found))
+
+
+@given(speeds)
+def test_folders_share_bytes_by_their_speeds_in_every_part_of_a_unit(speeds: list[float]) -> None:
+    stripes = Stripes(speeds)
+    stripe_round = sum(stripes.counts)
+    for speed, count in zip(speeds, stripes.counts, strict=True):
+        assert count >= 1 and (count - stripe_round * speed / sum(speeds)) < 1.5
+    for num_stripes in (1, 5, 64, 200):
+        sizes = stripes.part_bytes(num_stripes * STRIPE_BYTES)
+        for size, count in zip(sizes, stripes.counts, strict=True):
+            fair = num_stripes * count / stripe_round
+            assert abs(size / STRIPE_BYTES - fair) < len(speeds) + 1
+
+
+# --------------------------------------------------------------------------------- bytes and order
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["write", "read", "write ring", "read ring"]),
+        st.integers(0, 40_000),
+        st.integers(0, 20_000),
+        st.booleans(),  # at blocks
+    ),
+    max_size=20,
+)
+
+
+@pytest.mark.parametrize("num_folders", [1, 2])
+def test_any_sequence_of_reads_and_writes_gives_the_bytes_of_plain_memory(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, num_folders: int
+) -> None:
+    size = 60_000
+    monkeypatch.setattr(disk_module, "_REQUEST_BYTES", 4 * ALIGNMENT)
+    monkeypatch.setattr(
+        disk_module, "Stripes", lambda speeds: Stripes(speeds, stripe_bytes=2 * ALIGNMENT)
+    )
+    with opened(*two[:num_folders], buffers=3, buffer_bytes=20_480) as disk:
+
+        @given(operations)
+        @settings(max_examples=60)
+        def run(operations: list[tuple[str, int, int, bool]]) -> None:
+            file, oracle = disk.file("u", size), bytearray(size)
+            reads: list[tuple[Any, torch.Tensor, bytes, Hook]] = []
+            for number, (kind, begin, num_bytes, at_blocks) in enumerate(operations):
+                if at_blocks:
+                    begin, num_bytes = begin & -ALIGNMENT, num_bytes & -ALIGNMENT
+                release: Hook = lambda: None  # noqa: E731
+                if "ring" in kind:
+                    while disk._ring.num_free < 2 and reads:
+                        check(*reads.pop(0))
+                    buffer = disk.take()
+                    memory, release = buffer.memory[:num_bytes], buffer.release
+                else:
+                    memory = torch.empty(num_bytes, dtype=torch.uint8)
+                if "write" in kind:
+                    memory.copy_(some_bytes(num_bytes, number))
+                    oracle[begin : begin + num_bytes] = bytes(memory.tolist())
+                    disk.start_write(file, begin, memory, release)
+                else:
+                    transfer = disk.start_read(file, begin, memory)
+                    expected = bytes(oracle[begin : begin + num_bytes])
+                    reads.append((transfer, memory, expected, release))
+            for read in reads:
+                check(*read)
+            everything = torch.empty(size, dtype=torch.uint8)
+            disk.start_read(file, 0, everything).wait()
+            assert bytes(everything.tolist()) == bytes(oracle)
+            file.close()
+
+        run()
+        assert disk._ring.num_free == 3
+
+
+def check(transfer: Any, memory: torch.Tensor, expected: bytes, release: Hook) -> None:
+    transfer.wait()
+    assert bytes(memory.tolist()) == expected
+    release()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_of_any_dtype_come_back(folder: Path, dtype: torch.dtype) -> None:
+    with opened(folder) as disk:
+        file = disk.file("blocks.0", 100_000)
+        for shape in ((), (0,), (7,), (33, 5)):
+            tensor = torch.randn(shape).to(dtype)
+            disk.start_write(file, 8192, tensor)
+            found = torch.empty_like(tensor)
+            disk.start_read(file, 8192, found).wait()
+            assert torch.equal(found, tensor)
+
+
+def test_aligned_memory_goes_to_the_disk_in_requests_of_four_mib_and_nothing_else_is_called(
+    folder: Path,
+) -> None:
+    system = FaultySystem()
+    with opened(folder, buffers=1, buffer_bytes=10 * MIB, system=system) as disk:
+        file, buffer = disk.file("u", 10 * MIB), disk.take()
+        assert buffer.memory.data_ptr() % ALIGNMENT == 0 and buffer.memory.nbytes == 10 * MIB
+        system.counts.clear()
+        disk.start_write(file, 0, buffer.memory).wait()
+        disk.start_read(file, 0, buffer.memory).wait()
+        assert system.counts == {"write": 3, "read": 3}
+
+
+def test_a_read_waits_for_the_write_of_its_bytes_and_for_no_other(folder: Path) -> None:
+    go_on = threading.Event()
+
+    def fault(op: str, where: str, at: int) -> None:
+        if op == "write" and at == ALIGNMENT:
+            assert go_on.wait(HANG_S)
+
+    system = FaultySystem(fault)
+    with opened(folder, system=system) as disk:
+        file, data = disk.file("u", 4 * ALIGNMENT), some_bytes(100)
+        disk.start_write(file, 2 * ALIGNMENT, data).wait()
+        writing = disk.start_write(file, ALIGNMENT, data)
+        found, other = torch.zeros_like(data), torch.zeros_like(data)
+        reading = disk.start_read(file, ALIGNMENT + 0, found)
+        disk.start_read(file, 2 * ALIGNMENT, other).wait()
+        assert torch.equal(other, data)
+        assert not writing.is_over and not reading.is_over
+        go_on.set()
+        reading.wait()
+        assert torch.equal(found, data) and writing.is_over
+
+
+def test_a_write_waits_for_the_reads_of_its_bytes(folder: Path) -> None:
+    go_on = threading.Event()
+
+    def fault(op: str, where: str, at: int) -> None:
+        if op == "read" and at == ALIGNMENT:
+            assert go_on.wait(HANG_S)
+
+    system = FaultySystem(fault)
+    with opened(folder, system=system) as disk:
+        file, old, new = disk.file("u", 4 * ALIGNMENT), some_bytes(ALIGNMENT), some_bytes(9, 1)
+        disk.start_write(file, ALIGNMENT, old).wait()
+        found = torch.zeros_like(old)
+        reading = disk.start_read(file, ALIGNMENT, found)
+        writing = disk.start_write(file, 2 * ALIGNMENT - 9, new)
+        assert not writing.is_over and system.counts.get("write", 0) == 2  # the trial's, and old's
+        go_on.set()
+        writing.wait()
+        assert reading.is_over and torch.equal(found, old)
+
+
+@pytest.mark.parametrize("most", [ALIGNMENT, 3 * ALIGNMENT + 512])
+def test_calls_that_do_a_part_are_repeated_for_the_rest(two: tuple[Path, Path], most: int) -> None:
+    system = FaultySystem(lambda op, where, at: most if op in ("read", "write") else None)
+    with opened(*two, system=system) as disk:
+        data = some_bytes(3 * MIB + 17)
+        file, found = disk.file("u", 4 * MIB), torch.empty_like(data)
+        disk.start_write(file, 5, data)
+        disk.start_read(file, 5, found).wait()
+        assert torch.equal(found, data)
+
+
+def test_two_folders_share_the_bytes_by_measured_speed(two: tuple[Path, Path]) -> None:
+    def fault(op: str, where: str, at: int) -> None:
+        if op in ("read", "write") and where == "b":
+            time.sleep(0.1)
+
+    with opened(*two, system=FaultySystem(fault)) as disk:
+        (a, share_a), (b, share_b) = disk.shares
+        assert (a, b) == two and share_a > share_b >= 1 / 65 and share_a + share_b == 1
+        file = disk.file("u", 200 * STRIPE_BYTES)
+        sizes = [os.fstat(fd).st_size for fd in file._fds]
+        assert sum(sizes) == 200 * STRIPE_BYTES
+        assert sizes[0] / sum(sizes) == pytest.approx(share_a, abs=0.02)
+        data = some_bytes(5 * MIB)
+        disk.start_write(file, 100 * MIB, data)
+        found = torch.empty_like(data)
+        disk.start_read(file, 100 * MIB, found).wait()
+        assert torch.equal(found, data)
+
+
+def test_a_file_system_that_refuses_direct_io_goes_through_the_cache_and_that_is_said_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = FaultySystem(fails("go_direct", errno.EINVAL))
+    with caplog.at_level(logging.INFO, "shardwise"), opened(folder, system=system) as disk:
+        for unit in ("a", "b"):
+            file, data = disk.file(unit, MIB), some_bytes(MIB)
+            disk.start_write(file, 0, data)
+            found = torch.empty_like(data)
+            disk.start_read(file, 0, found).wait()
+            assert torch.equal(found, data)
+    said = [record for record in caplog.records if "O_DIRECT" in record.message]
+    assert [record.levelno for record in said] == [logging.INFO]
+    assert "rank 3" in said[0].message and str(folder) in said[0].message
+    assert system.counts["drop_cache"] == 4 and system.counts["go_direct"] == 1
+
+
+def test_a_file_system_that_refuses_direct_io_when_it_is_used_is_found_out_at_the_start(
+    folder: Path,
+) -> None:
+    refused: list[str] = []
+
+    def fault(op: str, where: str, at: int) -> None:
+        if op == "write" and not refused:
+            refused.append(op)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    system = FaultySystem(fault)
+    with opened(folder, system=system) as disk:
+        disk.start_write(disk.file("u", 10), 0, some_bytes(10)).wait()
+        assert system.counts["drop_cache"] >= 1
+
+
+# -------------------------------------------------------------------------------------- the ring
+
+
+def test_no_more_buffers_are_out_than_there_are_and_who_waits_gets_the_next(folder: Path) -> None:
+    made: list[int] = []
+
+    def counted(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return host_memory(num_bytes)
+
+    ring = Ring(3, 5000, counted)
+    assert ring.buffer_bytes == 8192 and sum(made) <= 3 * (8192 + 8192 + ALIGNMENT)
+    out, most, lock = [0], [0], threading.Lock()
+
+    def work() -> None:
+        for _ in range(50):
+            buffer = ring.take()
+            with lock:
+                out[0] += 1
+                most[0] = max(most[0], out[0])
+            time.sleep(1e-5)
+            with lock:
+                out[0] -= 1
+            buffer.release()
+            buffer.release()  # harmless, even if somebody has it by now
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert most[0] <= 3 and ring.num_free == 3
+
+
+def test_memory_that_is_aligned_already_is_asked_for_once_and_to_the_byte() -> None:
+    made: list[int] = []
+
+    def page_locked(num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
+        begin = -memory.data_ptr() % ALIGNMENT
+        return memory[begin : begin + num_bytes]
+
+    Ring(2, 8192, page_locked)
+    assert made == [8192, 8192]
+
+
+def test_a_write_gives_its_buffer_back_whether_it_ends_well_or_not(folder: Path) -> None:
+    system = FaultySystem()
+    with opened(folder, buffers=1, system=system) as disk:
+        file = disk.file("u", MIB)
+        for _ in range(5):
+            buffer = disk.take()
+            disk.start_write(file, 0, buffer.memory, buffer.release)
+        disk.take().release()
+        system.fault = fails("write", errno.EIO)
+        buffer = disk.take()
+        disk.start_write(file, 0, buffer.memory, buffer.release)
+        with pytest.raises(StorageError, match="writing"):
+            disk.take()
+        assert disk._ring.num_free == 1
+
+
+# ------------------------------------------------------------------------------------ what fails
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_a_disk_that_fails_is_told_with_rank_unit_folder_and_what_to_do(
+    two: tuple[Path, Path], op: str
+) -> None:
+    system = FaultySystem()
+    with opened(*two, system=system) as disk:
+        file, data = disk.file("blocks.7", 4 * MIB), some_bytes(4 * MIB)
+        disk.start_write(file, 0, data).wait()
+        system.fault = fails(op, errno.EIO, "b")
+        transfer = (disk.start_read if op == "read" else disk.start_write)(file, 0, data)
+        verb = "reading" if op == "read" else "writing"
+        expected = (
+            rf"rank 3, unit 'blocks\.7': {verb} .* MiB in {two[1]} failed: Input/output error "
+            r"\(errno 5\).* last checkpoint"
+        )
+        for _ in range(2):  # every time
+            with pytest.raises(StorageError, match=expected):
+                transfer.wait()
+        system.fault = FaultySystem.fault
+        if op == "write":  # what is there may be of two steps, so it is not read any more
+            with pytest.raises(StorageError, match=expected):
+                disk.start_read(file, 0, data).wait()
+        else:
+            disk.start_read(file, 0, data).wait()
+            assert torch.equal(data, some_bytes(4 * MIB))
+
+
+def test_what_nobody_waited_for_is_raised_once_by_the_next_call(folder: Path) -> None:
+    calls: list[Callable[[Disk, Any], Any]] = [
+        lambda disk, file: disk.take(),
+        lambda disk, file: disk.file("other", 10),
+        lambda disk, file: disk.start_read(file, 0, torch.empty(3)),
+        lambda disk, file: disk.start_write(file, 0, torch.empty(3)),
+    ]
+    for call in calls:
+        system = FaultySystem()
+        with opened(folder, system=system) as disk:
+            file, other = disk.file("", 100), disk.file("other", 100)
+            system.fault = fails("write", errno.EIO)
+            disk.start_write(file, 0, torch.ones(4)).join()
+            system.fault = FaultySystem.fault
+            with pytest.raises(StorageError, match=r"rank 3, unit '\(root\)': writing 16 B"):
+                call(disk, file)
+            disk.start_write(other, 0, torch.ones(4)).wait()
+            disk.take().release()
+
+
+def test_a_full_disk_is_told_before_anything_is_written_with_what_is_needed_and_free(
+    folder: Path,
+) -> None:
+    with opened(folder) as disk:
+        too_much = System().free_bytes(folder) + (64 << 30)
+        with pytest.raises(StorageError) as caught:
+            disk.file("blocks.1", too_much)
+        said = str(caught.value)
+        assert "rank 3, unit 'blocks.1': " in said and f"are needed in {folder}" in said
+        assert "are free there" in said and "free some space, name another folder" in said
+        data = some_bytes(100)  # and the disk is as good as before
+        disk.start_write(disk.file("blocks.1", 100), 0, data).wait()
+        gc.collect()
+
+
+def test_a_file_that_could_not_be_made_leaves_no_descriptor_open(two: tuple[Path, Path]) -> None:
+    system = FaultySystem()
+    with opened(*two, system=system) as disk:
+        before = len(os.listdir("/proc/self/fd"))
+        system.fault = fails("reserve", errno.ENOSPC, "b")
+        with pytest.raises(StorageError, match="No space left on device"):
+            disk.file("u", 10 * MIB)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_that_is_full_in_spite_of_the_reservation_says_so(folder: Path) -> None:
+    system = FaultySystem()
+    with opened(folder, system=system) as disk:
+        file = disk.file("u", MIB)
+        system.fault = fails("write", errno.ENOSPC)
+        with pytest.raises(StorageError, match=r"No space left on device \(errno 28\); free some"):
+            disk.start_write(file, 0, some_bytes(MIB)).wait()
+
+
+def test_a_file_system_that_does_not_go_on_is_an_error_and_no_endless_loop(folder: Path) -> None:
+    system = FaultySystem()
+    with opened(folder, system=system) as disk:
+        file = disk.file("u", MIB)
+        system.fault = lambda op, where, at: 0 if op == "read" and at else None
+        with pytest.raises(StorageError, match="Input/output error"):
+            disk.start_read(file, ALIGNMENT, torch.empty(ALIGNMENT, dtype=torch.uint8)).wait()
+
+
+@pytest.mark.parametrize("case", ["missing", "a file", "refused"])
+def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path: Path, case: str) -> None:
+    path, system = tmp_path / "disk", FaultySystem()
+    if case == "a file":
+        path.write_text("")
+    elif case == "refused":
+        system.fault = fails("open", errno.EACCES)
+    made: list[int] = []
+    with pytest.raises(ConfigError, match=f"rank 0: {path} for offload: .* may be written to"):
+        Disk([path], 1, 1, lambda n: made.append(n) or host_memory(n), 0, system)  # type: ignore[func-returns-value]
+    assert not made, "memory was taken before"
+    with pytest.raises(ConfigError, match="at least one folder"):
+        Disk([], 1, 1, host_memory, 0)
+
+
+def test_bytes_outside_of_a_file_are_refused(folder: Path) -> None:
+    with opened(folder) as disk:
+        file = disk.file("u", 100)
+        for begin, num_bytes in ((-1, 1), (0, 101), (100, 1)):
+            with pytest.raises(ValueError, match="of a file of 100 bytes"):
+                disk.start_write(file, begin, some_bytes(num_bytes))
+
+
+# ----------------------------------------------------------------------------------------- the end
+
+
+def threads_of_disks() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("shardwise-disk")]
+
+
+def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(
+    folder: Path,
+) -> None:
+    system = FaultySystem(lambda op, where, at: time.sleep(0.01) if op == "write" else None)
+    with opened(folder, system=system) as disk:
+        file = disk.file("u", 64 * MIB)
+        writing = [disk.start_write(file, 0, some_bytes(MIB, n)) for n in range(4)]
+    assert all(transfer.is_over for transfer in writing) and not threads_of_disks()
+    assert system.counts["close"] == system.counts["open"]
+    disk.close()
+    for call in (
+        disk.take,
+        lambda: disk.file("u", 1),
+        lambda: disk.start_read(file, 0, torch.ones(1)),
+    ):
+        with pytest.raises(StateError, match="closed"):
+            call()
+
+
+def test_a_disk_that_nobody_holds_any_more_ends_its_threads_and_files(folder: Path) -> None:
+    system = FaultySystem()
+    disk = Disk([folder], MIB, 1, host_memory, 0, system)
+    file = disk.file("u", MIB)
+    disk.start_write(file, 0, some_bytes(MIB)).wait()
+    threads = [t for t in threading.enumerate() if t.name.startswith("shardwise-disk")]
+    assert threads
+    del disk, file
+    gc.collect()
+    for thread in threads:
+        thread.join(HANG_S)
+        assert not thread.is_alive()
+    assert system.counts["close"] == system.counts["open"]
+
+
+PROGRAM = """
+import sys, time, torch
+from pathlib import Path
+from shardwise.offload.disk import Disk
+disk = Disk([Path(sys.argv[1])], 1 << 20, 2, lambda n: torch.zeros(n, dtype=torch.uint8), 0)
+file = disk.file("u", 256 << 20)
+for n in range(64):
+    buffer = disk.take()
+    disk.start_write(file, n << 20, buffer.memory, buffer.release)
+print("wrote", flush=True)
+if len(sys.argv) > 2:
+    time.sleep(600)
+"""
+
+
+def start_program(*args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, *args]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+
+
+def test_a_process_that_is_killed_leaves_no_file_and_no_space_taken(folder: Path) -> None:
+    program = start_program(str(folder), "sleep")
+    try:
+        assert program.stdout is not None and program.stdout.readline() == "wrote\n"
+        held = [os.stat(p) for p in Path(f"/proc/{program.pid}/fd").iterdir() if p.exists()]
+        assert any(s.st_size == 256 * MIB and s.st_nlink == 0 for s in held)
+        assert not list(folder.iterdir())
+    finally:
+        program.send_signal(signal.SIGKILL)
+        program.communicate(timeout=HANG_S)
+    assert program.returncode == -signal.SIGKILL and not list(folder.iterdir())
+
+
+def test_a_program_that_ends_without_closing_does_not_hang(folder: Path) -> None:
+    program = start_program(str(folder))
+    out, _ = program.communicate(timeout=HANG_S)
+    assert out == "wrote\n" and program.returncode == 0
+
+
+def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.open
+
+    def without(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return plain(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", without)
+    with opened(folder) as disk:
+        file, data = disk.file("u", MIB), some_bytes(MIB)
+        assert not list(folder.iterdir())
+        disk.start_write(file, 0, data)
+        found = torch.empty_like(data)
+        disk.start_read(file, 0, found).wait()
+        assert torch.equal(found, data)
