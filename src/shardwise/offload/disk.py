@@ -25,7 +25,7 @@ from shardwise.offload.transfers import Job, Transfer
 
 _LOG = logging.getLogger("shardwise")
 _THREADS = 4  # of each folder
-_REQUEST_BYTES = 4 << 20
+_REQUEST_BYTES = 8 << 20  # after each a thread needs Python's lock, so not too few
 _TRIAL_BYTES = 32 << 20
 
 
@@ -36,7 +36,7 @@ class Disk:
     from it. Several folders share the bytes of each unit by their speeds, which are tried at once.
 
     **Cost** ``num_buffers`` x ``buffer_bytes`` of host memory; where a tensor is not aligned, up
-    to 16 MiB a folder more while it is on its way.
+    to 32 MiB a folder more while it is on its way.
 
     **Raises** ConfigError for a folder that is missing or may not be written to. What fails in the
     background raises StorageError, with rank, unit and path, in the transfer's ``wait()``; and,

@@ -31,6 +31,7 @@ from shardwise.quantities import format_bytes
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_TODO = dict.fromkeys(_NO_SPACE, "free some space") | {errno.EMFILE: "raise `ulimit -n`"}
 _NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _IN_THE_WAY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -261,9 +262,9 @@ def _blocks_around(piece: Piece) -> tuple[int, Bytes]:
 
 
 def _failure(error: Exception, who: str, doing: str) -> StorageError:
-    number = getattr(error, "errno", None)
+    number = getattr(error, "errno", None) or 0
     why = f"{os.strerror(number)} (errno {number})" if number else f"{error!r}"
-    what = "free some space" if number in _NO_SPACE else "the system's log has more"
+    what = _TODO.get(number, "the system's log has more")
     return StorageError(
         f"{who}: {doing} failed: {why}; {what}. Start again from the last checkpoint, with another "
         "folder if this disk fails again"

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from shardwise.errors import StorageError
-from shardwise.offload.regions import ALIGNMENT, align
+from shardwise.offload.regions import align
 
 Job = tuple[Executor, Callable[[], None]]
 
@@ -26,8 +26,8 @@ class Transfer:
 
     def __init__(self, begin: int, end: int, writes: bool, then: Callable[[], None] | None) -> None:
         self.was_told = False
-        self._begin = begin - begin % ALIGNMENT
-        self._end = align(end)
+        self._begin = begin
+        self._end = align(end)  # so that those with a block in common overlap
         self._writes = writes
         self._then = then
         self._over = threading.Event()
