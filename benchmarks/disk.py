@@ -1,6 +1,6 @@
 """Time offload's files against plain direct I/O on the same disk: GB/s of both, and their ratio.
 
-    python benchmarks/disk.py                                # what `make bench-disk` runs
+    python benchmarks/disk.py
     python benchmarks/disk.py --folders /mnt/a,/mnt/b --json
 
 Target: 0.85 or more of what plain direct I/O (O_DIRECT) reaches with the block size and number of

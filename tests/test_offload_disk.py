@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -361,14 +362,21 @@ def test_calls_that_do_a_part_are_repeated_for_the_rest(two: tuple[Path, Path], 
         assert torch.equal(found, data)
 
 
-def test_two_folders_share_the_bytes_by_measured_speed(two: tuple[Path, Path]) -> None:
-    def fault(op: str, where: str, at: int) -> None:
-        if op in ("read", "write") and where == "b":
-            time.sleep(0.1)
+@pytest.mark.parametrize("slow", ["read", "write"])
+def test_two_folders_share_the_bytes_by_measured_speed(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    now_s, lock = [0.0], threading.Lock()
 
+    def fault(op: str, where: str, at: int) -> None:
+        with lock:  # a request takes 2 s in one direction of b, else 1 s
+            now_s[0] += 2 if op == slow and where == "b" else 1 if op in ("read", "write") else 0
+
+    monkeypatch.setattr(disk_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     with opened(*two, system=FaultySystem(fault)) as disk:
         (a, share_a), (b, share_b) = disk.shares
-        assert (a, b) == two and share_a > share_b >= 1 / 65 and share_a + share_b == 1
+        assert (a, b) == two and share_a + share_b == 1
+        assert share_a == pytest.approx(3 / 5, abs=1 / 64)
         file = disk.file("u", 200 * STRIPE_BYTES)
         sizes = [os.fstat(fd).st_size for fd in file._fds]
         assert sum(sizes) == 200 * STRIPE_BYTES
@@ -607,6 +615,8 @@ def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(
         file = disk.file("u", 64 * MIB)
         writing = [disk.start_write(file, 0, some_bytes(MIB, n)) for n in range(4)]
     assert all(transfer.is_over for transfer in writing) and not threads_of_disks()
+    for transfer in writing:  # those that waited for others were made too
+        transfer.wait()
     assert system.counts["close"] == system.counts["open"]
     disk.close()
     for call in (
@@ -616,6 +626,18 @@ def test_closing_waits_for_what_is_under_way_and_leaves_no_thread_and_no_space(
     ):
         with pytest.raises(StateError, match="closed"):
             call()
+
+
+def test_a_file_is_closed_only_after_what_is_under_way(folder: Path) -> None:
+    system = FaultySystem(lambda op, where, at: time.sleep(0.02) if op == "write" else None)
+    with opened(folder, system=system) as disk:
+        file = disk.file("u", MIB)
+        writing = disk.start_write(file, 0, some_bytes(MIB))
+        file.close()
+        writing.wait()
+        before = system.counts["close"]
+        file.close()
+        assert system.counts["close"] == before
 
 
 def test_a_disk_that_nobody_holds_any_more_ends_its_threads_and_files(folder: Path) -> None:

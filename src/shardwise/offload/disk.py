@@ -147,11 +147,9 @@ class Disk:
             self._is_closed = True
             files = list(self._files)
         for file in files:
-            file.transfers.join()
+            file.close()
         for threads in self._threads:
             threads.shutdown()
-        for file in files:
-            file.close()
         self._ring.close()
 
     def _start(

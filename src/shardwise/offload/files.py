@@ -174,7 +174,8 @@ class DiskFile:
                 self._system.go_direct(self._fds[-1])
 
     def close(self) -> None:
-        """Give the space back; nothing may be under way. Closing twice is harmless."""
+        """Wait for what is under way and give the space back. Closing twice is harmless."""
+        self.transfers.join()  # the number of a closed file may be another file's next
         self._close()
 
     def read(self, piece: Piece, into: Sequence[Bytes]) -> None:
