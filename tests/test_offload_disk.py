@@ -592,12 +592,13 @@ def test_a_folder_that_cannot_be_used_is_refused_with_its_path(tmp_path: Path, c
         Disk([], 1, 1, host_memory, 0)
 
 
-def test_bytes_outside_of_a_file_are_refused(folder: Path) -> None:
-    with opened(folder) as disk:
+def test_bytes_outside_of_a_file_are_refused_and_the_buffer_is_free_again(folder: Path) -> None:
+    with opened(folder, buffers=1) as disk:
         file = disk.file("u", 100)
         for begin, num_bytes in ((-1, 1), (0, 101), (100, 1)):
+            buffer = disk.take()
             with pytest.raises(ValueError, match="of a file of 100 bytes"):
-                disk.start_write(file, begin, some_bytes(num_bytes))
+                disk.start_write(file, begin, buffer.memory[:num_bytes], buffer.release)
 
 
 # ----------------------------------------------------------------------------------------- the end

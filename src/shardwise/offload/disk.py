@@ -68,10 +68,7 @@ class Disk:
         self._is_closed = False
         self._files: WeakSet[DiskFile] = WeakSet()
         self._started: list[Transfer] = []  # those not over, or not well and nobody was told
-        self._threads = [
-            ThreadPoolExecutor(_THREADS, f"shardwise-disk-{number}")
-            for number in range(len(folders))
-        ]
+        self._threads = [_threads(f"shardwise-disk-{number}") for number in range(len(folders))]
         self._stripes = Stripes(self._speeds() if len(folders) > 1 else [1])
         self._ring = Ring(num_buffers, buffer_bytes, make_memory)
 
@@ -122,8 +119,8 @@ class Disk:
 
         ``into`` is contiguous host memory of any dtype. Memory of the ring, and a place that is a
         multiple of 4096, go to the disk as they are, all else through a copy. It waits for writes
-        of the same bytes that were started before. ``then`` is called when it is over, well or not,
-        in another thread, as a rule ``buffer.release``.
+        of the same bytes that were started before. ``then``, as a rule ``buffer.release``, is
+        called when it is over, well or not, in another thread; or here, if this call raises.
         """
         return self._start(file, begin, into, False, then)
 
@@ -160,17 +157,22 @@ class Disk:
         writes: bool,
         then: Callable[[], None] | None,
     ) -> Transfer:
-        memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
-        end = begin + memory.nbytes
-        if not 0 <= begin <= end <= file.num_bytes:
-            raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
-        transfer = Transfer(begin, end, writes, then)
-        move = file.write if writes else file.read
-        jobs = _jobs(file, begin, memory, move, self._threads)
-        with self._lock:
-            self._check()
-            self._started.append(transfer)
-            file.transfers.start(transfer, jobs)
+        try:
+            memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+            end = begin + memory.nbytes
+            if not 0 <= begin <= end <= file.num_bytes:
+                raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
+            transfer = Transfer(begin, end, writes, then)
+            move = file.write if writes else file.read
+            jobs = _jobs(file, begin, memory, move, self._threads)
+            with self._lock:
+                self._check()
+                self._started.append(transfer)
+                file.transfers.start(transfer, jobs)
+        except BaseException:
+            if then is not None:
+                then()
+            raise
         return transfer
 
     def _check(self) -> None:
@@ -201,6 +203,15 @@ class Disk:
             trial.close()
             speeds.append(2 * _TRIAL_BYTES / sum(times_s[1:]))  # the first write takes the space
         return speeds
+
+
+def _threads(name: str) -> Executor:
+    """Return the threads of one folder, all of them started: later there may be too many."""
+    threads = ThreadPoolExecutor(_THREADS, name)
+    all_started = threading.Barrier(_THREADS, timeout=60)
+    for _ in range(_THREADS):
+        threads.submit(all_started.wait)
+    return threads
 
 
 def _jobs(

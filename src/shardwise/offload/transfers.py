@@ -132,8 +132,9 @@ class Transfers:
         with self._lock:
             transfer._over.set()
             self._under_way.remove(transfer)
-            for other in transfer._followers:
+            followers, transfer._followers = transfer._followers, []  # who keeps one keeps no more
+            for other in followers:
                 other._waits_for -= 1
-            ready = [other for other in transfer._followers if not other._waits_for]
+            ready = [other for other in followers if not other._waits_for]
         for other in ready:
             self._submit(other)
