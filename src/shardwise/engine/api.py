@@ -32,7 +32,7 @@ from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.offload.disk import Disk
 from shardwise.trace import FullParamLedger, Stats
-from shardwise.unit.home import Files
+from shardwise.unit.home import NUM_BUFFERS, Files, host_bytes
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
@@ -129,7 +129,7 @@ def _open_files(config: ShardConfig) -> Files:
     rank = dist.get_rank() if dist.is_initialized() else 0
     offload = config.offload or Offload()
     kinds = [folders_of(place) for place in (offload.params, offload.grads, offload.optimizer)]
-    disks = {f: Disk([*map(Path, f)], 0, 0, torch.empty, rank) for f in kinds if f}
+    disks = {f: Disk([*map(Path, f)], 0, NUM_BUFFERS, host_bytes, rank) for f in kinds if f}
     return Files(*(disks.get(folders) for folders in kinds))
 
 

@@ -18,17 +18,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.apart import Apart
-from shardwise.offload.ring import Buffer, Ring
+from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
 from shardwise.unit.state_file import Key, StateFile
 from shardwise.unit.stepping import elements_of, set_elements
 from shardwise.unit.unit import Unit
 
-_NUM_BUFFERS = 3
 Params = Sequence[tuple[int, Any]]  # of an optimizer, with the numbers of their groups
 
 
@@ -37,7 +35,6 @@ class StoredState:
 
     def __init__(self) -> None:
         self._files: dict[Unit, StateFile] = {}
-        self._ring: Ring | None = None
 
     def has(self, unit: Unit) -> bool:
         """Tell whether a unit's state rests in a file."""
@@ -61,25 +58,20 @@ class StoredState:
         for key, tensor in held.items():
             set_elements(tensor, file.at_rest(key))
         self._files[unit] = file
+        file.disk.reserve(max(file.num_bytes for file in self._files.values()))
 
     def step_of(self, optimizer: Any, unit: Unit, apart: Apart) -> StoredStep:
         """Return the step of a unit that reads its state and writes it."""
-        largest = max(file.num_bytes for file in self._files.values())
-        if self._ring is None or self._ring.buffer_bytes < largest:
-            self._ring = Ring(_NUM_BUFFERS, largest, _host_memory)
-        return StoredStep(apart, self._files[unit], self._ring, _held_of(optimizer, unit))
+        return StoredStep(apart, self._files[unit], _held_of(optimizer, unit))
 
 
 class StoredStep:
     """One step of one unit: `begin`, `step` and `finish`, called by different threads."""
 
-    def __init__(
-        self, apart: Apart, file: StateFile, ring: Ring, state: dict[Key, DTensor]
-    ) -> None:
+    def __init__(self, apart: Apart, file: StateFile, state: dict[Key, DTensor]) -> None:
         self.state = state
         self._apart = apart
         self._file = file
-        self._ring = ring
         self._buffer: Buffer | None = None
         self._read: Transfer | None = None
         self._write: Transfer | None = None
@@ -93,8 +85,8 @@ class StoredStep:
 
     def begin(self, *, if_free: bool = False) -> None:
         """Begin to read the state; ``if_free``: only if there is memory for it now."""
-        if self._buffer is None and (self._ring.num_free or not if_free):
-            self._buffer = self._ring.take()
+        if self._buffer is None and (self._file.disk.has_free or not if_free):
+            self._buffer = self._file.disk.take()
             self._read = self._file.start_read(self._buffer.memory)
 
     def step(self, following: StoredStep | None) -> None:
@@ -136,7 +128,3 @@ def _held_of(optimizer: Any, unit: Unit) -> dict[Key, DTensor]:
         for name, value in optimizer.state.get(param.sharded, {}).items()
         if isinstance(value, DTensor) and elements_of(value).numel()
     }
-
-
-def _host_memory(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)

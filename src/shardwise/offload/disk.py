@@ -25,7 +25,7 @@ from shardwise.offload.transfers import Job, Transfer
 
 _LOG = logging.getLogger("shardwise")
 _THREADS = 4  # of each folder
-_REQUEST_BYTES = 4 << 20
+_REQUEST_BYTES = 8 << 20  # after each a thread needs Python's lock, so not too few
 _TRIAL_BYTES = 32 << 20
 
 
@@ -36,7 +36,7 @@ class Disk:
     from it. Several folders share the bytes of each unit by their speeds, which are tried at once.
 
     **Cost** ``num_buffers`` x ``buffer_bytes`` of host memory; where a tensor is not aligned, up
-    to 16 MiB a folder more while it is on its way.
+    to 32 MiB a folder more while it is on its way.
 
     **Raises** ConfigError for a folder that is missing or may not be written to. What fails in the
     background raises StorageError, with rank, unit and path, in the transfer's ``wait()``; and,
@@ -55,6 +55,7 @@ class Disk:
         if not folders:
             raise ConfigError("offload to disk: expected at least one folder, got none")
         self._rank = rank
+        self._make_memory = make_memory
         self._system = system or System()
         self._folders = [examine(path, rank, self._system) for path in folders]
         for folder in self._folders:
@@ -68,10 +69,7 @@ class Disk:
         self._is_closed = False
         self._files: WeakSet[DiskFile] = WeakSet()
         self._started: list[Transfer] = []  # those not over, or not well and nobody was told
-        self._threads = [
-            ThreadPoolExecutor(_THREADS, f"shardwise-disk-{number}")
-            for number in range(len(folders))
-        ]
+        self._threads = [_threads(f"shardwise-disk-{number}") for number in range(len(folders))]
         self._stripes = Stripes(self._speeds() if len(folders) > 1 else [1])
         self._ring = Ring(num_buffers, buffer_bytes, make_memory)
 
@@ -96,6 +94,19 @@ class Disk:
             made = DiskFile(unit, self._rank, num_bytes, self._folders, self._stripes, self._system)
             self._files.add(made)
         return made
+
+    def reserve(self, buffer_bytes: int) -> None:
+        """Let the buffers that are taken from now on have at least so many bytes.
+
+        **Cost** as many new buffers, if they had fewer.
+        """
+        if buffer_bytes > self._ring.buffer_bytes:
+            self._ring = Ring(self._ring.num_buffers, buffer_bytes, self._make_memory)
+
+    @property
+    def has_free(self) -> bool:
+        """Tell whether `take` would not wait."""
+        return self._ring.num_free > 0
 
     def take(self) -> Buffer:
         """Return a buffer of the ring as soon as one is free; ``release()`` gives it back.
@@ -122,8 +133,8 @@ class Disk:
 
         ``into`` is contiguous host memory of any dtype. Memory of the ring, and a place that is a
         multiple of 4096, go to the disk as they are, all else through a copy. It waits for writes
-        of the same bytes that were started before. ``then`` is called when it is over, well or not,
-        in another thread, as a rule ``buffer.release``.
+        of the same bytes that were started before. ``then``, as a rule ``buffer.release``, is
+        called when it is over, well or not, in another thread; or here, if this call raises.
         """
         return self._start(file, begin, into, False, then)
 
@@ -147,11 +158,9 @@ class Disk:
             self._is_closed = True
             files = list(self._files)
         for file in files:
-            file.transfers.join()
+            file.close()
         for threads in self._threads:
             threads.shutdown()
-        for file in files:
-            file.close()
         self._ring.close()
 
     def _start(
@@ -162,17 +171,22 @@ class Disk:
         writes: bool,
         then: Callable[[], None] | None,
     ) -> Transfer:
-        memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
-        end = begin + memory.nbytes
-        if not 0 <= begin <= end <= file.num_bytes:
-            raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
-        transfer = Transfer(begin, end, writes, then)
-        move = file.write if writes else file.read
-        jobs = _jobs(file, begin, memory, move, self._threads)
-        with self._lock:
-            self._check()
-            self._started.append(transfer)
-            file.transfers.start(transfer, jobs)
+        try:
+            memory: Bytes = tensor.detach().view(-1).view(torch.uint8).numpy()
+            end = begin + memory.nbytes
+            if not 0 <= begin <= end <= file.num_bytes:
+                raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
+            transfer = Transfer(begin, end, writes, then)
+            move = file.write if writes else file.read
+            jobs = _jobs(file, begin, memory, move, self._threads)
+            with self._lock:
+                self._check()
+                self._started.append(transfer)
+                file.transfers.start(transfer, jobs)
+        except BaseException:
+            if then is not None:
+                then()
+            raise
         return transfer
 
     def _check(self) -> None:
@@ -203,6 +217,15 @@ class Disk:
             trial.close()
             speeds.append(2 * _TRIAL_BYTES / sum(times_s[1:]))  # the first write takes the space
         return speeds
+
+
+def _threads(name: str) -> Executor:
+    """Return the threads of one folder, all of them started: later there may be too many."""
+    threads = ThreadPoolExecutor(_THREADS, name)
+    all_started = threading.Barrier(_THREADS, timeout=60)
+    for _ in range(_THREADS):
+        threads.submit(all_started.wait)
+    return threads
 
 
 def _jobs(

@@ -32,6 +32,7 @@ from shardwise.quantities import format_bytes
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _NO_LIMIT = 1 << 62
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_TODO = dict.fromkeys(_NO_SPACE, "free some space") | {errno.EMFILE: "raise `ulimit -n`"}
 _NO_ANONYMOUS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _IN_THE_WAY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -191,7 +192,8 @@ class DiskFile:
                 at += end - begin
 
     def close(self) -> None:
-        """Give the space back; nothing may be under way. Closing twice is harmless."""
+        """Wait for what is under way and give the space back. Closing twice is harmless."""
+        self.transfers.join()  # the number of a closed file may be another file's next
         self._close()
 
     def read(self, piece: Piece, into: Sequence[Bytes]) -> None:
@@ -279,9 +281,9 @@ def _blocks_around(piece: Piece) -> tuple[int, Bytes]:
 
 
 def _failure(error: Exception, who: str, doing: str) -> StorageError:
-    number = getattr(error, "errno", None)
+    number = getattr(error, "errno", None) or 0
     why = f"{os.strerror(number)} (errno {number})" if number else f"{error!r}"
-    what = "free some space" if number in _NO_SPACE else "the system's log has more"
+    what = _TODO.get(number, "the system's log has more")
     return StorageError(
         f"{who}: {doing} failed: {why}; {what}. Start again from the last checkpoint, with another "
         "folder if this disk fails again"

@@ -16,19 +16,15 @@ _ROUND = 64  # stripes; a share is a multiple of 1/64
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes from ``at`` of the file in folder number ``folder``.
+    """``num_bytes`` from ``at`` of the file in folder number ``folder``.
 
     They are those of ``ranges`` of the unit, [begin, end) each, one after the other.
     """
 
     folder: int
     at: int
+    num_bytes: int
     ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes they are."""
-        return sum(end - begin for begin, end in self.ranges)
 
 
 class Stripes:
@@ -48,17 +44,24 @@ class Stripes:
         Pieces begin and end at multiples of `ALIGNMENT`, except at ``begin`` and ``end``.
         ``most_bytes`` is a multiple of the stripe.
         """
-        open_pieces: dict[int, Piece] = {}
+        open_pieces: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         while begin < end:
             stripe, inside = divmod(begin, self._bytes)
             upto = min(end, begin - inside + self._bytes)
             folder, at = self._place(stripe)
-            piece = open_pieces.get(folder, Piece(folder, at + inside, ()))
-            open_pieces[folder] = piece = _with(piece, begin, upto)
-            if piece.at + piece.num_bytes >= (piece.at // most_bytes + 1) * most_bytes:
-                yield open_pieces.pop(folder)
+            first, ranges = open_pieces.setdefault(folder, (at + inside, []))
+            if ranges and ranges[-1][1] == begin:
+                ranges[-1] = (ranges[-1][0], upto)
+            else:
+                ranges.append((begin, upto))
+            at += inside + upto - begin
+            if at % most_bytes == 0:
+                del open_pieces[folder]
+                yield Piece(folder, first, at - first, tuple(ranges))
             begin = upto
-        yield from open_pieces.values()
+        for folder, (first, ranges) in open_pieces.items():
+            num_bytes = sum(hi - lo for lo, hi in ranges)
+            yield Piece(folder, first, num_bytes, tuple(ranges))
 
     def part_bytes(self, num_bytes: int) -> list[int]:
         """Return how many of the first ``num_bytes`` bytes are each folder's."""
@@ -72,14 +75,6 @@ class Stripes:
         rounds, turn = divmod(stripe, len(self._folders))
         folder = self._folders[turn]
         return folder, (rounds * self.counts[folder] + self._places[turn]) * self._bytes
-
-
-def _with(piece: Piece, begin: int, end: int) -> Piece:
-    """Return a piece with one more range, joined to the last one where they touch."""
-    ranges = piece.ranges
-    if ranges and ranges[-1][1] == begin:
-        return Piece(piece.folder, piece.at, (*ranges[:-1], (ranges[-1][0], end)))
-    return Piece(piece.folder, piece.at, (*ranges, (begin, end)))
 
 
 def _counts(speeds: Sequence[float]) -> list[int]:

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from shardwise.errors import StorageError
-from shardwise.offload.regions import ALIGNMENT, align
+from shardwise.offload.regions import align
 
 Job = tuple[Executor, Callable[[], None]]
 
@@ -26,8 +26,8 @@ class Transfer:
 
     def __init__(self, begin: int, end: int, writes: bool, then: Callable[[], None] | None) -> None:
         self.was_told = False
-        self._begin = begin - begin % ALIGNMENT
-        self._end = align(end)
+        self._begin = begin
+        self._end = align(end)  # so that those with a block in common overlap
         self._writes = writes
         self._then = then
         self._over = threading.Event()
@@ -137,8 +137,9 @@ class Transfers:
         with self._lock:
             transfer._over.set()
             self._under_way.remove(transfer)
-            for other in transfer._followers:
+            followers, transfer._followers = transfer._followers, []  # who keeps one keeps no more
+            for other in followers:
                 other._waits_for -= 1
-            ready = [other for other in transfer._followers if not other._waits_for]
+            ready = [other for other in followers if not other._waits_for]
         for other in ready:
             self._submit(other)

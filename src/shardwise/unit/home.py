@@ -33,6 +33,12 @@ class Files:
 
 
 NO_FILES = Files()
+NUM_BUFFERS = 3  # of a disk: one is read into, one stepped, one written
+
+
+def host_bytes(num_bytes: int) -> torch.Tensor:
+    """Return host memory for a disk's buffers, which serve steps on the host alone."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class StateFile:
     """
 
     def __init__(self, disk: Disk, unit: str) -> None:
-        self._disk = disk
+        self.disk = disk
         self._unit = unit
         self._rows: dict[Key, _Row] = {}
         self._file: DiskFile | None = None
@@ -61,11 +61,11 @@ class StateFile:
     def store(self, held: Held) -> None:
         """Write tensors into a new file, whatever the old one has, and wait for it."""
         sizes = regions_of([tensor.nbytes for tensor in held.values()])
-        file = self._disk.file(self._unit, sizes.num_bytes)
+        file = self.disk.file(self._unit, sizes.num_bytes)
         places = zip(sizes.begins, held.items(), strict=True)
         rows = {key: _Row(begin, t.nbytes, t.dtype, t.shape) for begin, (key, t) in places}
         for key, tensor in held.items():
-            self._disk.start_write(file, rows[key].begin, tensor.contiguous()).wait()
+            self.disk.start_write(file, rows[key].begin, tensor.contiguous()).wait()
         self._rows, self._file, self._mapped = rows, file, mapped(file)
 
     def at_rest(self, key: Key) -> torch.Tensor:
@@ -83,9 +83,9 @@ class StateFile:
     def start_read(self, memory: torch.Tensor) -> Transfer:
         """Begin to read all of it into memory of at least ``num_bytes``."""
         assert self._file is not None
-        return self._disk.start_read(self._file, 0, memory[: self.num_bytes])
+        return self.disk.start_read(self._file, 0, memory[: self.num_bytes])
 
     def start_write(self, memory: torch.Tensor, then: Callable[[], None]) -> Transfer:
         """Begin to write all of it from memory, and call ``then`` at the end."""
         assert self._file is not None
-        return self._disk.start_write(self._file, 0, memory[: self.num_bytes], then)
+        return self.disk.start_write(self._file, 0, memory[: self.num_bytes], then)
