@@ -38,8 +38,9 @@ class Stats:
     ``param_shard_bytes`` are the persistent master slices; ``param_full_bytes`` full copies alive
     now beyond those (where the slices lie inside the full copy they are counted once, as slices),
     ``param_full_peak_bytes`` their peak; ``grad_shard_bytes`` reduced, ``grad_partial_bytes``
-    unreduced gradients. ``sent_bytes`` and ``num_collectives`` count payloads sent by this rank
-    since ``shard()``, by ``axis.kind``.
+    unreduced gradients. ``bytes_by_place`` has where slices, reduced gradients, full copies and, if
+    it was given, the optimizer's state rest: "device", "host", "files". ``sent_bytes`` and
+    ``num_collectives`` count payloads sent by this rank since ``shard()``, by ``axis.kind``.
     """
 
     param_shard_bytes: int
@@ -47,6 +48,7 @@ class Stats:
     param_full_peak_bytes: int
     grad_shard_bytes: int
     grad_partial_bytes: int
+    bytes_by_place: Mapping[str, int]
     sent_bytes: Mapping[str, int]
     num_collectives: Mapping[str, int]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from models import Stack
 from ranks import run_ranks
-from shardwise import Checkpoints, Offload, load, optim, overlap, save, shard
+from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError
 from shardwise.offload.disk import Disk
@@ -167,6 +167,33 @@ def test_a_disk_that_fails_is_told_with_rank_unit_and_folder_and_the_last_checkp
     tmp_path: Path,
 ) -> None:
     run_ranks(fail_and_recover, 2, tmp_path)
+
+
+def tell_places(rank: int, world_size: int, folder: Path) -> None:
+    """All of a model of known bytes in one place, and each kind in another."""
+    one, numel = f"nvme:{folder}", 8 * 4 + 4 + 4 * 8
+    for offload, on_host, in_files in (  # bytes of each element: slices, means, two moments
+        ("cpu", 16, 0),
+        (one, 8, 8),
+        (Offload(one, one, one), 0, 16),
+        (Offload(params=one, optimizer="cpu"), 12, 4),
+        (None, 0, 0),
+    ):
+        layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False))
+        model = shard(layers, stage=1, units=nn.Linear, offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        found = stats(model, optimizer).bytes_by_place
+        counts = 4 * 3 if offload else 0  # of the steps of each parameter, in host memory
+        assert found.get("files", 0) == in_files * numel
+        assert found.get("host", 0) == on_host * numel + counts
+        said = str(describe(model))
+        assert (str(folder) in said) == (in_files > 0) and ("host" in said) == (on_host > 0)
+
+
+def test_stats_and_describe_tell_where_bytes_rest(tmp_path: Path) -> None:
+    run_ranks(tell_places, 1, tmp_path)
 
 
 MIB = 1 << 20

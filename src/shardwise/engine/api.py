@@ -24,6 +24,7 @@ from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
+from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, folders_of
@@ -290,8 +291,11 @@ def _engine_of_calls(model: nn.Module) -> Engine | None:
     return engine
 
 
-def stats(model: nn.Module) -> Stats:
-    """Return what this rank holds and has sent, in bytes, right now."""
+def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stats:
+    """Return what this rank holds and has sent, in bytes, right now.
+
+    ``optimizer``: its state counts in ``bytes_by_place``.
+    """
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
     params = [s for u in engine.units for s in u.params]
@@ -316,6 +320,7 @@ def stats(model: nn.Module) -> Stats:
         param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,
         grad_partial_bytes=sum(t.nbytes for t in partials),
+        bytes_by_place=bytes_by_place(engine.units, optimizer),
         sent_bytes=dict(sent_bytes),
         num_collectives=dict(num_collectives),
     )

@@ -61,6 +61,12 @@ class UnitDescription:
     dtype: str
     layout: str
     params: tuple[ParamDescription, ...] = ()
+    home: str = ""  # where state rests, if not on the device
+
+    @property
+    def resting(self) -> str:
+        """Say where state rests, if not on the device."""
+        return f"; {self.home}" if self.home else ""
 
     @property
     def padding_share(self) -> float:
@@ -116,7 +122,7 @@ class Description:
             f"{branch}{label} [{unit.class_name}]  {unit.num_params} parameters, "
             f"{format_count(unit.numel)} elements, {unit.dtype}, {unit.layout}: "
             f"{format_bytes(unit.full_bytes)} full, {format_bytes(unit.rank_bytes)} per rank, "
-            f"padding {padding}, stage {self.stage}"
+            f"padding {padding}, stage {self.stage}" + unit.resting
         )
 
 
@@ -166,6 +172,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         dtype=", ".join(sorted(names)) or "-",
         layout=unit.storages[0].layout.kind if unit.storages else "-",
         params=tuple(_describe_param(param) for param in unit.params),
+        home=str(unit.home or ""),
     )
 
 

@@ -79,6 +79,11 @@ class Disk:
         return self._ring.num_buffers * self._ring.buffer_bytes
 
     @property
+    def where(self) -> str:
+        """The folders, for people."""
+        return ", ".join(str(folder.path) for folder in self._folders)
+
+    @property
     def shares(self) -> list[tuple[Path, float]]:
         """Each folder and its share of the bytes."""
         counts = self._stripes.counts

@@ -57,6 +57,15 @@ class Home:
     files: Files = NO_FILES
     unit: str = ""
 
+    def __str__(self) -> str:
+        params = "device and host" if self.leaves_copy else "host"
+        places = zip(("slices", "gradients", "optimizer"), (params, "host", "host"), strict=True)
+        disks = self.files.params, self.files.grads, self.files.optimizer
+        return ", ".join(
+            f"{kind}: {place if disk is None else f'files in {disk.where}'}"
+            for (kind, place), disk in zip(places, disks, strict=True)
+        )
+
     def slices(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros for slices of parameters."""
         if self.files.params is not None:

@@ -1,0 +1,52 @@
+"""Where the bytes of a model's training state rest on this rank: device, host memory, files."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.offload.disk import Disk
+from shardwise.unit.home import NO_FILES, Files
+from shardwise.unit.plain_state import owner_of
+from shardwise.unit.stepping import elements_of
+from shardwise.unit.unit import Unit
+
+
+def bytes_by_place(
+    units: Iterable[Unit], optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
+    """Return bytes by "device", "host" and "files": slices, their copies, means, full parameters.
+
+    With the ``optimizer`` its state too. Of a model without offload all is on the device.
+    """
+    found: Counter[str] = Counter()
+    for unit in units:
+        files = _files_of(unit)
+        for storage in unit.storages:
+            found[_place(unit, files.params)] += storage.shard_bytes
+            found["device"] += storage.copy_bytes + storage.kept_bytes
+        for param in unit.params:
+            if not param.encoding.in_storage:
+                found[_place(unit, None)] += elements_of(param.sharded).nbytes
+            if isinstance(param.grad, DTensor):
+                found[_place(unit, files.grads)] += elements_of(param.grad).nbytes
+    for each, state in () if optimizer is None else optimizer.state.items():
+        owner = owner_of(each)
+        for value in state.values():
+            if isinstance(value, DTensor) and owner is not None:
+                place = _place(owner.unit, _files_of(owner.unit).optimizer)
+                found[place] += elements_of(value).nbytes
+            elif isinstance(value, torch.Tensor):
+                found["device" if owner is None else _place(owner.unit, None)] += value.nbytes
+    return dict(found)
+
+
+def _files_of(unit: Unit) -> Files:
+    return NO_FILES if unit.home is None else unit.home.files
+
+
+def _place(unit: Unit, disk: Disk | None) -> str:
+    if disk is not None:
+        return "files"
+    return "device" if unit.home is None else "host"
