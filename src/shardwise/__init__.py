@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
     from shardwise.engine.api import stats as stats
+    from shardwise.engine.counting import counting as counting
     from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
     from shardwise.engine.gradients import check_gradients as check_gradients
@@ -79,6 +80,7 @@ _HOMES = {
     "check_gradients": "shardwise.engine.gradients",
     "check_replicas": "shardwise.engine.replicas",
     "clip_grad_norm_": "shardwise.unit.clipping",
+    "counting": "shardwise.engine.counting",
     "describe": "shardwise.engine.describe",
     "from_deepspeed": "shardwise.interop.deepspeed.settings",
     "fully_shard": "shardwise.interop.fsdp2.api",

@@ -3,7 +3,8 @@
     python tests/campaigns/composed.py [--ranks 1,2,4] [--only tp=2]
 
 It prints a row for each combination of tensor, pipeline, context and expert degrees that fits the
-ranks, with stages 1 and 3, with and without checkpointing, and for each stage of a pipeline: what
+ranks, with stages 1 and 3, with and without checkpointing, pipelines by either schedule, attention
+over parts of sequences in each way, and for each stage of a pipeline: what
 is planned by the formulas, what the allocator gave out on the fullest rank, and the error.
 """
 
@@ -14,6 +15,7 @@ import itertools
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent.parent
 sys.path[:0] = [str(HERE), str(HERE / "plan")]
@@ -40,12 +42,21 @@ def cells_of(num_ranks: int) -> list[ComposedCell]:
             settings |= {"accumulation": pp + 1} if pp > 1 else {}
             settings |= {"stage": stage, "activation_checkpointing": checkpointed}
             settings |= {"precision": precision} if precision != "fp32" else {}
-            cell = ComposedCell(settings, mixed)
-            try:
-                cell.candidate(num_ranks)
-            except (ConfigError, ValueError):
-                continue  # the degrees do not fit the ranks or the model
-            found.append(cell)
+            for ways in _ways(settings):
+                cell = ComposedCell({**settings, **ways}, mixed)
+                try:
+                    cell.candidate(num_ranks)
+                except (ConfigError, ValueError):
+                    continue  # the degrees do not fit the ranks or the model
+                found.append(cell)
+    return found
+
+
+def _ways(settings: dict[str, Any]) -> list[dict[str, str]]:
+    """Return how pipelines are driven and parts of sequences attend: each way once."""
+    found: list[dict[str, str]] = [{}]
+    found += [{"pp_schedule": "gpipe"}] if "pp" in settings else []
+    found += [{"cp_method": "heads"}, {"cp_method": "ring"}] if "cp" in settings else []
     return found
 
 

@@ -75,6 +75,8 @@ class ComposedCell:
             micro_batch=config.micro_batch,
             accumulation=config.accumulation or 1,
             activation_checkpointing="full" if config.activation_checkpointing else "none",
+            pp_schedule=config.pp_schedule,
+            cp_method=config.cp_method,
             transport="point_to_point",
         )
 

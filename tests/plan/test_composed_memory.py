@@ -16,11 +16,21 @@ CELLS = {
         ComposedCell({"cp": 2, "activation_checkpointing": True}),
         ComposedCell({"pp": 2, "accumulation": 3, "stage": 2}),
         ComposedCell({"ep": 2, "vocab": 64, "micro_batch": 4}, mixed=True),
+        ComposedCell({"pp": 2, "accumulation": 3, "activation_checkpointing": True}, mixed=True),
+        ComposedCell({"pp": 2, "accumulation": 3, "layers": 2}),
+        ComposedCell({"pp": 2, "accumulation": 4, "pp_schedule": "gpipe"}),
+        ComposedCell({"cp": 2, "cp_method": "heads", "kv_heads": 2, "vocab": 64}),
+        ComposedCell({"cp": 2, "cp_method": "ring", "kv_heads": 2, "vocab": 64}),
     ],
     4: [
         ComposedCell({"pp": 2, "tp": 2, "accumulation": 3}),
         ComposedCell({"cp": 2, "tp": 2, "precision": "bf16"}),
         ComposedCell({"ep": 2, "pp": 2, "accumulation": 2, "stage": 1}, mixed=True),
+        ComposedCell({"pp": 2, "ep": 2, "accumulation": 2, "layers": 2, "dense_layers": 0}, True),
+        ComposedCell(
+            {"pp": 4, "accumulation": 4, "pp_schedule": "gpipe", "activation_checkpointing": True}
+        ),
+        ComposedCell({"cp": 2, "cp_method": "ring", "tp": 2}),
         ComposedCell({"ep": 4, "tp": 2, "activation_checkpointing": True}, mixed=True),
     ],
 }

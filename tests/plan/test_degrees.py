@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decoders import SEQ, SHAPE, cluster_of_ranks, faster, make_model, make_plan
-from shardwise.cli.plan import run_simulate
+from shardwise.cli.plan import run_plan, run_simulate
+from shardwise.cli.plan_setup import set_up
 from shardwise.cli.simulate import scenario_of
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate, Offload
@@ -21,10 +23,11 @@ from shardwise.plan.model.tape import Tape
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.report.facts import plan_facts
-from shardwise.plan.request import SimulateRequest
+from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import simulate
+from shardwise.train.config import load_config
 
 DEEP = replace(SHAPE, layers=8)
 BOUNDARY = SEQ * SHAPE.dim * 2  # bytes of the stream, one window in bf16
@@ -100,13 +103,38 @@ def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
         assert (totals[-1] > totals[0]) == (vocab == 100_000)
 
 
+@pytest.mark.parametrize("is_built_in", [False, True])
+def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight(is_built_in: bool) -> None:
+    """The difference of each stage is what so many more micro-batches keep; logits on the last."""
+    model = ShapedModel("deep", DEEP, SEQ, is_built_in=is_built_in)
+    cluster = cluster_of_ranks(4)
+
+    def peaks(schedule: str, num: int) -> tuple[list[int], float]:
+        candidate = Candidate(pp=4, accumulation=num, pp_schedule=schedule, micro_batch=64)
+        found = [
+            max(m.ledger.activations for m in play(model.tape(candidate, stage), candidate).peaks)
+            for stage in range(4)
+        ]
+        return found, plan(model, cluster, candidate).step_s
+
+    few, few_s = peaks("1f1b", 8)
+    many, many_s = peaks("gpipe", 8)
+    more, _ = peaks("gpipe", 9)
+    assert many_s == pytest.approx(few_s)
+    assert all(gpipe > one for gpipe, one in zip(many, few, strict=True))
+    each = [after - before for after, before in zip(more, many, strict=True)]
+    logits = 64 * SEQ * SHAPE.vocab
+    assert each[3] > each[1] + 4 * logits  # in float32 at least
+    assert each[1] == each[2] > 0
+
+
 def test_sends_between_nodes_take_longer_than_inside_one() -> None:
     inside = make_plan(DEEP, pp=2, accumulation=4)
     between = make_plan(DEEP, make_cluster("h100", 2, gpus_per_node=1), pp=2, accumulation=4)
     assert between.sends_s > inside.sends_s > 0
     quick = make_plan(DEEP, faster(inside.cluster, links=100.0), pp=2, accumulation=4)
     assert quick.sends_s < inside.sends_s
-    assert inside.played.program.sent_bytes["pipeline.send"] == 4 * BOUNDARY
+    assert inside.played.program.sent_bytes["pp.send"] == 4 * BOUNDARY
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
@@ -164,12 +192,39 @@ def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
     sent, num = made.played.program.sent_bytes, made.played.program.num_collectives
     # Two all-reduces forward and two backward, each 2 (t - 1) / t of the part of the stream.
     one = 2 * (2 - 1) * (SEQ // 2) * SHAPE.dim * 2 // 2
-    assert sent["tensor.all_reduce"] == 5 * SHAPE.layers * 4 * one
-    assert num["tensor.all_reduce"] == 5 * SHAPE.layers * 4
-    assert sent["context.send"] > 0
+    assert sent["tp.sent"] == 5 * SHAPE.layers * 4 * one
+    assert num["tp.sent"] == 5 * SHAPE.layers * 4
+    assert sent["cp.all_gather"] == sent["cp.all_to_all"] > 0
     assert set(made.model_parallel_s) == {"tensor", "context"}
     assert 0 < sum(made.model_parallel_s.values()) < made.simulated.compute_s
     assert not make_plan(num_shards=2).model_parallel_s
+
+
+def test_ways_of_attention_are_priced_by_what_they_send() -> None:
+    """Fewer bytes by heads than gathered, for many key heads; a ring sends gradients in float32."""
+    shape = replace(SHAPE, heads=8, kv_heads=8, head_dim=SHAPE.dim // 8)
+    methods = ("gather", "heads", "ring")
+    made = {m: make_plan(shape, cp=8, cp_method=m, micro_batch=4096) for m in methods}
+    seconds = {m: each.model_parallel_s["context"] for m, each in made.items()}
+    sent = {
+        m: sum(n for name, n in each.played.program.sent_bytes.items() if name.startswith("cp."))
+        for m, each in made.items()
+    }
+    assert sent["heads"] < sent["gather"] < sent["ring"]
+    assert 0 < seconds["heads"] < seconds["gather"] < seconds["ring"]
+    assert "context 8 by heads" in made["heads"].label
+    assert "by" not in made["gather"].label
+
+
+def test_a_runs_schedule_and_way_of_attention_are_planned_and_written(tmp_path: Path) -> None:
+    start, planned = tmp_path / "start.yaml", tmp_path / "planned.yaml"
+    start.write_text("pp: 2\npp_schedule: gpipe\naccumulation: 4\nvocab: 64\nseq: 64\n")
+    candidate = set_up(str(start), PlanRequest(ranks=8, cp=2, cp_method="ring")).candidate
+    assert (candidate.pp_schedule, candidate.cp_method) == ("gpipe", "ring")
+    words = [str(start), "--ranks", "8", "--cp", "2", "--cp-method", "heads", "--write"]
+    assert run_plan([*words, str(planned)]) == 0
+    config = load_config(planned, {})
+    assert (config.pp_schedule, config.cp_method, config.cp) == ("gpipe", "heads", 2)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +234,9 @@ def test_traffic_of_tensor_and_context_ranks_is_counted_and_timed() -> None:
         ({"tp": 8}, ["tp=8", "4 heads"]),
         ({"pp": 4}, ["pp=4", "3 layers"]),
         ({"cp": 3}, ["cp=3", "64 tokens"]),
+        ({"cp": 8, "cp_method": "heads"}, ["cp=8", "4 heads", "gather"]),
+        ({"cp": 4, "tp": 2, "cp_method": "heads"}, ["cp=4", "2 heads", "gather"]),
+        ({"cp": 64, "cp_method": "ring"}, ["cp=64", "2 x cp", "64 tokens", "gather"]),
     ],
 )
 def test_a_degree_that_the_shape_cannot_have_is_refused(

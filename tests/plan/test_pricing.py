@@ -100,7 +100,7 @@ def test_a_collective_is_priced_over_its_own_axis() -> None:
 def test_an_axis_of_one_rank_costs_nothing() -> None:
     prices = Prices(make_cluster("H100", 1), Candidate())
     assert prices.seconds(op(Collective("all_gather", "shard", 1 << 30, 0, 5), "shard")) == 0
-    for kind in ("tensor_parallel", "context_parallel"):  # but for the host's call
+    for kind in ("tensor_parallel", "context_ring"):  # but for the host's call
         assert prices.seconds(compute(kind, 0, 1 << 20)) == LAUNCH_S
 
 

@@ -29,7 +29,7 @@ _WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
 _OF_MOMENTS = {options["moments"]: name for name, (_, options) in _WRITABLE.items() if options}
 ALIKE = (  # settings of a candidate that a run has under the same names
     *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
-    *("micro_batch", "accumulation"),
+    *("micro_batch", "accumulation", "pp_schedule", "cp_method"),
 )
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise.comm import point_to_point
+from shardwise.comm.counted import CountedCollectives
 from shardwise.comm.pending import (
     CollectiveId,
     GatherItem,
@@ -178,8 +179,13 @@ _GATHER = gather_function()  # another one at run time is somebody's who counts
 
 
 def _is_traced() -> bool:
-    """Tell whether a mode looks at every operation, as torch's `CommDebugMode` does."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    """Tell whether a mode looks at every operation, as torch's `CommDebugMode` does.
+
+    That of `shardwise.counting` does not look at what is sent here, and changes nothing.
+    """
+    num = torch._C._len_torch_dispatch_stack()
+    modes = (torch._C._get_dispatch_stack_at(place) for place in range(num))
+    return any(not isinstance(mode, CountedCollectives) for mode in modes)
 
 
 def _reduce_scatter() -> Callable[..., Any]:

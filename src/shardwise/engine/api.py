@@ -1,7 +1,6 @@
 """``shard()``: from a module to a sharded module, in place."""
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +31,7 @@ from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.offload.disk import Disk
-from shardwise.trace import FullParamLedger, Stats
+from shardwise.trace import FullParamLedger, Stats, Traffic
 from shardwise.unit.home import NUM_BUFFERS, Files, host_bytes
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
@@ -294,7 +293,8 @@ def _engine_of_calls(model: nn.Module) -> Engine | None:
 def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stats:
     """Return what this rank holds and has sent, in bytes, right now.
 
-    ``optimizer``: its state counts in ``bytes_by_place``.
+    ``optimizer``: its state counts in ``bytes_by_place``. What torch itself sends (tensor
+    parallelism, stages of a pipeline) is in it where it was sent inside of `counting`.
     """
     engine = engine_of(model)
     storages = [s for u in engine.units for s in u.storages]
@@ -303,15 +303,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
     in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
     partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
     kept = sum(s.kept_bytes for s in storages)
-    here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
-    attributes = (each for module in model.modules() for each in vars(module).values())
-    here += [each.traffic for each in attributes if isinstance(each, Exchange)]
-    traffics = {id(each): each for each in here}
-    sent_bytes: Counter[str] = Counter()
-    num_collectives: Counter[str] = Counter()
-    for traffic in traffics.values():
-        sent_bytes.update(traffic.sent_bytes)
-        num_collectives.update(traffic.num_collectives)
+    traffic = traffic_of(model)
     apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]
     apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
     return Stats(
@@ -321,6 +313,23 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
         grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,
         grad_partial_bytes=sum(t.nbytes for t in partials),
         bytes_by_place=bytes_by_place(engine.units, optimizer),
-        sent_bytes=dict(sent_bytes),
-        num_collectives=dict(num_collectives),
+        sent_bytes=dict(traffic.sent_bytes),
+        num_collectives=dict(traffic.num_collectives),
     )
+
+
+def traffic_of(model: nn.Module) -> Traffic:
+    """Return what this rank has sent for a sharded model, over all meshes."""
+    engine, total = engine_of(model), Traffic()
+    here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
+    here += [exchange.traffic for exchange in exchanges_of(model)]
+    for traffic in {id(each): each for each in here}.values():
+        total.sent_bytes.update(traffic.sent_bytes)
+        total.num_collectives.update(traffic.num_collectives)
+    return total
+
+
+def exchanges_of(model: nn.Module) -> list[Exchange]:
+    """Return what modules of a model keep to exchange activations by."""
+    attributes = (each for module in model.modules() for each in vars(module).values())
+    return [each for each in attributes if isinstance(each, Exchange)]

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.exchange import Exchange
 from shardwise.errors import ConfigError
@@ -157,10 +158,22 @@ def _of_spans(
             mixed.append(call.over(part, key, value))
             continue
         seen = span.hi - span.document
-        triangle: Any = causal_lower_right(part.shape[-2], seen)
+        triangle = _triangle(part.shape[-2], seen)
         key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
         mixed.append(call.over(part, key, value, triangle))
     return torch.cat(mixed, dim=-2)
+
+
+def _triangle(num_queries: int, num_keys: int) -> Any:
+    """Return the bias by which the last query sees all keys.
+
+    It is a tensor of a class, which cannot be made while a mode of torch sees each operation: that
+    of `counting`, or of selective checkpointing.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return causal_lower_right(num_queries, num_keys)
+    with _disable_current_modes():
+        return causal_lower_right(num_queries, num_keys)
 
 
 def _documents(x: Tensor, cut: SequenceCut, starts: set[int]) -> dict[int, Tensor]:

@@ -9,6 +9,8 @@ from shardwise.quantities import format_bytes
 
 OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
+PipelineSchedule = Literal["1f1b", "gpipe"]
+ContextMethod = Literal["gather", "heads", "ring"]
 DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the same names
 
@@ -28,7 +30,8 @@ class Candidate:
 
     ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
-    experts. ``prefetch_bytes`` None: the largest unit, as the engine does.
+    experts. ``pp_schedule`` and ``cp_method`` are the keys of `shardwise train`.
+    ``prefetch_bytes`` None: the largest unit, as the engine does.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
     """
 
@@ -52,6 +55,8 @@ class Candidate:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    pp_schedule: PipelineSchedule = "1f1b"
+    cp_method: ContextMethod = "gather"
     transport: Transport = "coalesced"
 
     def __post_init__(self) -> None:
@@ -107,9 +112,13 @@ class Candidate:
             parts.append(f"buckets {format_bytes(self.bucket_bytes)}")
         if self.reduce_every is not None:
             parts.append(f"reduce every {self.reduce_every}".replace("_", "-"))
+        ways = {
+            "pipeline": "" if self.pp_schedule == "1f1b" else f" by {self.pp_schedule}",
+            "context": "" if self.cp_method == "gather" else f" by {self.cp_method}",
+        }
         for name, degree in zip(DEGREES.values(), self.degrees, strict=True):
             if degree > 1:
-                parts.append(f"{name} {degree}")
+                parts.append(f"{name} {degree}{ways.get(name, '')}")
         if self.ep > 1:
             parts.append(f"expert {self.ep}")
         offload = self.offload

@@ -11,9 +11,10 @@ A pipeline of p stages is filled and emptied once a step. With m micro-batches i
 m + p - 1 of them on the slowest stage (Narayanan et al. 2021, section 2.2.1, without interleaving);
 clipping and the optimizer's step come once, after that. The first stage keeps most micro-batches in
 flight, the last one has the head and the loss, and one in the middle may have more experts: all
-that differ are planned, and of each figure the largest counts. A micro-batch is sent forward, and
-its gradient back; both sends are counted in full, as nothing hides them under 1F1B in the benchmark
-of published runs.
+that differ are planned, and of each figure the largest counts. GPipe has all micro-batches of a
+step in flight on every stage, and takes as long. A micro-batch is sent forward, and its gradient
+back; both sends are counted in full, as nothing hides them under 1F1B in the benchmark of published
+runs.
 
 Note [Context ranks are shard ranks]
 The ranks of a context group have the same parameters and different tokens, so gradients are reduced
@@ -32,7 +33,7 @@ from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
 from shardwise.plan.margins import memory_interval
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import Tape, Work
+from shardwise.plan.model.tape import CONTEXT_KINDS, Tape, Work
 from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Compute, Program
@@ -42,12 +43,15 @@ from shardwise.plan.timing.windows import play_window
 
 _AXIS_OF = {
     "tensor_parallel": "tensor",
-    "context_parallel": "context",
+    **dict.fromkeys(CONTEXT_KINDS, "context"),
     "expert_parallel": "expert",
 }
+# Under the names that `shardwise.counting` has for a run; ``tp.sent`` is all of it, in the layers.
 _TRAFFIC_OF = {
-    "tensor_parallel": "tensor.all_reduce",
-    "context_parallel": "context.send",
+    "tensor_parallel": "tp.sent",
+    "context_gather": "cp.all_gather",
+    "context_exchange": "cp.all_to_all",
+    "context_ring": "cp.ring",
     "expert_parallel": "ep.all_to_all",
 }
 
@@ -161,7 +165,7 @@ def _sends(
     node, num_bytes = cluster.node, model.boundary_bytes(candidate)
     group = place(stages, candidate.world_size // stages, node.num_accelerators)
     each = 2 * send_seconds(num_bytes, group.num_nodes > 1, node)
-    sent = {"pipeline.send": (candidate.accumulation * num_bytes, candidate.accumulation)}
+    sent = {"pp.send": (candidate.accumulation * num_bytes, candidate.accumulation)}
     return (candidate.accumulation + stages - 1) * each, sent
 
 
@@ -187,7 +191,9 @@ def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played
 def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
     """Return the seconds of the degrees' collectives in what the slowest rank computed."""
     program = simulated.program
-    alone = {axis: _seconds_of(kind, program, prices) for kind, axis in _AXIS_OF.items()}
+    alone = dict.fromkeys(_AXIS_OF.values(), 0.0)
+    for kind, axis in _AXIS_OF.items():
+        alone[axis] += _seconds_of(kind, program, prices)
     if not any(alone.values()):
         return {}
     computing = sum(prices.seconds(op) for op in program.ops if op.stream == "compute")

@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, mo
 
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of, key
-from shardwise.plan.candidate import OffloadHome
+from shardwise.plan.candidate import ContextMethod, OffloadHome, PipelineSchedule
 from shardwise.precisions import plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
 
@@ -86,7 +86,9 @@ class ModelRequest(BaseModel):
     ep: int = key(1, "Degrees", "ranks that share the experts, cut out of dp_shard x cp x tp", gt=0)
     tp: int = key(1, "Degrees", "ranks that share each layer (tensor parallelism)", gt=0)
     pp: int = key(1, "Degrees", "stages of a pipeline", gt=0)
+    pp_schedule: PipelineSchedule = key("1f1b", "Degrees", "the order of a pipeline's passes")
     cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
+    cp_method: ContextMethod = key("gather", "Degrees", "how attention sees whole windows under cp")
 
     offload_params: OffloadHome | None = key(None, "Offload", "where parameter shards rest")
     offload_optimizer: OffloadHome | None = key(None, "Offload", "where optimizer state rests")

@@ -17,7 +17,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.calibration import Calibration, Curve
 from shardwise.plan.machine.hardware import Accelerator, Cluster, Host, Link, Node
 from shardwise.plan.machine.pricing import Assumption
-from shardwise.plan.model.tape import Cost
+from shardwise.plan.model.tape import CONTEXT_KINDS, Cost
 from shardwise.plan.step.program import Collective, Compute, Op, OpPhase
 
 _OWN_CURVES: dict[OpPhase, str] = {
@@ -86,7 +86,7 @@ class CalibratedPrices:
     def _cost_seconds(self, cost: Cost, op: Op) -> float:
         if not cost.num_ops:
             return 0.0
-        if cost.kind in ("tensor_parallel", "context_parallel", "expert_parallel"):
+        if cost.kind in ("tensor_parallel", *CONTEXT_KINDS, "expert_parallel"):
             raise ConfigError("a calibration prices data-parallel ranks only, no other degrees")
         if op.phase in _OWN_CURVES:
             curve = self.calibration.curve(self._own_curve(cost, op.phase))

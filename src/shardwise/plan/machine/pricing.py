@@ -205,11 +205,12 @@ class Prices:
             return 0.0
         if cost.kind == "tensor_parallel":
             return self._sent_around_seconds(cost)
-        if cost.kind == "context_parallel":
+        if cost.kind in ("context_gather", "context_ring"):
             return self._passed_on_seconds(cost)
-        if cost.kind == "expert_parallel":
+        if cost.kind in ("context_exchange", "expert_parallel"):
+            group = self.groups["ep" if cost.kind == "expert_parallel" else "context"]
             each = cost.moved_bytes / cost.num_ops
-            return cost.num_ops * all_to_all_seconds(each, self.groups["ep"], self.cluster.node)
+            return cost.num_ops * all_to_all_seconds(each, group, self.cluster.node)
         table, chip = self.efficiencies, self.cluster.node.accelerator
         memory_s = cost.moved_bytes / (chip.memory_bytes_per_s * table["memory"].value)
         ramps = cost.num_ops * table["kernel_ramp_s"].value
@@ -240,10 +241,13 @@ class Prices:
         return cost.num_ops * each
 
     def _passed_on_seconds(self, cost: Cost) -> float:
-        """Return the seconds of a context parallel ring, whose ranks pass keys and values on."""
+        """Return the seconds in which the ranks of a context group pass on what they have.
+
+        Keys and values that are gathered take as long as those that go round a ring.
+        """
         group = self.groups["context"]
         if group.num_ranks == 1:
             return 0.0
         node = self.cluster.node
-        each = send_seconds(cost.moved_bytes / cost.num_ops, group.num_nodes > 1, node)
-        return cost.num_ops * each
+        num = cost.num_ops * (group.num_ranks - 1)
+        return num * send_seconds(cost.moved_bytes / num, group.num_nodes > 1, node)

@@ -79,7 +79,7 @@ KEPT: tuple[Kept, ...] = (
     Kept("query", "q", 1, "compute", "tensor", "attention", (), f"for the scores; {_K}"),
     Kept("key, value", "kv", 2, "compute", "tensor", "attention", (), f"for the scores; {_K}"),
     Kept("other key, value", "other_kv", 2, "compute", "tensor", "attention", ("decoder",),
-         "those of the other context ranks"),
+         "those of the other context ranks, or repeated ones, which they exchange"),
     Kept("repeated key, value", "repeated_kv", 2, "compute", "tensor", "attention", ("repeat_kv",),
          "keys and values copied to every query head, beyond the grouped ones"),
     Kept("scores", "scores", 1, "compute", "tensor", "core", ("scores",), f"softmax output; {_K}"),
@@ -90,7 +90,7 @@ KEPT: tuple[Kept, ...] = (
     Kept("log-sum-exp", "heads", 1, "float32", "tensor", "core", ("flash",),
          "one float per row of scores; arXiv:2205.14135 section 3.1"),
     Kept("attention output", "q", 1, "compute", "tensor", "attention", (), f"of projection; {_K}"),
-    Kept("attention columns", "q", 1, "compute", "tensor", "attention", ("decoder",),
+    Kept("attention columns", "q", 1, "compute", "tensor", "attention", ("decoder", "many_heads"),
          "the output with the heads side by side, which the projection reads"),
     Kept("attention mask", "dim", 1, "mask", "sequence", "attention", ("dropout",), f"mask; {_K}"),
     Kept("ffn input", "dim", 1, "compute", "sequence", "ffn", ("trained", "megatron"),
@@ -153,11 +153,13 @@ def layer_facts(
     dropout: bool,
     trained: bool = True,
     spread: bool = False,
+    many_heads: bool = True,
 ) -> frozenset[str]:
     """Return the names that the lines' ``only`` ask for.
 
     ``trained`` False: the layer's own weights are frozen (adapters learn), so what only their
-    gradients need is not kept. ``spread``: experts lie on several ranks.
+    gradients need is not kept. ``spread``: experts lie on several ranks. ``many_heads``: a rank has
+    several, whose outputs are copied to lie side by side.
     """
     facts = set(IMPLEMENTATIONS[implementation])
     facts.add("flash" if flash else "scores")
@@ -170,6 +172,7 @@ def layer_facts(
             ("rms", shape.norm == "rms"),
             ("experts", shape.experts is not None),
             ("spread", spread),
+            ("many_heads", many_heads),
         )
         if holds
     )
@@ -189,15 +192,16 @@ def line_bytes(
     seq: int,
     dtype: DtypeName,
     tp: int = 1,
-    cp: int = 1,
     ep: int = 1,
     sequence_parallel: bool = False,
+    other_kv: int = 0,
 ) -> int:
     """Return the bytes of a line for so many tokens of sequences of length ``seq``.
 
-    With experts the feed-forward's width is that of the shared ones.
+    With experts the feed-forward's width is that of the shared ones; ``other_kv`` is the width of
+    keys that context ranks have beside their own.
     """
-    width = _widths(shape, seq, cp)[line.width]
+    width = _widths(shape, seq, other_kv)[line.width]
     per_element = {
         "compute": DTYPE_BYTES[dtype],
         "mask": 1,
@@ -214,14 +218,14 @@ def line_bytes(
     return round(line.count * per_element * width * tokens / (tp if divides else 1))
 
 
-def _widths(shape: DecoderShape, seq: int, cp: int) -> dict[Width, int]:
+def _widths(shape: DecoderShape, seq: int, other_kv: int) -> dict[Width, int]:
     experts = shape.experts
     chosen = 0 if experts is None else experts.top_k
     return {
         "dim": shape.dim,
         "q": shape.q_dim,
         "kv": shape.kv_dim,
-        "other_kv": shape.kv_dim * (cp - 1),
+        "other_kv": other_kv,
         "repeated_kv": shape.q_dim - shape.kv_dim,
         "ffn": shape.ffn if experts is None else experts.shared * experts.ffn,
         "heads": shape.heads,

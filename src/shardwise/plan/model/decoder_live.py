@@ -55,7 +55,7 @@ class DecoderLive(FormulaLive):
         Head and tail of a sequence meet there: one span, that sees all before its end.
         """
         run = self.run
-        if run.cp == 1 or not run.on_cpu:
+        if run.cp == 1 or not run.on_cpu or run.cp_method != "gather":
             return 0
         part = run.seq // (2 * run.cp)
         return 2 * part * part * (run.cp + 1) * self.size
@@ -74,8 +74,34 @@ class DecoderLive(FormulaLive):
 
     @property
     def end_bytes(self) -> int:
-        """Bytes of the last micro-batch that its schedule has when it ends."""
-        return self.stream + (self._logits if self.run.last else 0)
+        """Bytes of the last micro-batch that its schedule has when it ends, and of what it sent."""
+        run = self.run
+        sent = run.micro_batches * self._crossing if run.all_forward_first else self.stream
+        return sent + (self._logits if run.last else 0)
+
+    @property
+    def first_bytes(self) -> int:
+        """Bytes that are there in the first micro-batch alone; no gradient was sent before it."""
+        return super().first_bytes - (self._sent if self.run.all_forward_first else 0)
+
+    @property
+    def _crossing(self) -> int:
+        """Bytes of the streams and gradients of streams that a stage sends of a micro-batch."""
+        return self.stream * ((not self.run.first) + (not self.run.last))
+
+    @property
+    def _sent(self) -> int:
+        """Bytes that a stage has sent when a micro-batch is under way, and still has.
+
+        Its output, till its backward has ended, and the gradient that was sent last. GPipe keeps
+        all that it sends until the schedule ends. So after the first one, the second backward pass
+        has most, or the last, where a pass frees less than it sends.
+        """
+        run = self.run
+        if run.pipeline == 1 or not run.all_forward_first:
+            return self._crossing if run.pipeline > 1 else 0
+        grows = max(0, self._crossing - self._kept_bytes())
+        return self._crossing + (run.micro_batches - 2) * grows if run.micro_batches > 1 else 0
 
     def _own(self) -> int:
         """Bytes of a micro-batch that are there from its begin to its end."""
@@ -83,15 +109,24 @@ class DecoderLive(FormulaLive):
         return (0 if received else self.stream) + self._rotary + self._mask()
 
     def _kept_bytes(self) -> int:
-        return sum(map(self._kept, self.layers)) + self._own()
+        kept = sum(map(self._kept, self.layers)) + self._own()
+        if not self.run.last:
+            return kept
+        stream = 0 if self._is_float32 else self.stream
+        return kept + self._head_inputs() - stream + self._log_softmax + self._output
+
+    @property
+    def _output(self) -> int:
+        """Bytes of logits that the last stage of a pipeline has until its backward has ended."""
+        return self._logits if self.run.last and self.run.pipeline > 1 else 0
 
     def _others(self) -> int:
         run = self.run
         return round((run.in_flight - run.first_in_flight - 1) * self._kept_bytes())
 
     def _passes(self) -> int:
-        """Bytes of a micro-batch under way: with a pipeline also of a stream that is being sent."""
-        return self._others() + self._own() + (self.stream if self.run.pipeline > 1 else 0)
+        """Bytes of a micro-batch under way, and of what is sent beside it."""
+        return self._others() + self._own() + self._sent
 
     def enter(self) -> Live:
         """Return the stream, what it is made of, and other micro-batches in flight."""
@@ -167,6 +202,14 @@ class DecoderLive(FormulaLive):
         matrix = shape.dim * shape.q_dim * self.size // run.tp
         # Out of the kernel come gradients of the keys and values of all context ranks.
         left = sum(made[name] for name in _BEFORE_ATTENTION)
+        # Of the first norm; in float32 its input is what the layer before has made.
+        there = made["norms in float32"] // (4 if self._is_float32 else 2) + made["attention input"]
+        if run.cp > 1 and run.cp_method == "ring":
+            there += sum(made[name] for name in _ATTENDED)
+            yield _moment(there - all_made, self._ring(shape), grads - projections, 0)
+        if run.cp > 1 and run.cp_method == "gather":
+            swapped = shape.q_dim * heads + self._swapped(shape)
+            yield _moment(there - all_made, swapped, grads - projections, matrix)
         flows = (shape.q_dim + 2 * shape.kv_dim * run.cp) * heads
         flows += self._whole + self.stream
         yield _moment(left - all_made, flows, grads - projections, matrix)
@@ -175,6 +218,28 @@ class DecoderLive(FormulaLive):
         yield _moment(left - all_made, flows, grads, matrix)
         norms = 3 * made["norms in float32"] // 4
         yield _moment(left - all_made, norms + self._whole, grads, 0)
+
+    def _swapped(self, shape: DecoderShape) -> int:
+        """Bytes that gradients of gathered keys and values have on their way back to their ranks.
+
+        Of all ranks' keys, as the kernel made them and as they arrive; their sum in float32, for
+        which a CPU copies all of them in it; and the gradient of the stream beside attention.
+        """
+        own = 2 * shape.kv_dim * self.run.tokens // self.run.tp
+        copied = own * self.run.cp * 4 if self.run.on_cpu and not self._is_float32 else 0
+        return 2 * self.run.cp * own * self.size + copied + 4 * own + self.stream
+
+    def _ring(self, shape: DecoderShape) -> int:
+        """Bytes that torch's ring attention has in backward, on the first rank when others' come.
+
+        Keys and values have as many heads as queries. There are those gathered and those sent;
+        sums of gradients in float32, a pair of them sent and one received; what the kernel made of
+        the rank's own keys, and makes of the next ones for half of the queries; the gradient of
+        the output as it came, contiguous, and its half.
+        """
+        own = self.run.tokens * shape.q_dim // self.run.tp
+        halves = 2 * (2 * self.run.cp + 2 + 3 + 2 + 2) + 1 + 1
+        return halves * own // 2 * self.size + 7 * own * 4 + self.stream
 
     def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
         """Yield the weighing of what experts made, the first expert, and the stacks' gradients."""
@@ -218,14 +283,12 @@ class DecoderLive(FormulaLive):
     def loss(self) -> Live:
         """Return the log-softmax and, in other dtypes than float32, the logits in float32."""
         peak = self._log_softmax * (1 if self._is_float32 else 2)
-        stays = self._logits if self.run.pipeline > 1 else 0
         stream = 0 if self._is_float32 else -self.stream
-        kept = LiveBytes(stream, logits=self._log_softmax + stays - self._logits)
+        kept = LiveBytes(stream, logits=self._log_softmax + self._output - self._logits)
         return LiveBytes(logits=peak), kept
 
     def head_backward(self, head: int, norm: int) -> Live:
         """Return the larger of the loss's largest moment and the head's."""
-        kept = self._log_softmax + (self._logits if self.run.pipeline > 1 else 0)
         of_loss = LiveBytes(logits=2 * self._log_softmax)
         passing = (
             self._logits
@@ -234,20 +297,26 @@ class DecoderLive(FormulaLive):
         )
         of_head = LiveBytes(temporary=self._whole, logits=passing, grads=head)
         stream = 0 if self._is_float32 else self.stream
-        net = LiveBytes(stream - self._head_inputs(), logits=-kept, grads=head + norm)
+        freed = stream - self._head_inputs()
+        net = LiveBytes(freed, logits=-self._log_softmax, grads=head + norm)
         return max(of_loss, of_head, key=lambda moment: moment.total), net
 
     def leave(self, table: int, grads: int) -> Live:
         """Return the gradient of the table beside the stream's, and what is freed.
 
-        Under tensor parallelism torch writes it for all rows, and takes a rank's out of it.
+        Under tensor parallelism torch writes it for all rows, and copies a rank's out of it when
+        backward is over.
         """
         others = table * (self.run.tp - 1)
         kept = others if self.run.pipeline > 1 else 0  # by the first sum over micro-batches
-        freed = LiveBytes(activations=-self._passes(), grads=grads + kept)
+        freed = LiveBytes(-self._passes(), logits=-self._output, grads=grads + kept)
         if not self.run.first:
             return LiveBytes(), freed
-        return LiveBytes(temporary=self._gathered, grads=table + others), freed
+        written = LiveBytes(temporary=self._gathered, grads=table + others)
+        if not others or kept:
+            return written, freed
+        copied = LiveBytes(-self._passes(), grads=2 * table + others)
+        return max(written, copied, key=lambda moment: moment.total), freed
 
 
 def _largest(moments: Sequence[Moment], net: LiveBytes) -> Moments:
@@ -269,4 +338,5 @@ _EXPERTS = (
     *("gate of experts", "up of experts", "activations of experts", "last input of experts"),
     "routed rows",
 )
+_ATTENDED = ("query", "key, value", "other key, value", "attention output", "log-sum-exp")
 _BEFORE_ATTENTION = ("norms in float32", "attention input", "query", "key, value")

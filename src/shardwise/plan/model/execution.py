@@ -7,7 +7,8 @@ loss. Under 1F1B, when stage i begins its first backward, p - i micro-batches ar
 1 + (p - 1) / (p v) times the layers of all p (Korthikanti et al. 2022, section 4.2.3).
 
 Where a step has no more micro-batches than a stage may have in flight, all of them are at its first
-backward alone, before any gradient is there; from the second on there is one less.
+backward alone, before any gradient is there; from the second on there is one less. So it is under
+GPipe on every stage, which runs all forward passes of a step before the first backward.
 
 Note [Bytes per logit]
 The loss is the largest moment of a small model with a large vocabulary, and what it costs depends
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.errors import ConfigError
+from shardwise.plan.candidate import ContextMethod
 from shardwise.plan.model.activations import Implementation, kept_lines, layer_facts, line_bytes
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
@@ -55,12 +57,14 @@ LOSSES: dict[LossKind, LossBytes] = {
 class Execution:
     """How one rank runs the decoder.
 
-    ``chunks`` are the interleaved chunks of a stage; ``micro_batches`` those of one step.
+    ``chunks`` are the interleaved chunks of a stage; ``micro_batches`` those of one step;
+    ``all_forward_first``: they are run as GPipe does. ``cp_method``: how context ranks attend.
     ``causal`` says whether the attention kernel skips what the mask hides. ``trained`` False: the
     weights are frozen, adapters learn. ``keeps_outputs``: a stage keeps what it sent to the next
     one until its backward. ``first_layer`` and ``rank_layers`` say which layers a stage has, where
     they are not shared out evenly. ``large_units``: an embedding or a head as large as a layer is a
-    unit. ``on_cpu``: attention over parts of a sequence needs masks there.
+    unit, and one layer alone is none. ``on_cpu``: attention over parts of a sequence needs masks
+    there.
     """
 
     micro_batch: int
@@ -77,11 +81,13 @@ class Execution:
     tp: int = 1
     sequence_parallel: bool = False
     cp: int = 1
+    cp_method: ContextMethod = "gather"
     ep: int = 1
     pipeline: int = 1
     pipeline_rank: int = 0
     chunks: int = 1
     micro_batches: int = 1
+    all_forward_first: bool = False
     rank_layers: int | None = None
     first_layer: int | None = None
     keeps_outputs: bool = False
@@ -131,6 +137,8 @@ class Execution:
     def in_flight(self) -> float:
         """Micro-batches' worth of this stage's activations at its first backward; see the Note."""
         behind = self.pipeline - self.pipeline_rank
+        if self.all_forward_first:
+            return self.micro_batches
         if self.chunks > 1:
             warmup = 2 * (behind - 1) + (self.chunks - 1) * self.pipeline + 1
             return min(warmup, self.micro_batches * self.chunks) / self.chunks
@@ -140,7 +148,7 @@ class Execution:
     def first_in_flight(self) -> int:
         """How many more micro-batches are in flight at the first backward than at any later one."""
         is_short = self.chunks == 1 and self.micro_batches <= self.pipeline - self.pipeline_rank
-        return int(is_short and self.micro_batches > 1)
+        return int((is_short or self.all_forward_first) and self.micro_batches > 1)
 
 
 # Per-op checkpointing keeps the attention's output and every second matrix product of a layer
@@ -172,12 +180,38 @@ def layer_bytes(shape: DecoderShape, run: Execution) -> dict[str, int]:
             seq=run.seq,
             dtype=run.dtype,
             tp=run.tp,
-            cp=run.cp,
             ep=run.ep,
             sequence_parallel=run.sequence_parallel,
+            other_kv=other_kv_width(shape, run),
         )
         for line in kept_lines(_facts(shape, run))
     }
+
+
+def other_kv_width(shape: DecoderShape, run: Execution) -> int:
+    """Return the width of keys, or values, that attention reads beside those of a rank's tokens.
+
+    Context ranks gather those of the others; by heads, or in a ring, they repeat their own.
+    """
+    if run.cp == 1:
+        return 0
+    if run.cp_method == "gather":
+        return shape.kv_dim * (run.cp - 1)
+    return shape.kv_dim * (repeated_heads(shape, run) - 1)
+
+
+def repeated_heads(shape: DecoderShape, run: Execution) -> int:
+    """Return how often context ranks repeat each head of keys and values that they exchange.
+
+    By heads, so that all ranks get as many; in a ring, one for each head of the queries.
+    """
+    if run.cp_method == "gather":
+        return 1
+    groups = max(1, shape.heads // shape.kv_heads)
+    if run.cp_method == "ring":
+        return groups
+    here = max(1, shape.kv_heads // run.tp)
+    return next(n for n in range(1, groups + 1) if not groups % n and not here * n % run.cp)
 
 
 def _facts(shape: DecoderShape, run: Execution) -> frozenset[str]:
@@ -188,6 +222,7 @@ def _facts(shape: DecoderShape, run: Execution) -> frozenset[str]:
         dropout=run.dropout,
         trained=run.trained,
         spread=run.ep > 1,
+        many_heads=shape.heads > run.tp or run.cp > 1,
     )
 
 

@@ -62,10 +62,13 @@ class FormulaLive:
         return round(in_flight * self._kept_bytes() + sent)
 
     def _kept_bytes(self) -> int:
-        """Bytes that one micro-batch keeps from its forward to its backward."""
+        """Bytes that one micro-batch keeps from its forward to its backward, logits included."""
         run, layers = self.run, Counter(self.layers).items()
         kept = sum(num * kept_layer_bytes(kind, run) for kind, num in layers) + self._mask()
-        return kept + (self.stream if run.keeps_outputs and not run.last else 0)
+        if run.last:
+            logits = logit_bytes(self.shape, run, "kept") if run.loss != "fused" else 0
+            return kept + self._head_inputs() + logits
+        return kept + (self.stream if run.keeps_outputs else 0)
 
     @property
     def first_bytes(self) -> int:

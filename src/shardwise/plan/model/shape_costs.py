@@ -14,9 +14,14 @@ half of it.
 
 from dataclasses import replace
 
-from shardwise.plan.model.execution import Execution, layer_bytes, stream_bytes
+from shardwise.plan.model.execution import (
+    Execution,
+    layer_bytes,
+    repeated_heads,
+    stream_bytes,
+)
 from shardwise.plan.model.shapes import DecoderShape
-from shardwise.plan.model.tape import Cost
+from shardwise.plan.model.tape import CONTEXT_KINDS, Cost, CostKind
 from shardwise.plan.sizes import DTYPE_BYTES
 
 # Kernels of one forward that are bound by memory: norms, biases, activation, residuals, rotary;
@@ -53,9 +58,27 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     if tp > 1:
         costs.append(_tensor_cost(shape, run))
     if run.cp > 1:
-        sent = 2 * shape.kv_dim * tokens * size * (run.cp - 1) // tp
-        costs.append(Cost("context_parallel", run.dtype, 0, sent, run.cp - 1))
+        costs.append(_context_cost(shape, run))
     return *costs, *_exchange_costs(shape, run)
+
+
+def _context_cost(shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
+    """Return what the ranks of a context group send each other; see `parallel.attention`.
+
+    Keys and values are gathered, and their gradients swapped; or all vectors are swapped for those
+    of a rank's heads, and the results back; or keys and values go round a ring, in backward again
+    and with their gradients in float32.
+    """
+    others, rows = run.cp - 1, run.tokens * DTYPE_BYTES[run.dtype]
+    pairs = 2 * shape.kv_dim * repeated_heads(shape, run) // run.tp
+    if run.cp_method == "heads":
+        sent = (pairs + 2 * shape.q_dim // run.tp) * rows * others // run.cp
+        return Cost("context_exchange", run.dtype, 0, sent, 2)
+    if run.cp_method == "gather":
+        kind: CostKind = "context_exchange" if backward else "context_gather"
+        return Cost(kind, run.dtype, 0, pairs * rows * others, 1)
+    grads = 4 * pairs * run.tokens * run.cp if backward else 0
+    return Cost("context_ring", run.dtype, 0, pairs * rows * others + grads, 1 + backward)
 
 
 def _tensor_cost(shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
@@ -116,6 +139,9 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
             continue
         if cost.kind == "tensor_parallel":
             found.append(_tensor_cost(shape, run, backward=True))
+            continue
+        if cost.kind in CONTEXT_KINDS:
+            found.append(_context_cost(shape, run, backward=True))
             continue
         once = cost.kind == "expert_parallel"
         once |= cost.kind == "matmul" and not run.trained

@@ -11,7 +11,7 @@ from shardwise.plan.model.decoder_live import DecoderLive
 from shardwise.plan.model.execution import Execution
 from shardwise.plan.model.live import FormulaLive, run_again
 from shardwise.plan.model.shape_costs import backward_costs, layer_costs, recomputed_costs
-from shardwise.plan.model.shape_units import end_units, layer_units
+from shardwise.plan.model.shape_units import end_units, layer_units, only_layer
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import (
     Cost,
@@ -39,23 +39,32 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     embedding, root, head = end_units(shape, run, kinds)
     units = [root, *([embedding] if embedding else ())]
     passes: list[tuple[_Layer, range]] = []
+    whole = range(1)  # units that run when the model does: the root, and experts of its own layer
     for number, kind in enumerate(kinds, first):
         own = [replace(u, name=f"layers.{number}{u.name}") for u in made[kind].units]
+        if only_layer(run, kinds):
+            units += own[1:]
+            whole = range(len(own))
+            passes.append((made[kind], range(0)))
+            continue
         passes.append((made[kind], range(len(units), len(units) + len(own))))
         units += own
     begin = range(1 if embedding else 0, 2 if embedding else 0)
     end = range(len(units), len(units) + 1) if head else range(0)
     units += [head] if head else []
-    events: list[Work | Visit] = [Visit("before_forward", 0), *_called(begin, _enter(live))]
+    events: list[Work | Visit] = [Visit("before_forward", unit) for unit in whole]
+    events += _called(begin, _enter(live))
     for layer, numbers in passes:
         events += _called(numbers, layer.forward)
-    events += [*_called(end, _head_forward(live)), Visit("after_forward", 0), _loss(live)]
-    events += [Visit("before_backward", 0), *_passed(end, _head_backward(live))]
+    events += _called(end, _head_forward(live))
+    events += [*(Visit("after_forward", unit) for unit in reversed(whole)), _loss(live)]
+    events += [Visit("before_backward", unit) for unit in reversed(whole)]
+    events += _passed(end, whole, _head_backward(live))
     for layer, numbers in reversed(passes):
-        events += _passed(
-            numbers, *layer.backward, again=layer.recompute if run_again(run) else None
-        )
-    events += [*_passed(begin, _leave(live)), Visit("after_backward", 0)]
+        again = layer.recompute if run_again(run) else None
+        events += _passed(numbers, whole, *layer.backward, again=again)
+    events += _passed(begin, whole, _leave(live))
+    events += [Visit("after_backward", unit) for unit in reversed(whole)]  # at the pass's end
     return Tape(
         model=name,
         units=tuple(units),
@@ -117,12 +126,18 @@ def _called(units: range, work: Work, recomputes: bool = False) -> list[Work | V
     ]
 
 
-def _passed(units: range, *works: Work, again: Work | None = None) -> list[Work | Visit]:
-    """Return a backward pass of one module, each unit with its work, that of the first one last."""
+def _passed(
+    units: range, whole: range, *works: Work, again: Work | None = None
+) -> list[Work | Visit]:
+    """Return a backward pass of one module, each unit with its work, that of the first one last.
+
+    Where the module is no unit, its works are those of ``whole``.
+    """
+    mine = units or whole
     return [
         *(Visit("before_backward", unit) for unit in reversed(units)),
         *(_called(units, again, recomputes=True) if again else ()),
-        *(replace(works[i], unit=unit) for i, unit in reversed(list(enumerate(units or [0])))),
+        *reversed([replace(work, unit=unit) for unit, work in zip(mine, works, strict=False)]),
         *(Visit("after_backward", unit) for unit in units),
     ]
 

@@ -19,8 +19,10 @@ def end_units(
     """Return the units beside the layers: embedding, root and head; None for what the root has.
 
     With ``run.large_units`` a table that belongs to one end alone, and is as large as one of
-    ``layers``, is a unit, as `layout.units` has it.
+    ``layers``, is a unit, as `layout.units` has it; and one layer alone is the root's, with all.
     """
+    if alone := only_layer(run, layers):
+        return None, UnitFacts("", "Decoder", _root_of(shape, run, alone)), None
     shares = shape.tied and run.first and run.last
     smallest = min((kind.layer_params() for kind in layers), default=0)
     is_large = run.large_units and not shares and shape.vocab * shape.dim >= smallest > 0
@@ -41,6 +43,24 @@ def end_units(
     elif run.last and not shares:
         root.append(_param("head", *table))
     return embedding, UnitFacts("", "Decoder", tuple(root)), head
+
+
+def only_layer(run: Execution, layers: Sequence[DecoderShape]) -> DecoderShape | None:
+    """Return the layer that is the root's, as it has none like it beside it; None for others."""
+    return layers[0] if run.large_units and len(layers) == 1 else None
+
+
+def _root_of(shape: DecoderShape, run: Execution, layer: DecoderShape) -> tuple[ParamFacts, ...]:
+    """Return what a root owns that has a layer, and the tables."""
+    table = (shape.vocab // run.tp, shape.dim)
+    found = [_param("embedding", *table)] if run.first else []
+    if run.first and shape.positions:
+        found.append(_param("positions", shape.positions, shape.dim))
+    found += layer_units(layer, run)[0].params
+    if run.last:
+        found += _norm(shape, "norm")
+        found += [] if shape.tied and run.first else [_param("head", *table)]
+    return tuple(found)
 
 
 def layer_units(shape: DecoderShape, run: Execution) -> tuple[UnitFacts, ...]:

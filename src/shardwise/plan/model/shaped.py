@@ -89,7 +89,9 @@ class ShapedModel:
             rank_layers=each + (stage < more),
             first_layer=stage * each + min(stage, more),
             micro_batches=candidate.accumulation,
+            all_forward_first=candidate.pp_schedule == "gpipe",
             cp=candidate.cp,
+            cp_method=candidate.cp_method,
             ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
             implementation="decoder" if self._is_built_in else "fused",
@@ -131,6 +133,17 @@ def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:
         )
     if seq % context:
         raise ConfigError(f"cp={context}: expected a divisor of the windows' {seq} tokens")
+    heads = shape.heads // tensor
+    if candidate.cp_method == "heads" and heads % context:
+        raise ConfigError(
+            f"cp={context}: by heads, expected a divisor of the {heads} heads that a rank has; "
+            "take cp_method gather"
+        )
+    if candidate.cp_method == "ring" and context > 1 and seq % (2 * context):
+        raise ConfigError(
+            f"cp={context}: by ring, expected 2 x cp to divide the windows' {seq} tokens; take "
+            "cp_method gather"
+        )
     num = 0 if experts is None or experts.dense_layers >= shape.layers else experts.num
     if candidate.ep > 1 and (not num or num % candidate.ep):
         have = f"{num} experts" if num else "experts, and it has none"

@@ -16,8 +16,16 @@ from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
 Phase = Literal["forward", "loss", "recompute", "backward"]
 VisitKind = Literal["before_forward", "after_forward", "before_backward", "after_backward"]
 CostKind = Literal[
-    "matmul", "attention", "memory", "tensor_parallel", "context_parallel", "expert_parallel"
+    "matmul",
+    "attention",
+    "memory",
+    "tensor_parallel",
+    "context_gather",
+    "context_exchange",
+    "context_ring",
+    "expert_parallel",
 ]
+CONTEXT_KINDS: tuple[CostKind, ...] = ("context_gather", "context_exchange", "context_ring")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,174 @@
+"""The collectives that torch makes of its own, counted while somebody asks.
+
+DTensors, pipelines and layers of other libraries call torch.distributed themselves. A mode sees
+each operation on its way to the device, collectives among them, in forward and in backward.
+
+Note [What is sent]
+Bytes are those that a rank has to send, however a backend does it: each of n ranks sends its part
+to the n - 1 others in an all-gather, the others' shares in a reduce-scatter, and both in an
+all-reduce. What is received is counted where it is sent.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.mesh import Axis
+from shardwise.trace import Traffic
+
+# Operators by name: the kind of collective, and which argument has what this rank puts in.
+_OPERATORS: Mapping[str, Mapping[str, tuple[str, int]]] = {
+    "c10d": {
+        "allgather_": ("all_gather", 1),
+        "_allgather_base_": ("all_gather", 1),
+        "allgather_coalesced_": ("all_gather", 1),
+        "allgather_into_tensor_coalesced_": ("all_gather", 1),
+        "allreduce_": ("all_reduce", 0),
+        "allreduce_coalesced_": ("all_reduce", 0),
+        "alltoall_": ("all_to_all", 1),
+        "alltoall_base_": ("all_to_all", 1),
+        "broadcast_": ("broadcast", 0),
+        "gather_": ("gather", 1),
+        "reduce_": ("reduce", 0),
+        "reduce_scatter_": ("reduce_scatter", 1),
+        "_reduce_scatter_base_": ("reduce_scatter", 1),
+        "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+        "scatter_": ("scatter", 1),
+        "send": ("send", 0),
+    },
+    "_c10d_functional": {
+        "all_gather_into_tensor": ("all_gather", 0),
+        "all_gather_into_tensor_coalesced": ("all_gather", 0),
+        "all_gather_into_tensor_out": ("all_gather", 0),
+        "all_reduce": ("all_reduce", 0),
+        "all_reduce_": ("all_reduce", 0),
+        "all_reduce_coalesced": ("all_reduce", 0),
+        "all_reduce_coalesced_": ("all_reduce", 0),
+        "all_to_all_single": ("all_to_all", 0),
+        "broadcast": ("broadcast", 0),
+        "broadcast_": ("broadcast", 0),
+        "isend": ("send", 0),
+        "reduce_scatter_tensor": ("reduce_scatter", 0),
+        "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+        "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    },
+    "_dtensor": {"shard_dim_alltoall": ("all_to_all", 0)},
+}
+_GROUPS = ("process_group", "group_name")
+_SOURCES = ("root_rank", "src")
+_SPLITS = "input_split_sizes"
+# Where collectives are made that Shardwise counts itself.
+_PACKAGE = Path(__file__).parents[1]
+_COUNTED = (f"{_PACKAGE / 'comm'}{os.sep}", str(_PACKAGE / "parallel" / "ring.py"))
+
+
+class CountedCollectives(TorchDispatchMode):
+    """While entered, count collectives over ``axes`` that Shardwise does not make.
+
+    **Cost** some microseconds for each operation of torch; modules that are compiled run as they
+    were written.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, axes: Sequence[Axis], traffic: Traffic) -> None:
+        super().__init__()
+        self._axes: dict[tuple[int, ...], Axis] = {}
+        for axis in axes:
+            self._axes.setdefault(tuple(dist.get_process_group_ranks(axis.group)), axis)
+        self._known: dict[str, Axis | None] = {}
+        for axis in reversed(axes):
+            self._known[axis.group.group_name] = axis
+        self._traffic = traffic
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operation if it is a collective, and run it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it first makes its collectives, which come here then
+        is_real = not any(issubclass(kind, FakeTensor) for kind in types)
+        if is_real and isinstance(func, torch._ops.OpOverload):
+            found = _OPERATORS.get(func.namespace, {}).get(func._opname)
+            if found is not None and not _is_counted(sys._getframe(1)):
+                self._count(*found, _by_name(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, kind: str, place: int, given: dict[str, Any]) -> None:
+        axis = self._axis_of(next(given[name] for name in _GROUPS if name in given))
+        if axis is None or axis.size == 1:
+            return
+        num_bytes = _sent_bytes(kind, list(given.values())[place], given, axis)
+        self._traffic.add(f"{axis.name}.{kind}", "", num_bytes)
+
+    def _axis_of(self, group: Any) -> Axis | None:
+        """Return the axis of a group, by its ranks where it is none that the model was told of.
+
+        DTensors keep what they have planned for a mesh: an equal mesh, made later, is served by the
+        groups of the first.
+        """
+        if not isinstance(group, str | dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)  # an operator's object of C++
+        name = str(group) if isinstance(group, str) else str(group.group_name)
+        if name not in self._known:
+            if isinstance(group, str):
+                resolve: Any = dist.distributed_c10d._resolve_process_group
+                group = resolve(group)
+            self._known[name] = self._axes.get(tuple(dist.get_process_group_ranks(group)))
+        return self._known[name]
+
+
+def _by_name(func: torch._ops.OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments by their names, in order."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _sent_bytes(kind: str, given: Any, others: Mapping[str, Any], axis: Axis) -> int:
+    """Return what this rank sends of what it puts in; see Note [What is sent]."""
+    num, here = axis.size, _bytes_of(given)
+    source = next((others[name] for name in _SOURCES if name in others), None)
+    if kind == "all_gather":
+        return here * (num - 1)
+    if kind == "all_reduce":
+        return 2 * here * (num - 1) // num
+    if kind in ("reduce_scatter", "all_to_all"):
+        splits = others.get(_SPLITS)
+        if splits:
+            return here // max(sum(splits), 1) * (sum(splits) - splits[axis.rank])
+        if kind == "all_to_all" and isinstance(given, list | tuple):
+            return here - _bytes_of(given[axis.rank])
+        return here * (num - 1) // num
+    if kind == "broadcast":
+        return here * (num - 1) if source == axis.rank else 0
+    if kind == "scatter":  # only its source puts something in
+        return here * (num - 1) // num
+    if kind in ("reduce", "gather"):
+        return 0 if source == axis.rank else here
+    return here
+
+
+def _bytes_of(given: Any) -> int:
+    if isinstance(given, Tensor):
+        return given.nbytes
+    return sum(map(_bytes_of, given))
+
+
+def _is_counted(frame: FrameType | None) -> bool:
+    """Tell whether a collective is one that Shardwise makes, and counts."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_COUNTED) and name != __file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,352 @@
+"""`counting()`: what torch sends of its own over a model's axes, to the byte.
+
+The oracle is the size of what each collective is given, by the formula of its kind.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import pipelines
+import shardwise
+from ranks import run_ranks
+from shardwise.engine.counting import counting
+from shardwise.errors import ConfigError
+from shardwise.interop.fsdp2 import fully_shard
+from shardwise.parallel.routing import Routing
+from shardwise.plan.model.decoder import PlainDecoder
+from shardwise.plan.model.shapes import llama_shape
+from shardwise.trace import Traffic
+
+WIDTH, HIDDEN, ROWS, TOKENS = 12, 24, 2, 6
+STREAM = 4 * ROWS * TOKENS * WIDTH  # bytes of what blocks hand on
+
+
+class Pair(nn.Module):
+    """A norm and two linear maps, as a feed-forward has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return made
+
+
+def block_of(axes: Any, *, by_sequence: bool = False) -> Pair:
+    """Return a block over "tp"; by sequence, what goes in and out is a part of the tokens."""
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if by_sequence:
+        plan = {
+            "norm": SequenceParallel(use_local_output=True),
+            "up": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+    torch.manual_seed(0)
+    block = Pair()
+    parallelize_module(block, axes["tp"], plan)
+    if by_sequence:
+        parallelize_module(block, axes["tp"], {"up": ColwiseParallel()})
+    return block
+
+
+def of_torch(counted: Traffic, axis: str) -> dict[str, tuple[int, int]]:
+    """Return bytes and number of what was sent over an axis, by kind."""
+    return {
+        name.removeprefix(f"{axis}."): (sent, counted.num_collectives[name])
+        for name, sent in counted.sent_bytes.items()
+        if name.startswith(f"{axis}.")
+    }
+
+
+# -- each kind
+def each_kind(rank: int, num_ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """Make each collective once over "tp", of 6 x num_ranks floats where it has that many."""
+    axes = shardwise.Axes(tp=num_ranks, dp_shard=1)
+    model = shardwise.shard(nn.Linear(2, 2), mesh=axes)
+    group, mesh = axes["tp"].get_group(), axes["tp"]
+    part, whole = torch.zeros(6), torch.zeros(6 * num_ranks)
+    parts = list(whole.clone().chunk(num_ranks))
+    ours = [rank + 1 + other for other in range(num_ranks)]  # rows for each rank
+    theirs = [other + 1 + rank for other in range(num_ranks)]
+    rows, arrived = torch.zeros(sum(ours), 3), torch.zeros(sum(theirs), 3)
+    right, left = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def around() -> None:
+        if num_ranks == 1:
+            return
+        ops = [
+            dist.P2POp(dist.isend, part, group=group, group_peer=right),
+            dist.P2POp(dist.irecv, part.clone(), group=group, group_peer=left),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    places = parts if rank == 0 else None
+    other = dist.new_group([0])
+    named, ops = group.group_name, torch.ops._c10d_functional
+    wait = ops.wait_tensor
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: gather(whole.clone(), part, group=group),
+        "all_gather, list": lambda: dist.all_gather(parts, part, group=group),
+        "reduce_scatter": lambda: scatter(part.clone(), whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(arrived, rows, theirs, ours, group),
+        "all_to_all, even": lambda: dist.all_to_all_single(whole.clone(), whole, group=group),
+        "broadcast": lambda: dist.broadcast(part, group=group, group_src=0),
+        "scatter": lambda: dist.scatter(part.clone(), places, group=group, group_src=0),
+        "gather": lambda: dist.gather(part, places, group=group, group_dst=0),
+        "reduce": lambda: dist.reduce(part, group=group, group_dst=0),
+        "send": around,
+        "functional all_reduce": lambda: wait(ops.all_reduce(whole, "sum", named)),
+        "functional all_gather": lambda: wait(ops.all_gather_into_tensor(part, num_ranks, named)),
+        "functional reduce_scatter": lambda: wait(
+            ops.reduce_scatter_tensor(whole, "sum", num_ranks, named)
+        ),
+        "functional all_to_all": lambda: wait(ops.all_to_all_single(rows, theirs, ours, named)),
+        "DTensor": lambda: DTensor.from_local(part, mesh, [Shard(0)]).full_tensor(),
+        "barrier": lambda: dist.barrier(group),
+        "on another group": lambda: rank == 0 and dist.all_reduce(whole, group=other),
+    }
+    found = {}
+    for name, call in calls.items():
+        with counting(model) as counted:
+            call()
+        assert not [key for key in counted.sent_bytes if not key.startswith("tp.")], name
+        found[name] = of_torch(counted, "tp")
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_each_kind_of_collective_counts_what_this_rank_sends(num_ranks: int) -> None:
+    for rank, found in enumerate(run_ranks(each_kind, num_ranks)):
+        part, others = 4 * 6, num_ranks - 1
+        rows = 12 * sum(rank + 1 + other for other in range(num_ranks) if other != rank)
+        is_source = int(rank == 0)
+        wanted = {
+            "all_reduce": {"all_reduce": 2 * part * others},
+            "all_gather": {"all_gather": part * others},
+            "all_gather, list": {"all_gather": part * others},
+            "reduce_scatter": {"reduce_scatter": part * others},
+            "all_to_all": {"all_to_all": rows},
+            "all_to_all, even": {"all_to_all": part * others},
+            "broadcast": {"broadcast": is_source * part * others},
+            "scatter": {"scatter": is_source * part * others},
+            "gather": {"gather": (1 - is_source) * part},
+            "reduce": {"reduce": (1 - is_source) * part},
+            "send": {"send": part},
+            "functional all_reduce": {"all_reduce": 2 * part * others},
+            "functional all_gather": {"all_gather": part * others},
+            "functional reduce_scatter": {"reduce_scatter": part * others},
+            "functional all_to_all": {"all_to_all": rows},
+            "DTensor": {"all_gather": part * others},
+            "barrier": {},
+            "on another group": {},
+        }
+        once = {
+            name: {kind: (sent, 1) for kind, sent in kinds.items() if others}
+            for name, kinds in wanted.items()
+        }
+        assert found == once, rank
+
+
+# -- tensor parallelism
+def steps_over_tensors(rank: int, num_ranks: int, dp: int, by: str, by_sequence: bool) -> Any:
+    """Take two steps, the second one counted; return all that was sent in it, by axis and kind."""
+    axes = shardwise.Axes(tp=num_ranks // dp, dp_shard=dp)
+    model: Any = nn.Sequential(*(block_of(axes, by_sequence=by_sequence) for _ in range(2)))
+    if by == "shard":
+        shardwise.shard(model, mesh=axes, units=Pair)
+    else:
+        for block in model:
+            fully_shard(block, mesh=axes.data)
+        fully_shard(model, mesh=axes.data)
+    tokens = TOKENS // axes.tp if by_sequence else TOKENS
+
+    def step() -> None:
+        x = torch.randn(ROWS, tokens, WIDTH, requires_grad=True)
+        model(x).sum().backward()
+        model.zero_grad()
+
+    step()
+    before = shardwise.stats(model)
+    step()
+    plain = shardwise.stats(model)
+    with shardwise.counting(model) as counted:
+        step()
+    after = shardwise.stats(model)
+    own = {name: n - before.sent_bytes.get(name, 0) for name, n in plain.sent_bytes.items()}
+    return {
+        "own": {name: n for name, n in own.items() if n},
+        "counted": dict(counted.sent_bytes),
+        "tp": of_torch(counted, "tp"),
+        "stats": {n: s for n, s in after.sent_bytes.items() if n.startswith("tp.")},
+        "modes": torch._C._len_torch_dispatch_stack(),
+    }
+
+
+@pytest.mark.parametrize("by", ["shard", "fully_shard"])
+@pytest.mark.parametrize("by_sequence", [False, True])
+@pytest.mark.parametrize(("num_ranks", "dp"), [(2, 1), (3, 1), (4, 2)])
+def test_what_tensor_parallelism_sends_is_counted_by_kind(
+    by: str, by_sequence: bool, num_ranks: int, dp: int
+) -> None:
+    """By the formula: two blocks; of each a sum of the stream forward, and one backward.
+
+    By sequence the sum is scattered, and the stream gathered; norms have partial gradients then.
+    """
+    tp = num_ranks // dp
+    for found in run_ranks(steps_over_tensors, num_ranks, dp, by, by_sequence):
+        one = STREAM * (tp - 1) // tp
+        if by_sequence:
+            assert found["tp"]["all_gather"] == (4 * one, 4)
+            assert found["tp"]["reduce_scatter"] == (4 * one, 4)
+        else:
+            assert found["tp"] == {"all_reduce": (8 * one, 4)}
+        assert found["stats"] == {k: n for k, n in found["counted"].items() if k.startswith("tp.")}
+        others = {k: n for k, n in found["counted"].items() if n and not k.startswith("tp.")}
+        assert others == found["own"]  # Shardwise's own, each once, by the same messages as ever
+        assert found["modes"] == 0
+
+
+def models_on_equal_meshes(rank: int, num_ranks: int) -> list[Any]:
+    """Count a gather of a product beside each of several models, whose groups are their own."""
+    held, found = [], []
+    for _ in range(3):
+        axes = shardwise.Axes(tp=2)
+        held.append(shardwise.shard(nn.Linear(2, 2), mesh=axes))
+        with counting(held[-1]) as counted:
+            (DTensor.from_local(torch.ones(3, 5), axes["tp"], [Shard(0)]) * 2).full_tensor()
+        found.append(of_torch(counted, "tp"))
+    return found
+
+
+def test_a_model_on_a_mesh_like_an_earlier_one_counts_what_goes_over_the_groups_of_that() -> None:
+    """DTensors keep what they have planned for an equal mesh, its groups too."""
+    for found in run_ranks(models_on_equal_meshes, 4):
+        assert found == 3 * [{"all_gather": (60, 1)}]
+
+
+def test_an_axis_of_copies_and_one_of_shards_keep_their_names() -> None:
+    for found in run_ranks(names_of_axes, 4):
+        assert found == {"tp.all_reduce": 2 * 40 // 2}
+
+
+def names_of_axes(rank: int, num_ranks: int) -> dict[str, int]:
+    axes = shardwise.Axes(dp_replicate=2, tp=2)
+    model = shardwise.shard(nn.Linear(2, 2), mesh=axes)
+    with counting(model) as counted:
+        dist.all_reduce(torch.zeros(10), group=axes["tp"].get_group())
+    return dict(counted.sent_bytes)
+
+
+# -- pipelines
+CROSSING = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 3, "ZBVZeroBubble": 2}
+
+
+def steps_of_a_pipeline(rank: int, num_ranks: int, by: str, schedule: str) -> dict[str, Any]:
+    axes = shardwise.Axes(pp=num_ranks)
+    pipeline = pipelines.pipeline_of(schedule, axes, 4, by=by)
+    optimizer = torch.optim.SGD(pipeline.params, lr=0.1)
+    batch = pipelines.batch_of(0, 0)
+    for _ in range(2):  # what the first one tells of shapes goes as messages, too
+        with counting(pipeline.parts) as counted:
+            pipeline.step(*batch)
+        optimizer.zero_grad()
+    return {"pp": of_torch(counted, "pp"), "all": set(counted.sent_bytes)}
+
+
+@pytest.mark.parametrize("by", ["shard", "fully_shard"])
+@pytest.mark.parametrize("schedule", [name for name in CROSSING if name in pipelines.THERE])
+def test_a_stage_counts_what_it_sends_to_other_ranks(by: str, schedule: str) -> None:
+    """By the formula: each border of stages on two ranks is crossed forward and backward.
+
+    Both ranks send as much in all: what one sends forward, the other sends back.
+    """
+    stream = 4 * pipelines.ROWS // 4 * pipelines.LENGTH * pipelines.WIDTH
+    for found in run_ranks(steps_of_a_pipeline, 2, by, schedule):
+        num = 4 * CROSSING[schedule]
+        assert found["pp"] == {"send": (num * stream, num)}
+        assert not [name for name in found["all"] if name.startswith("stages.")]
+
+
+# -- what Shardwise counts itself
+def steps_with_exchanges(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Return what steps with experts and with a ring send, counted and as `stats()` has it."""
+    axes = shardwise.Axes(ep=num_ranks, cp=num_ranks)
+    shape = llama_shape(2, WIDTH, 3, 3, HIDDEN, 16)
+    routing = Routing(num=2 * num_ranks, top_k=2, balanced=True)
+    found = {}
+    for method in ("gather", "heads", "ring"):
+        torch.manual_seed(0)
+        model: Any = PlainDecoder(shape)
+        for block in model.blocks:
+            block.feed_forward = Mixture(routing)
+        shardwise.spread_experts(model, axes)
+        shardwise.shard(model, mesh=axes, experts="*.experts", stage=2)
+        context = shardwise.ContextParallel(model, axes, method=method)  # type: ignore[arg-type]
+        ids = torch.randint(16, (ROWS, 2 * TOKENS), generator=torch.Generator().manual_seed(1))
+        sent = []
+        for counts in (False, False, True):  # the first one gathers parameters, which stay
+            before = shardwise.stats(model).sent_bytes
+            with counting(model) if counts else nullcontext(), context.cut(ids) as (part, places):
+                model(part, positions=places).sum().backward()
+            after = shardwise.stats(model).sent_bytes
+            sent.append({name: n - before.get(name, 0) for name, n in after.items()})
+            model.zero_grad()
+        found[method] = sent[1:]
+    return found
+
+
+class Mixture(nn.Module):
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.mixture = shardwise.MixtureOfExperts(WIDTH, HIDDEN, routing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, balance = self.mixture(x)
+        return made + balance
+
+
+def test_what_shardwise_sends_is_not_counted_again() -> None:
+    """A ring is torch's own attention: what it sends is counted where it is called."""
+    for found in run_ranks(steps_with_exchanges, 3):
+        for method, (plain, counted) in found.items():
+            assert plain == counted, method
+            assert plain["ep.all_to_all"] > 0
+            assert ("cp.ring" in plain) == (method == "ring")
+
+
+def test_a_block_that_raises_leaves_nothing_behind_and_a_plain_model_is_refused() -> None:
+    for said in run_ranks(blocks_that_raise, 2):
+        assert "is not sharded" in said
+
+
+def blocks_that_raise(rank: int, num_ranks: int) -> str:
+    with pytest.raises(ConfigError) as refused, counting(nn.Linear(2, 2)):
+        pass
+    model = shardwise.shard(nn.Linear(2, 2))
+    with pytest.raises(ZeroDivisionError), counting(model):
+        raise ZeroDivisionError
+    assert torch._C._len_torch_dispatch_stack() == 0
+    return str(refused.value)
