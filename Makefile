@@ -4,6 +4,7 @@
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
 #   make soak    long campaigns, full matrices         make fuzz    hostile checkpoints, by the million
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
+#   make bench-offload   time steps with state in host memory and in files
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,11 +15,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help venv demo test test-kernels check format bench bench-ckpt soak fuzz clean
+.PHONY: help venv demo test test-kernels check format bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,6s/^# *//p' Makefile
+	@sed -n '2,7s/^# *//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
@@ -60,6 +61,11 @@ bench: $(RUN_STAMP)
 
 bench-ckpt: $(RUN_STAMP)
 	$(BIN)/python benchmarks/checkpoint.py
+
+bench-offload: $(RUN_STAMP)
+	$(BIN)/python benchmarks/offload.py
+	$(BIN)/python benchmarks/disk.py
+	$(BIN)/python benchmarks/optimizer_step.py
 
 # Long campaigns: `make soak CAMPAIGN=kill TRIALS=10000 SEED=7`; a failing trial prints what replays it.
 # `matrices` runs every cell of the largest tables of which the suite has covering samples.

@@ -77,7 +77,30 @@ ACCELERATE: list[tuple[str, dict[str, Any]]] = [
         {"stage": 1, "accumulation": 4, "grad_clip": 0.5},
     ),
     ("distributed_type: MULTI_GPU\n", {"stage": 0}),
+    ("fsdp_config:\n  fsdp_offload_params: true\n", {"offload": "cpu"}),
+    (
+        "deepspeed_config:\n  zero_stage: 2\n  offload_optimizer_device: cpu\n"
+        "  offload_param_device: none\n",
+        {"stage": 2, "offload": "cpu"},
+    ),
 ]
+
+
+def test_accelerates_nvme_paths_are_folders_of_an_offload(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate.yaml"
+    optimizer = "  offload_optimizer_device: nvme\n  offload_optimizer_nvme_path: /o\n"
+    params = "  offload_param_device: nvme\n  offload_param_nvme_path: /p\n"
+    expected: list[tuple[str, Any]] = [
+        (optimizer, {"optimizer": "nvme:/o"}),
+        (params, {"params": "nvme:/p", "optimizer": "cpu"}),
+        (optimizer + params, {"params": "nvme:/p", "optimizer": "nvme:/o"}),
+        (optimizer + "  offload_param_device: cpu\n", "nvme:/o"),
+    ]
+    for text, offload in expected:
+        path.write_text(f"deepspeed_config:\n  zero_stage: 3\n{text}")
+        keys, report = read_accelerate_keys(path)
+        assert keys["offload"] == offload
+        assert text.count(":") == len([key for key in report.mapped if "offload" in key])
 
 
 @pytest.mark.parametrize(("text", "expected"), ACCELERATE)
@@ -167,7 +190,10 @@ def test_accelerates_deepspeed_file_brings_optimizer_and_schedule(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("deepspeed_config:\n  offload_param_device: nvme\n", "offload to NVMe is not there yet"),
+        (
+            "deepspeed_config:\n  zero_stage: 3\n  offload_param_device: nvme\n",
+            "nvme needs a folder; add deepspeed_config.offload_param_nvme_path",
+        ),
         ("mixed_precision: fp8\n", "fp8 is not supported"),
         ("fsdp_config:\n  fsdp_sharding_stratgy: x\n", "did you mean 'fsdp_sharding_strategy'"),
         ("deepspeed_config:\n  gradient_clipping: lots\n", "expected a number of 0 or more"),
@@ -256,3 +282,49 @@ def test_how_moments_are_kept_is_left_out_of_a_deepspeed_config() -> None:
     assert content["optimizer"]["params"].keys() == {"lr", "betas", "weight_decay", "eps"}
     (line,) = (line for line in report.lines if line.key == "optimizer_options")
     assert line.fate == "ignored"
+
+
+OFFLOADS: list[tuple[int, Any, dict[str, Any], str]] = [
+    (3, "cpu", {"offload_optimizer": "cpu", "offload_param": "cpu"}, ""),
+    (2, "cpu", {"offload_optimizer": "cpu"}, ""),
+    (3, "nvme:/a", {"offload_optimizer": "/a", "offload_param": "cpu"}, ""),
+    (3, {"optimizer": "cpu"}, {"offload_optimizer": "cpu"}, ""),
+    (3, {"optimizer": "nvme:/a", "fraction": 0.5}, {"offload_optimizer": "/a", "ratio": 0.5}, ""),
+    (
+        3,
+        {"params": "nvme:/a", "optimizer": "nvme:/b"},
+        {"offload_optimizer": "/b", "offload_param": "/a"},
+        "",
+    ),
+    (3, {"optimizer": "nvme:/a,/b"}, {"offload_optimizer": "/a"}, "of several folders the first"),
+    (2, {"optimizer": "cpu", "fraction": 0.5}, {"offload_optimizer": "cpu"}, "fraction is left"),
+    (1, {"params": "nvme:/a", "optimizer": "cpu"}, {"offload_optimizer": "cpu"}, "params stay"),
+    (3, {"grads": "nvme:/a", "optimizer": "cpu"}, {"offload_optimizer": "cpu"}, "grads are left"),
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "expected", "lost"), OFFLOADS)
+def test_an_offload_written_for_deepspeed_is_read_again_as_the_same(
+    tmp_path: Path, stage: int, offload: Any, expected: dict[str, Any], lost: str
+) -> None:
+    config = TrainConfig(stage=stage, offload=offload)
+    content, report = to_deepspeed(config, "run.yaml")
+    written = {k: v for k, v in content["zero_optimization"].items() if k.startswith("offload")}
+    for name, block in written.items():
+        home = block["nvme_path"] if block["device"] == "nvme" else block["device"]
+        assert (home, block.get("ratio")) == (expected[name], {**expected, **block}.get("ratio"))
+    assert written.keys() == expected.keys() - {"ratio"}
+    assert lost in report.mapped["offload"] and (";" in report.mapped["offload"]) == bool(lost)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    keys, _ = read_train_keys(path, {}, {}, None)
+    assert lost or keys["offload"] == offload
+
+
+@pytest.mark.parametrize(("offload", "is_told"), [("cpu", False), ({"optimizer": "nvme:/a"}, True)])
+def test_fsdp2_has_all_in_host_memory_or_nothing(offload: Any, is_told: bool) -> None:
+    content, report = to_accelerate(TrainConfig(stage=3, offload=offload), "x.yaml")
+    assert content["fsdp_config"]["fsdp_offload_params"] is True
+    assert ("no other home" in report.mapped["offload"]) == is_told
+    content, _ = to_accelerate(TrainConfig(stage=3), "x.yaml")
+    assert content["fsdp_config"]["fsdp_offload_params"] is False

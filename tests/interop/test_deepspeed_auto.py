@@ -17,6 +17,7 @@ from shardwise.cli.train import _with_deepspeed
 from shardwise.cli.train import run_command as train
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.report import Report
+from shardwise.interop.deepspeed.train_keys import read_train_keys
 from shardwise.train.checks import resolve_batch
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import RankPlace
@@ -233,11 +234,39 @@ def test_the_offload_of_the_example_is_that_of_a_run_on_every_way(
     assert convert([str(file)]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["offload"] == "cpu"
     assert from_deepspeed(file).shard == {"stage": 3, "offload": "cpu"}
-    onto_disk = copy.deepcopy(HUGGING_FACE)
-    onto_disk["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": "/x"}
-    file, output = write(tmp_path, onto_disk), tmp_path / "run"
+    homes = {
+        "offload_param": {"params": "nvme:/x", "optimizer": "cpu"},
+        "offload_optimizer": "nvme:/x",  # parameters stay in host memory
+    }
+    for name, value in homes.items():
+        content = copy.deepcopy(HUGGING_FACE)
+        content["zero_optimization"][name] = {"device": "nvme", "nvme_path": "/x"}
+        keys, _ = read_train_keys(write(tmp_path, content), {}, {}, None)
+        assert keys["offload"] == value
+    content["zero_optimization"]["offload_param"] = {"device": "none"}
+    content["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
+    file = write(tmp_path, content)
+    expected = {"optimizer": "nvme:/x", "fraction": 0.25}
+    assert read(file, FLAGS)[0].offload == expected
+    capsys.readouterr()
+    assert convert([str(file)]) == 0
+    keys = yaml.safe_load(capsys.readouterr().out)
+    assert keys["offload"] == expected
+    assert load_config(write(tmp_path, keys, "run.yaml"), {}).offload == expected
+    config, report = read(file, {**FLAGS, "offload": "cpu"})
+    assert config.offload == "cpu"
+    name = "zero_optimization.offload_optimizer.device"
+    assert report.ignored[name] == 'offload: "cpu", from --offload'
+
+
+def test_nvme_without_a_folder_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = copy.deepcopy(HUGGING_FACE)
+    content["zero_optimization"]["offload_param"] = {"device": "nvme"}
+    file, output = write(tmp_path, content), tmp_path / "run"
     assert convert([str(file)]) == train(["--deepspeed", str(file), "--output", str(output)]) == 2
-    named = "zero_optimization.offload_param.device: offload to NVMe is not there yet"
+    named = "add zero_optimization.offload_param.nvme_path"
     assert capsys.readouterr().err.count(named) == 2 and not output.exists()
 
 

@@ -51,10 +51,12 @@ _UNIT_SIZES = "units are gathered whole and freed after their use; describe(mode
 _BUCKETS = "a reduction starts at 1 MiB of gradients; shard(bucket_bytes=) changes that"
 _PLUS_PLUS = "not in the engine; planned as if it were off"
 _SAVING = "shardwise.save() writes every shard; `shardwise ckpt export` writes one whole model"
-_PINNED = "page-locked always, where there is an accelerator"
-_ONE_STEP = "one step for all, unit by unit behind the next forward pass"
+_PINNED = "host memory is page-locked always, where there is an accelerator; files are not"
+_ONE_STEP = "what is offloaded steps unit by unit, behind the next forward pass"
 _SCALE = "a loss scale takes no memory"
-_NO_DISK = "nothing is kept on a disk"
+_BUFFERS = "three buffers, each for the state of the largest unit"
+_MAPPED = "files of parameters are mapped into memory, and the system decides what stays there"
+_BEHIND = "a unit's state is read ahead of its step and written behind it"
 _YOURS = "torch.utils.checkpoint is the model's to call"
 _CONFIGURES = (
     "it configures checkpointing and turns none on; give --activation-checkpointing full where the "
@@ -76,7 +78,8 @@ DEEPSPEED = _table(
     ("any", _ONE_DTYPE, "", "torch_autocast"),
     ("block", "saving is not part of a step", "shardwise.save() has no such switch: checkpoints "
      "load at any number of ranks", "checkpoint"),
-    ("block", "disk bandwidth comes from the catalogue or a calibration", _NO_DISK, "aio"),
+    ("block", "disk bandwidth comes from the catalogue or a calibration",
+     "threads of its own read and write files, past the system's cache where they can", "aio"),
     ("block", "a plan is that of eager execution",
      "DeepSpeed's own compiler; call torch.compile on the model", "compile"),
     ("any", _CONFIGURES, "", "activation_checkpointing"),
@@ -113,7 +116,8 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
      "*allgather_sequential"),
     ("flag", _NO_SWITCH, "a checkpoint loads at any number of ranks, in full precision",
      "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
-    ("integer", _NO_SWITCH, "the step updates all shards at once", "sub_group_size"),
+    ("integer", _NO_SWITCH, "the step updates all shards at once, offloaded ones unit by unit",
+     "sub_group_size"),
     ("flag", _NO_SWITCH, _SAVING,
      "*gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save"),
     ("flag", _NO_SWITCH, "there is no Muon on shards", "save_muon_momentum_buffer_in_memory"),
@@ -132,19 +136,21 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
 )  # fmt: skip
 OFFLOAD_PARAM = _table(
     ("any", "", "", "device"),
-    ("any", _NO_SWITCH, _NO_DISK, "nvme_path"),
-    ("integer", _NO_SWITCH, _NO_DISK, "buffer_count buffer_size max_in_cpu"),
+    ("any", _NO_SWITCH, "", "nvme_path"),
+    ("integer", _NO_SWITCH, _MAPPED, "buffer_count buffer_size max_in_cpu"),
     ("flag", _NO_SWITCH, _PINNED, "pin_memory"),
 )  # fmt: skip
 OFFLOAD_OPTIMIZER = _table(
     ("any", "", "", "device"),
-    ("any", _NO_SWITCH, _NO_DISK, "nvme_path"),
-    ("integer", _NO_SWITCH, _NO_DISK, "buffer_count buffer_size"),
+    ("any", _NO_SWITCH, "", "nvme_path"),
+    ("integer", _NO_SWITCH, _BUFFERS, "buffer_count buffer_size"),
     ("flag", _NO_SWITCH, _PINNED, "pin_memory"),
-    ("flag", _NO_SWITCH, _NO_DISK, "pipeline_read pipeline_write fast_init"),
+    ("flag", _NO_SWITCH, _BEHIND, "pipeline_read pipeline_write"),
+    ("flag", _NO_SWITCH, "the first step makes the state, unit by unit", "fast_init"),
     ("flag", _NO_SWITCH, _ONE_STEP, "super_offload"),
     ("number", "", "", "ratio"),
-    ("number", _NO_SWITCH, _ONE_STEP, "cpuadam_cores_perc"),
+    ("number", _NO_SWITCH, "the step has torch's threads; call torch.set_num_threads()",
+     "cpuadam_cores_perc"),
 )  # fmt: skip
 FP16 = _table(
     ("any", "", "", "enabled"),
@@ -244,7 +250,7 @@ ACCELERATE_DEEPSPEED = _table(
     ("any", _NO_CHANGE, "units are found", "deepspeed_moe_layer_cls_names"),
     ("any", _NO_CHANGE, "build the model under torch.device('meta')", "zero3_init_flag"),
     ("any", _NO_CHANGE, _SAVING, "zero3_save_16bit_model"),
-    ("any", _NO_CHANGE, _NO_DISK, "offload_optimizer_nvme_path offload_param_nvme_path"),
+    ("any", _NO_CHANGE, "", "offload_optimizer_nvme_path offload_param_nvme_path"),
 )  # fmt: skip
 
 # What accelerate itself refuses beside a `deepspeed_config_file`, where all this is said.

@@ -7,10 +7,12 @@ is not there is an error that names the nearest key.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.interop.deepspeed.blocks import place_state, read_zero, stage_of
+from shardwise.interop.deepspeed.blocks import read_zero, stage_of
+from shardwise.interop.deepspeed.homes import Homes, offload_keys
 from shardwise.interop.deepspeed.precisions import read_precision
 from shardwise.interop.deepspeed.reading import Handler, Reader
 from shardwise.interop.deepspeed.report import Report
@@ -27,6 +29,7 @@ from shardwise.interop.foreign_keys import (
     load_keys,
 )
 from shardwise.keys import near_miss
+from shardwise.plan.candidate import Offload
 
 _MOST = 1 << 40  # of windows or micro-batches; what is beyond is a slip
 _MOST_MICRO_BATCH = 10**6
@@ -48,8 +51,6 @@ _BECOMES = {
     "fsdp_activation_checkpointing": "activation_checkpointing",
     "zero_stage": "stage",
     "deepspeed_config_file": "its own lines are below",
-    "offload_optimizer_device": "offload",
-    "offload_param_device": "offload",
     "gradient_clipping": "grad_clip",
     "parallelism_config_dp_replicate_size": "dp_replicate",
     "parallelism_config_dp_shard_size": "ranks over replicas",
@@ -93,7 +94,7 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
 
     ``ranks`` stands for ``num_processes`` where the file has none.
 
-    **Raises** ConfigError naming file and key; also where state is to rest on NVMe.
+    **Raises** ConfigError naming file and key.
     """
     found = read_accelerate(path, plans=False)
     values, lines = dict(found.values), found.report.lines
@@ -108,7 +109,9 @@ def read_accelerate_keys(path: Path, ranks: int | None = None) -> tuple[dict[str
         lines += inner.lines
     else:
         names = ("stage", "precision", "accumulation", "units", "dp_replicate", "grad_clip")
-        keys = {name: values[name] for name in (*names, "offload") if name in values}
+        keys = {name: values[name] for name in names if name in values}
+        if "offload" in values:
+            keys["offload"] = offload_keys(values["offload"])
     if "activation_checkpointing" in values:
         keys["activation_checkpointing"] = values["activation_checkpointing"] == "full"
     if "units" in keys:
@@ -247,8 +250,8 @@ class _Accelerate:
             self._take(name, value, units=tuple(one.strip() for one in str(value).split(",")))
 
         def offload(name: str, value: Any) -> None:
-            for what in ("params", "optimizer") if self._flag(name, value) else ():
-                place_state(self.reader, name, "cpu", what, values)
+            if self._flag(name, value):
+                values["offload"] = Offload("host", "host") if self.reader.plans else "cpu"
             self._take(name, value)
 
         def checkpointing(name: str, value: Any) -> None:
@@ -265,7 +268,7 @@ class _Accelerate:
         self.reader.walk(block, f"{block_name}.", FSDP, handlers, _BECOMES)
 
     def _deepspeed(self, block_name: str, block: Any) -> None:
-        reader, values = self.reader, self.values
+        reader, values, homes = self.reader, self.values, Homes(self.reader)
         block = reader.mapping(block_name, block)
         file = block.get("deepspeed_config_file")
         beside = [k for k in NOT_BESIDE_A_FILE if block.get(k) is not None]
@@ -279,21 +282,22 @@ class _Accelerate:
         def clip(name: str, value: Any) -> None:
             self._take(name, value, grad_clip=float(reader.number(name, value, least=0)))
 
-        def home(name: str, value: Any) -> None:
-            place_state(reader, name, value, "params" if "param" in name else "optimizer", values)
-            self._take(name, value)
-
         handlers: dict[str, Handler] = {
             "zero_stage": lambda name, value: self._take(
                 name, value, stage=stage_of(reader, name, value)
             ),
             "gradient_accumulation_steps": _count(reader, values, "accumulation"),
             "gradient_clipping": clip,
-            "offload_optimizer_device": home,
-            "offload_param_device": home,
+            "offload_optimizer_device": partial(homes.note_device, "optimizer"),
+            "offload_param_device": partial(homes.note_device, "params"),
+            "offload_optimizer_nvme_path": partial(homes.note_path, "optimizer"),
+            "offload_param_nvme_path": partial(homes.note_path, "params"),
             "deepspeed_config_file": self._file,
         }
         reader.walk(block, f"{block_name}.", ACCELERATE_DEEPSPEED, handlers, _BECOMES)
+        offload = homes.settle(values.get("stage"))
+        if offload is not None:
+            values["offload"] = offload
 
     def _file(self, name: str, value: Any) -> None:
         """Read the DeepSpeed file; a run reads all of it later, by `read_train_keys`."""

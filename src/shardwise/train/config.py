@@ -69,6 +69,9 @@ def _with_numbers(value: Any) -> Any:
         return value
 
 
+_OPTIONS = {"optimizer_options", "schedule_options"}
+
+
 def read_offload(value: Any) -> str | dict[str, Any] | None:
     """Take `cpu`, `nvme:FOLDER` or fields of `shardwise.Offload`, as `{optimizer: cpu}`.
 
@@ -329,7 +332,7 @@ def load_config(
     lines = []
     for name in sorted(values.keys() & found.keys() - flags.keys()):
         mine, theirs = values[name], found[name]
-        if isinstance(mine, dict) and isinstance(theirs, dict):  # options, one by one
+        if name in _OPTIONS and isinstance(mine, dict) and isinstance(theirs, dict):  # one by one
             theirs = {k: v for k, v in theirs.items() if k in mine and v != "auto"}
             mine = {k: v for k, v in mine.items() if k in theirs}
         if _plain(name, mine) != _plain(name, theirs):
@@ -344,7 +347,7 @@ def load_config(
 def _beside(given: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Put given options over the others', where both name some; what is none stays as it is."""
     merged = dict(given)
-    for name in {"optimizer_options", "schedule_options"} & given.keys() & others.keys():
+    for name in _OPTIONS & given.keys() & others.keys():
         try:
             merged[name] = {**(others[name] or {}), **(read_options(given[name]) or {})}
         except (TypeError, ValueError):

@@ -1,10 +1,10 @@
 """The blocks of a DeepSpeed file: ``zero_optimization``, and keys that stand alone."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from shardwise.interop.deepspeed.homes import Homes, Kind
 from shardwise.interop.deepspeed.reading import Handler, Reader
 from shardwise.interop.foreign_keys import (
     ACTIVATION_CHECKPOINTING,
@@ -14,14 +14,12 @@ from shardwise.interop.foreign_keys import (
     TORCH_AUTOCAST,
     ZERO,
 )
-from shardwise.plan.candidate import Offload
 
 DEFAULT_CLIPPING = 1.0  # of DeepSpeed since 0.19; it was 0 before
 
 _COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _LARGEST_PREFETCH = 1 << 40
 _DTYPES = ("fp32", "fp16", "bf16")
-_HOMES = {"none": "device", "cpu": "host", "nvme": "nvme"}
 _OLD_NAMES = {
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",
@@ -38,7 +36,7 @@ _AUTOS = {
 def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, Any]:
     """Return ``stage`` and ``prefetch_bytes``, where they are given, as ``shard()`` takes them.
 
-    ``offload`` too, as a plan or a run has it. **Raises** ConfigError where a run is to have NVMe.
+    ``offload`` too, as a plan or a run has it.
     """
     whole = "zero_optimization"
     if block is None or isinstance(block, bool):
@@ -49,6 +47,7 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
     _refuse_two_names(reader, block)
     otherwise = "bf16" if reader.plans else "fp32"  # as the flags' default, and shard()'s, is
     found: dict[str, Any] = {}
+    homes = Homes(reader)
 
     def take_stage(name: str, value: Any) -> None:
         found["stage"] = stage_of(reader, name, value)
@@ -68,8 +67,8 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
         "stage": take_stage,
         "prefetch_bucket_size": prefetch,
         "stage3_prefetch_bucket_size": prefetch,
-        **dict.fromkeys(("offload_param", "offload_optimizer"), partial(_offload, reader, found)),
-        **dict.fromkeys(("cpu_offload", "cpu_offload_param"), partial(_old_offload, reader, found)),
+        **dict.fromkeys(("offload_param", "offload_optimizer"), partial(_offload, reader, homes)),
+        **dict.fromkeys(("cpu_offload", "cpu_offload_param"), partial(_old_offload, reader, homes)),
         "zenflow": zenflow,
     }
     reader.walk(block, f"{whole}.", ZERO, handlers, _AUTOS)
@@ -77,7 +76,8 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
         reader.add("default", f"{whole}.stage", 0, "shard(stage=0)")
     if block.get("stage") != "auto":  # which leaves it to shard()
         found.setdefault("stage", 0)
-    return found
+    offload = homes.settle(found.get("stage"))
+    return found if offload is None else {**found, "offload": offload}
 
 
 def _refuse_two_names(reader: Reader, block: Mapping[str, Any]) -> None:
@@ -99,51 +99,20 @@ def stage_of(reader: Reader, name: str, value: Any) -> int:
     return int(number)
 
 
-def place_state(reader: Reader, name: str, where: Any, what: str, found: dict[str, Any]) -> None:
-    """Note where ``params`` or ``optimizer`` rest; in a run all has one home.
-
-    **Raises** ConfigError for NVMe in a run.
-    """
-    reader.word(name, where, tuple(_HOMES))
-    if reader.plans:
-        found["offload"] = replace(found.get("offload", Offload()), **{what: _HOMES[where]})
-    elif where == "cpu":
-        found["offload"] = "cpu"
-    elif where == "nvme":
-        raise reader.refusal(name, 'offload to NVMe is not there yet; give "cpu" or "none"')
-
-
-def told_home(where: Any) -> str:
-    """Say what becomes of a home of the state."""
-    return "shard(offload='cpu')" if where == "cpu" else "state stays on the device"
-
-
-def _offload(reader: Reader, found: dict[str, Any], name: str, block: Any) -> None:
-    is_params = name.endswith("offload_param")
-
-    def device(key: str, where: Any) -> None:
-        place_state(reader, key, where, "params" if is_params else "optimizer", found)
-        reader.mapped(key, where, told_home(where))
-
-    def ratio(key: str, value: Any) -> None:
-        if not 0 <= reader.number(key, value) <= 1:
-            raise reader.refusal(key, f"expected 0 to 1, got {value!r}")
-        if not reader.plans:
-            if value != 1:
-                raise reader.refusal(key, f"all of the state has one home; expected 1, got {value}")
-            return reader.mapped(key, value, "all of the state has one home")
-        found["offload"] = replace(found.get("offload", Offload()), optimizer_fraction=value)
-
-    handlers: dict[str, Handler] = {"device": device, "ratio": ratio}
-    table = OFFLOAD_PARAM if is_params else OFFLOAD_OPTIMIZER
+def _offload(reader: Reader, homes: Homes, name: str, block: Any) -> None:
+    kind: Kind = "params" if name.endswith("offload_param") else "optimizer"
+    handlers: dict[str, Handler] = {
+        "device": partial(homes.note_device, kind),
+        "nvme_path": partial(homes.note_path, kind),
+        "ratio": homes.note_ratio,
+    }
+    table = OFFLOAD_PARAM if kind == "params" else OFFLOAD_OPTIMIZER
     reader.walk(block, f"{name}.", table, handlers, {"device": "it stays on the device"})
 
 
-def _old_offload(reader: Reader, found: dict[str, Any], name: str, value: Any) -> None:
-    what = "params" if name.endswith("param") else "optimizer"
-    where = "cpu" if reader.flag(name, value) else "none"
-    place_state(reader, name, where, what, found)
-    reader.mapped(name, value, told_home(where))
+def _old_offload(reader: Reader, homes: Homes, name: str, value: Any) -> None:
+    kind: Kind = "params" if name.endswith("param") else "optimizer"
+    homes.note_device(kind, name, reader.flag(name, value))
 
 
 def other_handlers(reader: Reader, found: dict[str, Any]) -> dict[str, Handler]:

@@ -101,7 +101,7 @@ class DeepSpeedSettings:
     """
 
     batch: Batch
-    zero: Mapping[str, int]
+    zero: Mapping[str, Any]
     precision: PrecisionChoice
     gradient_clipping: float
     optimizer_choice: OptimizerChoice | None

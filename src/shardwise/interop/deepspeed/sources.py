@@ -26,6 +26,8 @@ OURS: dict[str, tuple[str, ...]] = {
     f"{_SCHEDULER}warmup_max_lr": ("lr",),
     "zero_optimization": ("stage",),
     f"{_ZERO}stage": ("stage",),
+    **{f"{_ZERO}offload_{kind}.device": ("offload",) for kind in ("optimizer", "param")},
+    **{f"{_ZERO}{old}": ("offload",) for old in ("cpu_offload", "cpu_offload_param")},
     f"{_ZERO}prefetch_bucket_size": ("prefetch_bytes",),
     f"{_ZERO}stage3_prefetch_bucket_size": ("prefetch_bytes",),
 }

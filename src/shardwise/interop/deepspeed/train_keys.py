@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed.homes import offload_keys
 from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.schedules import TorchSchedule
 from shardwise.interop.deepspeed.settings import BATCH_KEYS, DeepSpeedSettings, read_content
@@ -134,6 +135,8 @@ def train_keys_of(
     """Return the keys of `shardwise train` that the settings decide; see `read_train_keys`."""
     source = settings.report.source
     keys: dict[str, Any] = dict(settings.zero)
+    if "offload" in keys:
+        keys["offload"] = offload_keys(keys["offload"])
     if settings.precision.bf16_master:
         raise ConfigError(
             f"{source}: bf16.bf16_master_weights_and_grads: `shardwise train` keeps masters in "

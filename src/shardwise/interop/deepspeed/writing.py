@@ -5,6 +5,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.homes import resolve_offload
+from shardwise.interop.deepspeed.homes import blocks_of
 from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.settings import BATCH_KEYS
 from shardwise.optim.kinds import ARGUMENTS
@@ -71,7 +73,10 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     note("grad_clip", "gradient_clipping")
     out["zero_optimization"] = _zero(config)
     note("stage", "zero_optimization.stage")
-    note("offload", "zero_optimization.offload_optimizer, and offload_param at stage 3")
+    offloads, lost = blocks_of(config.offloaded, config.stage)
+    out["zero_optimization"] |= offloads
+    named = " and ".join(f"zero_optimization.{name}" for name in offloads) or "left out: none"
+    note("offload", "; ".join((named, *lost)))
     note("prefetch_bytes", "zero_optimization.stage3_prefetch_bucket_size, in elements")
     out |= _precision(config)
     note("precision", config.precision if config.precision != "fp32" else "neither fp16 nor bf16")
@@ -94,10 +99,6 @@ def _zero(config: TrainConfig) -> dict[str, Any]:
     if config.prefetch_bytes is not None:
         elements = config.prefetch_bytes // _COMPUTE_BYTES[config.precision]
         block["stage3_prefetch_bucket_size"] = elements
-    if config.offload is not None:
-        block["offload_optimizer"] = {"device": config.offload, "pin_memory": True}
-        if config.stage == 3:
-            block["offload_param"] = {"device": config.offload, "pin_memory": True}
     return block
 
 
@@ -177,7 +178,9 @@ def to_accelerate(
         out["fsdp_config"] = _fsdp(config)
         note("stage", "fsdp_config.fsdp_reshard_after_forward")
         note("units", "fsdp_config.fsdp_transformer_layer_cls_to_wrap")
-        note("offload", "fsdp_config.fsdp_offload_params")
+        is_other = resolve_offload(config.offloaded) not in (None, resolve_offload("cpu"))
+        only = ": all in host memory, as FSDP2 has no other home" if is_other else ""
+        note("offload", f"fsdp_config.fsdp_offload_params{only}")
         note("activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
     else:
         note("stage", "distributed_type: MULTI_GPU")
@@ -190,7 +193,7 @@ def _fsdp(config: TrainConfig) -> dict[str, Any]:
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": config.stage == 3,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_offload_params": config.offload == "cpu",
+        "fsdp_offload_params": resolve_offload(config.offloaded) is not None,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_activation_checkpointing": config.activation_checkpointing,
     }
