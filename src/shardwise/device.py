@@ -9,6 +9,7 @@ all of it is empty there. `Comm` has one; tests put one in its place that finds 
 """
 
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -63,6 +64,34 @@ def memory_in_use_bytes(device: torch.device) -> int:
     except OSError:  # no /proc outside Linux
         return peak_memory_bytes(device)
     return resident_pages * resource.getpagesize()
+
+
+def available_host_bytes() -> int:
+    """Return how much memory this process may still take on its host, without swapping.
+
+    What the system has (proc(5), MemAvailable) or, if less, what the limit of the process's control
+    group leaves: memory.max and memory.current (version 2), or their names of version 1.
+    """
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(next(int(n.split()[1]) for n in lines if n.startswith("MemAvailable")) * 1024)
+    groups = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):  # no such group; "max", where it has no limit
+            left = int((groups / limit).read_text()) - int((groups / used).read_text())
+            found.append(max(left + _cached_bytes(groups / limit), 0))
+    return min(found, default=sys.maxsize)
+
+
+def _cached_bytes(limit: Path) -> int:
+    """Return what a control group's use has of pages that the system can drop."""
+    lines = (limit.parent / "memory.stat").read_text().splitlines()
+    counts = dict(line.split() for line in lines)
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import nn
 from models import Stack
 from ranks import run_ranks
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard, stats
+from shardwise.device import available_host_bytes
+from shardwise.engine import host_room
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError
 from shardwise.offload.disk import Disk
@@ -167,6 +170,41 @@ def test_a_disk_that_fails_is_told_with_rank_unit_and_folder_and_the_last_checkp
     tmp_path: Path,
 ) -> None:
     run_ranks(fail_and_recover, 2, tmp_path)
+
+
+def fill_the_host(rank: int, world_size: int, folder: Path) -> None:
+    """The sum of all ranks counts, padding apart; what rests in files does not."""
+    one, total = f"nvme:{folder}", 8 * 4 + 4 + 4 * 8
+    for offload, needed in (
+        ("cpu", 8 * total),
+        (Offload(params=one, optimizer="cpu"), 4 * total),
+        (Offload(params="cpu", grads=one, optimizer=one), 4 * total),
+        (Offload(one, one, one), 0),
+    ):
+        for free, fits in ((needed // world_size * world_size + 64, True), (needed - 1, False)):
+            model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8, bias=False))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(host_room, "available_host_bytes", partial(max, free, 0))
+                if fits or not needed:
+                    shard(model, units=nn.Linear, offload=offload)
+                    continue
+                said = rf"the {world_size} ranks on the host of rank 0 need .* are free there"
+                with pytest.raises(ConfigError, match=said):
+                    shard(model, units=nn.Linear, offload=offload)
+                assert type(model[0].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_host_without_room_is_told_before_anything_is_changed(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(fill_the_host, world_size, tmp_path)
+
+
+def test_free_memory_of_the_host_is_what_the_system_says_or_less() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    total = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal")) * 1024
+    assert 0 < available_host_bytes() <= total
 
 
 def tell_places(rank: int, world_size: int, folder: Path) -> None:

@@ -21,6 +21,7 @@ from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, ShardConfig, r
 from shardwise.device import current_device
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
+from shardwise.engine.host_room import check_host_room
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.resting import bytes_by_place
@@ -93,6 +94,7 @@ def shard(
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
     comm = _agreed(start_facts(model, specs, config, axes, init, adoption), axes, device)
+    check_host_room(comm.control, specs, config, axes.shard.size)
     engine = Engine(config, comm, FullParamLedger())
     materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
     materializer.check(specs)

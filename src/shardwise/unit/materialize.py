@@ -68,7 +68,7 @@ class Materializer:
         self._scheduler = scheduler
         self._init = init
         self._files = files
-        self._first_away = _first_away(specs, config)
+        self._first_away = first_away(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
         self._seed = self._seed_of_rank_0()
@@ -320,7 +320,7 @@ class Materializer:
                 self._comm.broadcast(local_of(buffer), collective, also=also)
 
 
-def _first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
+def first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
     """Return how many units stay on the device, where others do not: the first, in whole units."""
     if config.offload is None:
         return len(specs)

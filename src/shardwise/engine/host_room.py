@@ -1,0 +1,85 @@
+"""Whether the hosts have room for what is offloaded to them: asked before anything is moved."""
+
+import hashlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.comm.control import Control
+from shardwise.config import ShardConfig
+from shardwise.device import available_host_bytes
+from shardwise.errors import ConfigError
+from shardwise.homes import folders_of
+from shardwise.layout.placements import local_of
+from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.quantities import format_bytes
+from shardwise.unit.materialize import first_away
+
+_LOG = logging.getLogger("shardwise")
+_ROW = struct.Struct("<16sQQ")  # host, bytes needed by a rank, bytes free
+
+
+def check_host_room(
+    control: Control, specs: Sequence[UnitSpec], config: ShardConfig, num_shards: int
+) -> None:
+    """Check that all ranks of each host can keep there what they are to.
+
+    That is slices and reduced gradients; the optimizer's state is not known yet. Tells rank 0's log
+    where the step would have one thread of several.
+
+    **Cost** one exchange of 32 bytes, with offload only. **Raises** ConfigError, the same on all
+    ranks, with what is needed, what is free and what would do.
+    """
+    if config.offload is None:
+        return
+    host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
+    needed = bytes_in_host_memory(specs, config, num_shards)
+    rows = [
+        _ROW.unpack(r) for r in control.exchange(_ROW.pack(host, needed, available_host_bytes()))
+    ]
+    for other in dict.fromkeys(row[0] for row in rows):
+        ranks = [rank for rank, row in enumerate(rows) if row[0] == other]
+        total, free = sum(rows[rank][1] for rank in ranks), min(rows[rank][2] for rank in ranks)
+        if total > free:
+            first = control.members[ranks[0]] if control.members else 0
+            raise ConfigError(
+                f"offload: the {len(ranks)} ranks on the host of rank {first} "
+                f"need {format_bytes(total)} of its memory for slices and gradients, and "
+                f"{format_bytes(free)} are free there. Use more hosts, offload less (fraction=), "
+                "or let them rest in files (params= and grads='nvme:FOLDER')"
+            )
+    cores = len(os.sched_getaffinity(0)) // sum(row[0] == host for row in rows)
+    if torch.get_num_threads() == 1 < cores and control.rank == 0:
+        _LOG.warning(
+            "the optimizer steps on the host, with 1 thread where each rank has %d cores: call "
+            "torch.set_num_threads(), or shardwise.overlap(optimizer, threads=%d)",
+            *(cores, cores),
+        )
+
+
+def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, num_shards: int) -> int:
+    """Return what slices and reduced gradients of one rank take in host memory, without padding."""
+    offload = config.offload
+    if offload is None:
+        return 0
+    slices_are_there = not folders_of(offload.params)
+    means_are_there = not folders_of(offload.grads)
+    ranks = num_shards if config.stage.shards_state else 1
+    total = 0
+    for spec in specs[first_away(specs, config) :]:
+        for param in spec.params:
+            copies = slices_are_there + (means_are_there and param.param.requires_grad)
+            total += (
+                copies * -(-local_of(param.param).numel() // ranks) * _master_bytes(param, config)
+            )
+    return total
+
+
+def _master_bytes(spec: ParamSpec, config: ShardConfig) -> int:
+    own, master = spec.param.dtype, config.precision.master
+    is_cast = master is not None and spec.param.requires_grad and own.is_floating_point
+    return (master or own).itemsize if is_cast else own.itemsize
