@@ -15,6 +15,7 @@ import test_experts as experts  # noqa: E402
 import test_models_calls as calls  # noqa: E402
 import test_models_checkpointing as checkpointing  # noqa: E402
 import test_models_parameters as parameters  # noqa: E402
+import test_offload_files as offload_files  # noqa: E402
 import test_overlap as overlap  # noqa: E402
 import test_stream_order as streams  # noqa: E402
 import test_tied_stages as tied  # noqa: E402
@@ -121,6 +122,10 @@ def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_pat
 
 def test_a_thousand_steps_with_delays_in_the_thread_that_steps() -> None:
     run_ranks(overlap.with_delays, 3, 1000)
+
+
+def test_a_thousand_steps_with_delays_of_the_disk(tmp_path: Path) -> None:
+    run_ranks(offload_files.with_a_slow_disk, 3, tmp_path, 1000)
 
 
 @pytest.mark.parametrize("num_ranks", experts.MORE_CELLS)

@@ -4,8 +4,10 @@ import ctypes
 import errno
 import itertools
 import os
+import random
 import resource
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,37 @@ def test_training_with_state_in_files_has_the_bits_of_training_without(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(in_every_kind, world_size, tmp_path)
+
+
+def with_a_slow_disk(rank: int, world_size: int, folder: Path, steps: int) -> None:
+    """Reads and writes take random times; what is read meanwhile is what was written last."""
+    rng = random.Random(rank)
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("read", "write"):
+            patch.setattr(System, name, _delayed(getattr(System, name), rng))
+        for place in (None, Offload(f"nvme:{folder}", f"nvme:{folder}", f"nvme:{folder}")):
+            model, optimizer = make(3, "fp32", place, "adamw")
+            found = []
+            for step in range(0, steps, 2):
+                found += train(model, optimizer, 2, first=step)
+                some = [*optimizer.state.values()][step % len(optimizer.state)]
+                found.append(some["exp_avg"].full_tensor())  # right behind the step
+            runs.append(found + everything(model, optimizer))
+    assert_same(*runs)
+
+
+def _delayed(call: Any, rng: random.Random) -> Any:
+    def delayed(*args: Any) -> Any:
+        time.sleep(rng.random() * 0.003)
+        return call(*args)
+
+    return delayed
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_slow_disk_changes_no_bit(world_size: int, tmp_path: Path) -> None:
+    run_ranks(with_a_slow_disk, world_size, tmp_path, 12)
 
 
 def count_transfers(rank: int, world_size: int, folder: Path) -> None:

@@ -191,7 +191,8 @@ class _Overlap:
         self.finish()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with_grad = [param for param in params if param.grad is not None]
-        may_wait = all(self._may_wait(optimizer, param) for param in with_grad)
+        none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
+        may_wait = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
         stores = closure is None and self._stores(optimizer)
         if closure is not None or not (may_wait or stores):
             plain = self._plain_step or partial(type(optimizer).step, optimizer)
@@ -241,7 +242,7 @@ class _Overlap:
         Not where its step makes the state, which others may look through; nor while full parameters
         stand in the modules, which nobody would wait for.
         """
-        if isinstance(param.grad, PartialGrad) or param.device.type != "cpu":
+        if isinstance(param.grad, PartialGrad):
             return False
         owner = owner_of(param)
         if owner is not None:
@@ -254,7 +255,7 @@ class _Overlap:
 
     def _start(self, optimizer: torch.optim.Optimizer) -> None:
         by_unit = _by_unit(optimizer)
-        alone = by_unit.pop(None, None)  # parameters of no unit: nobody is asked before their use
+        alone = by_unit.pop(None, None)
         self._units = [unit for unit in by_unit if unit is not None]
         units = _in_forward_order(self._units)
         # Nothing is begun before all is known to be right.
@@ -286,12 +287,16 @@ class _Overlap:
 
 
 def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:
-    """Return the parameters that have a gradient, with the numbers of their groups."""
+    """Return the parameters that have a gradient, with the numbers of their groups.
+
+    None is for those that are stepped at once: of no unit, as nobody is asked before their use, and
+    on an accelerator, where that does not block.
+    """
     found: dict[Unit | None, list[tuple[int, Any]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param.grad is not None:
-                owner = owner_of(param)
+                owner = owner_of(param) if param.device.type == "cpu" else None
                 found.setdefault(None if owner is None else owner.unit, []).append((number, param))
     return found
 
