@@ -27,6 +27,13 @@ class Offload:
     fraction: float = 1.0
     step_on: Literal["host", "device"] | None = None
 
+    @property
+    def tiers(self) -> tuple[str, str, str, float]:
+        """What must be alike on all ranks: everything but the folders."""
+        places = (self.params, self.grads or "", self.optimizer)
+        params, grads, optimizer = (place.partition(":")[0] for place in places)
+        return params, grads, optimizer, self.fraction
+
 
 def folders_of(place: str | None) -> tuple[str, ...]:
     """Return the folders that a place names; none where it is no place in files."""

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import itertools
+import logging
 import os
 import random
 import resource
@@ -23,9 +24,10 @@ from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save
 from shardwise.device import available_host_bytes
 from shardwise.engine import host_room
 from shardwise.engine.api import engine_of
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, StateError, StorageError
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
+from shardwise.unit.state_file import StateFile
 from shardwise.unit.stepping import elements_of
 
 OPTIMIZERS: dict[str, Any] = {
@@ -73,6 +75,57 @@ def test_training_with_state_in_files_has_the_bits_of_training_without(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(in_every_kind, world_size, tmp_path)
+
+
+def step_with_closures(rank: int, world_size: int, folder: Path) -> None:
+    """A loop that always passes a closure; each rank has a folder of its own."""
+    own = folder / str(rank)
+    own.mkdir()
+    runs = []
+    for place in (None, f"nvme:{own}"):
+        model, optimizer = make(3, "fp32", place, "fused")
+        losses = []
+        for step in range(3):
+
+            def closure(step: int = step, model: Any = model, of: Any = optimizer) -> Any:
+                of.zero_grad()
+                loss = model(torch.linspace(-1, step + 1, 24).view(3, 8)).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            losses.append(optimizer.step(closure))
+        runs.append(losses + everything(model, optimizer))
+    assert_same(*runs)
+    assert stats(model, optimizer).bytes_by_place["files"] > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_with_closures_have_their_state_in_files_too(world_size: int, tmp_path: Path) -> None:
+    run_ranks(step_with_closures, world_size, tmp_path)
+
+
+class OfMyOwn(torch.optim.AdamW):
+    pass
+
+
+def step_with_a_class_of_my_own(rank: int, world_size: int, folder: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    try:
+        model = shard(Stack(), offload=f"nvme:{folder}")
+        optimizer = OfMyOwn(model.parameters())
+        train(model, optimizer, 2)
+    finally:
+        logging.getLogger("shardwise").removeHandler(handler)
+    assert [text for text in said if "OfMyOwn" in text and "host memory and not in files" in text]
+    assert len([text for text in said if "OfMyOwn" in text]) == 1
+    assert "files" not in stats(model, optimizer).bytes_by_place
+
+
+def test_an_optimizer_whose_state_cannot_be_in_files_is_told_once(tmp_path: Path) -> None:
+    run_ranks(step_with_a_class_of_my_own, 1, tmp_path)
 
 
 def with_a_slow_disk(rank: int, world_size: int, folder: Path, steps: int) -> None:
@@ -203,6 +256,88 @@ def test_a_disk_that_fails_is_told_with_rank_unit_and_folder_and_the_last_checkp
     tmp_path: Path,
 ) -> None:
     run_ranks(fail_and_recover, 2, tmp_path)
+
+
+def fill_the_disk(rank: int, world_size: int, folder: Path) -> None:
+    """No space after two units of the first step: refused until a load, then as ever."""
+    place = f"nvme:{folder}"
+    model, optimizer = make(3, "fp32", place, "adamw")
+    save(folder / "saved", model, optimizer)
+    expected = train(*make(3, "fp32", place, "adamw"), 2)
+    reserve, left = System.reserve, [1, 1]
+
+    def fill(self: System, fd: int, num_bytes: int) -> None:
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left.pop()
+        reserve(self, fd, num_bytes)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError, match="are needed in"):
+        patch.setattr(System, "reserve", fill)
+        train(model, optimizer, 1)
+    with pytest.raises(StateError, match=r"failed part of the way: rank .* are needed in"):
+        model(torch.ones(3, 8))
+    optimizer.zero_grad()
+    load(folder / "saved", model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert_same(train(model, optimizer, 2), expected)
+
+
+def test_a_disk_that_is_full_at_the_first_step_leaves_a_model_that_is_refused_until_a_load(
+    tmp_path: Path,
+) -> None:
+    run_ranks(fill_the_disk, 2, tmp_path)
+
+
+def store_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
+    writes = []
+    model, optimizer = make(3, "fp32", f"nvme:{folder}", "adamw")
+    model(torch.ones(3, 8)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateFile, "store", lambda self, held: writes.append(held))
+        patch.setattr(StateFile, "at_rest", lambda self, key: writes[-1][key])
+        optimizer.step(None)  # as accelerate calls it
+    assert len(writes) == len(engine_of(model).units)
+
+
+def test_a_first_step_without_a_closure_stores_the_state(tmp_path: Path) -> None:
+    run_ranks(store_at_the_first_step, 1, tmp_path)
+
+
+def fill_the_disk_of_rank_1(rank: int, world_size: int, folder: Path) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(System, "reserve", fail)
+        with pytest.raises((ConfigError, StorageError), match=r"(?s)rank 1.*No space left"):
+            shard(Stack(), offload=f"nvme:{folder}")
+
+
+def test_a_full_disk_of_one_rank_is_told_to_all_when_a_model_is_sharded(tmp_path: Path) -> None:
+    run_ranks(fill_the_disk_of_rank_1, 2, tmp_path)
+
+
+def draw_again(rank: int, world_size: int, folder: Path) -> None:
+    """Parameters that are drawn anew are those of the next forward pass."""
+    found = []
+    for stage, place in ((3, None), (1, None), (3, Offload(optimizer=f"nvme:{folder}"))):
+        model, _ = make(stage, "bf16", place, "adamw")
+        model(torch.ones(3, 8))
+        torch.manual_seed(1)
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight)
+        found.append(model(torch.ones(3, 8)).detach())
+    assert_same(found[1:], [found[0]] * 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_drawn_for_a_parameter_is_used_by_the_next_forward_pass(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(draw_again, world_size, tmp_path)
 
 
 def fill_the_host(rank: int, world_size: int, folder: Path) -> None:

@@ -586,3 +586,74 @@ def lives_as_ever(rank: int, world_size: int) -> None:
 
 def test_an_overlapped_optimizer_lives_and_ends_as_ever() -> None:
     run_ranks(lives_as_ever, 1)
+
+
+def call_hooks_at_the_first_step(rank: int, world_size: int) -> None:
+    """A hook of the user's that raises before a step means that there is none."""
+    runs = []
+    for offload in (None, "cpu"):
+        torch.manual_seed(0)
+        model = shard(Stack(), offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        seen: list[Tensor] = []
+        left = [1]
+
+        def refuse_once(*_: Any, left: list[int] = left) -> None:
+            if left:
+                raise KeyError(left.pop())
+
+        def look(*_: Any, model: Any = model, seen: list[Tensor] = seen) -> None:
+            seen += [param.full_tensor().clone() for param in model.parameters()]
+
+        optimizer.register_step_pre_hook(refuse_once)
+        optimizer.register_step_post_hook(look)
+        for step in range(3):
+            model(torch.linspace(-1, step + 1, 24).view(3, 8)).square().mean().backward()
+            try:
+                optimizer.step()
+            except KeyError:
+                assert step == 0
+            optimizer.zero_grad()
+        runs.append(seen + everything(model, optimizer))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_of_an_offloaded_models_optimizer_see_its_first_step_too(world_size: int) -> None:
+    run_ranks(call_hooks_at_the_first_step, world_size)
+
+
+def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
+    """Two optimizers share units; the step of one fails, that of the other takes a while."""
+    torch.manual_seed(0)
+    model = shard(Stack(), offload="cpu")
+    params = [*model.parameters()]
+    optimizers = [torch.optim.SGD(params[::2], lr=0.05), torch.optim.AdamW(params[1::2], lr=0.05)]
+    save(folder, model)
+    saved = [param.full_tensor().clone() for param in params]
+    plain = module.Apart.step
+
+    def step(self: Any) -> None:
+        if isinstance(self._optimizer, torch.optim.SGD):
+            raise ArithmeticError("no step today")
+        time.sleep(0.1)
+        plain(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for number in range(2):
+            if number:
+                patch.setattr(module.Apart, "step", step)
+            model(torch.linspace(-1, 1, 24).view(3, 8)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        load(folder, model)
+        for optimizer in optimizers:
+            vars(optimizer)["_shardwise_overlap"]._thread.shutdown()  # all that it had to do
+        assert_same([param.full_tensor() for param in params], saved)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_load_after_a_step_that_failed_waits_for_steps_that_go_on(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(load_while_another_steps, world_size, tmp_path / "saved")

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
-from shardwise.cli.plan_write import train_config_of
+from shardwise.cli.plan_write import _written_offload, planned_offload, train_config_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
+from shardwise.plan.candidate import Offload
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.quantities import parse_size
+from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 
 TINY = "dim: 32\nlayers: 2\nheads: 2\nseq: 16\nvocab: 64\n"
@@ -297,6 +300,22 @@ def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters
             assert sum(p.numel() for p in decoder.parameters()) == expected
     assert {"demo", "llama-3-8b", "mistral-7b", "smollm-135m"} <= set(found)
     assert not {"gpt2", "qwen2.5-7b", "qwen3-8b", "gemma-7b", "mpt-7b"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("stage", "asked", "planned"),
+    [
+        (1, "cpu", Offload("device", "host")),
+        (2, "nvme:/disk", Offload("host", "nvme")),
+        (3, "cpu", Offload("device", "host")),
+    ],
+)
+def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(
+    stage: int, asked: str, planned: Offload
+) -> None:
+    candidate: Any = SimpleNamespace(stage=3, offload=planned)
+    found = _written_offload(candidate, TrainConfig(stage=stage, offload=asked))
+    assert planned_offload(TrainConfig(stage=3, offload=found), 3) == planned
 
 
 def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:

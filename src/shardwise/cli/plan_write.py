@@ -105,9 +105,10 @@ def planned_offload(config: TrainConfig, stage: int) -> Offload:
     )
 
 
-def _written_offload(offload: Offload, config: TrainConfig) -> str | dict[str, Any] | None:
+def _written_offload(candidate: Candidate, config: TrainConfig) -> str | dict[str, Any] | None:
     """Return the key ``offload`` of a run that is as a plan has it."""
-    if offload == planned_offload(config, config.stage):
+    offload = candidate.offload
+    if offload == planned_offload(config, candidate.stage):
         return config.offload
     if offload == Offload():
         return None
@@ -211,7 +212,7 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
             **other,
             **{name: getattr(candidate, name) for name in (*ALIKE, *ALL_DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
-            "offload": _written_offload(candidate.offload, config),
+            "offload": _written_offload(candidate, config),
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,
             "global_batch": None,

@@ -20,6 +20,7 @@ from shardwise.comm.watch import name_ranks
 from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import DataAxes
 from shardwise.stages import Stage
@@ -101,6 +102,8 @@ def start_facts(
     facts += [f"shardwise {__version__}", f"torch {torch.__version__}"]
     for setting in fields(config):
         value = getattr(config, setting.name)
+        if isinstance(value, Offload):  # each rank may have a disk of its own
+            value = value.tiers
         facts.append(f"{setting.name}={value.number if isinstance(value, Stage) else value}")
     facts.append(f"init={getattr(init, '__qualname__', type(init).__name__)}")
     mesh = axes.mesh

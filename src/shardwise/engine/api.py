@@ -26,7 +26,7 @@ from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import Offload, OffloadLike, folders_of
 from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
@@ -78,7 +78,7 @@ def shard(
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
     **Raises** ConfigError, before anything is changed, naming the setting and the remedy; on all
-    ranks when they differ in version, setting or model, or when one of them refuses.
+    ranks when they differ in version, setting or model, or when one of them refuses (StorageError).
     """
     try:
         wanted = layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
@@ -90,7 +90,7 @@ def shard(
         specs = place_params(specs, with_experts(specs, placements, experts, mesh), axes, layout)
         adoption = Adoption(optimizer, specs)
         files = _open_files(config)
-    except ConfigError as refusal:
+    except (ConfigError, StorageError) as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
     comm = _agreed(start_facts(model, specs, config, axes, init, adoption), axes, device)
@@ -151,7 +151,7 @@ def _run_all_layers(model: nn.Module, engine: Engine) -> None:
 
 
 def _tell_other_ranks(
-    refusal: ConfigError,
+    refusal: ConfigError | StorageError,
     model: object,
     mesh: DeviceMesh | Axes | None,
     shard_axis: str | None,

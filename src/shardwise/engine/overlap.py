@@ -15,14 +15,16 @@ optimizers that work element by element, and saves what operations on sharded te
 Note [Optimizers of offloaded units]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Where slices live on the host nobody has to call ``overlap()``. From the first model with such units
-on, hooks of torch's see every optimizer's steps. One that has parameters of such units is given an
-overlap before its first step, which takes this step already: the optimizer's own code gets a copy
-without parameters. The hooks stay: one removed when a model is freed would be removed under the
-loop that calls it, if garbage is collected there.
+on, a hook of torch's sees every optimizer's steps. One that has parameters of such units is given
+an overlap before its first step, which takes this step already: the optimizer's own code gets a
+copy without parameters, and a hook after it, ahead of the user's, takes the step. The hooks stay:
+one removed when a model is freed would be removed under the loop that calls it, if garbage is
+collected there.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +51,7 @@ ELEMENTWISE = (
     *("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam"),
     "ASGD",
 )
+_LOG = logging.getLogger("shardwise")
 _OVERLAP = "_shardwise_overlap"
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - a type
 
@@ -61,9 +64,9 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
     parameter, clipping, saving and evaluating wait for what they need. ``threads`` are those of the
     step; None is as many as the caller has. See Note [A step behind the next forward pass].
 
-    Steps are plain, and block, where they make a parameter's state (the first with it), with a
-    closure, on an accelerator (where they do not block anyway), inside accumulation windows, and
-    while `unshard()` holds parameters in full.
+    Steps are plain, and block, where they make a parameter's state (the first with it), on an
+    accelerator (where they do not block anyway), inside accumulation windows, and while `unshard()`
+    holds parameters in full. A closure is called at once.
 
     **State** what ``p.to_local()`` gave before a step is written during it: take it again after.
     Plain tensors of the state (counts of steps, codes of 8-bit moments) are as far as the thread
@@ -97,21 +100,37 @@ def overlap_offloaded(units: Iterable[Unit]) -> None:
 @cache
 def _watch_first_steps() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_attach)
-    torch_optimizer.register_optimizer_step_post_hook(_step_first)
 
 
 def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Overlap an optimizer that should be; return what its own step does nothing with."""
-    if _OVERLAP in vars(optimizer) or not is_elementwise(optimizer):
+    if torch.compiler.is_compiling():  # the step itself says what to do
+        return None
+    made: _Overlap | None = vars(optimizer).get(_OVERLAP)
+    if made is not None:
+        made.is_begun = False  # a hook of the user's may have raised before the first step
         return None
     owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
-    if not any(owner is not None and owner.unit.home is not None for owner in owners):
+    homes = [owner.unit.home for owner in owners if owner is not None and owner.unit.home]
+    if homes and not is_elementwise(optimizer):
+        _tell_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
+    if not homes or not is_elementwise(optimizer):
         return None
     overlap(optimizer)
-    if len(args) > 1 or kwargs.get("closure") is not None:
-        return None
+    hooks = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(optimizer.register_step_post_hook(_step_first).id, last=False)
     vars(optimizer)[_OVERLAP].is_begun = True
     return (_without_params(optimizer), *args[1:]), kwargs
+
+
+def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
+    """Warn, at the first step, that the state will not lie in files."""
+    if has_files and not optimizer.state:
+        _LOG.warning(
+            "%s is not known to work element by element, so its step goes on as ever, and its "
+            "state is in host memory and not in files",
+            type(optimizer).__name__,
+        )
 
 
 def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -189,42 +208,59 @@ class _Overlap:
     ) -> Any:
         """Step now, or hand the units' steps to the thread."""
         self.finish()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        with_grad = [param for param in params if param.grad is not None]
-        none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
-        may_wait = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
-        stores = closure is None and self._stores(optimizer)
-        if closure is not None or not (may_wait or stores):
-            plain = self._plain_step or partial(type(optimizer).step, optimizer)
-            found = plain() if closure is None else plain(closure)
+        if closure is None and not self._may_start(optimizer) and not self._stores(optimizer):
+            with_grad = _with_grad(optimizer)
+            found = (self._plain_step or partial(type(optimizer).step, optimizer))()
             self._note_stepped(optimizer, with_grad)
             return found
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         for pre in chain(torch_optimizer._global_optimizer_pre_hooks.values(), before.values()):
             pre(optimizer, (optimizer,), {})
-        if may_wait and not stores:
+        loss = None
+        if closure is not None:  # which these optimizers call once, before anything else
+            with torch.enable_grad():
+                loss = closure()
+        if self._may_start(optimizer) and not self._stores(optimizer):
             self._start(optimizer)
         else:
             self.step_now(optimizer)
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
             post(optimizer, (optimizer,), {})
-        return None
+        return loss
+
+    def _may_start(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether the step may go on in the background; alike on all ranks."""
+        with_grad = _with_grad(optimizer)
+        none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
+        return not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
 
     def step_now(self, optimizer: Any) -> None:
         """Step plainly, without the hooks around it."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        with_grad = [param for param in params if param.grad is not None]
+        with_grad = _with_grad(optimizer)
         if self._stores(optimizer):
-            for unit, part in _by_unit(optimizer).items():  # see Note [State in files]
+            self._step_and_store(optimizer)
+        else:
+            type(optimizer).step.__wrapped__(optimizer)
+        self._note_stepped(optimizer, with_grad)
+
+    def _step_and_store(self, optimizer: Any) -> None:
+        """Step unit by unit; see Note [State in files]. A failure leaves the models unusable."""
+        found = _by_unit(optimizer)
+        try:
+            for unit, part in found.items():
                 step, _ = _part_of_step(optimizer, part)
                 if unit is not None and self._stored.needs_storing(optimizer, unit):
                     self._stored.step_and_store(optimizer, unit, step)
                 else:
                     step()
-        else:
-            type(optimizer).step.__wrapped__(optimizer)
-        self._note_stepped(optimizer, with_grad)
+        except Exception as failure:
+            why = f"the optimizer's step failed part of the way: {failure} Then load() a checkpoint"
+            for engine in {unit.scheduler for unit in found if unit is not None}:
+                conditions = getattr(engine, "conditions", None)
+                if conditions is not None:
+                    conditions.refuse(why)
+            raise
 
     def _stores(self, optimizer: Any) -> bool:
         """Tell whether a step has to store the state of units anew."""
@@ -284,6 +320,11 @@ class _Overlap:
             return _part_of_step(optimizer, params)
         step = self._stored.step_of(optimizer, unit, Apart(optimizer, params))
         return step, step.tensors
+
+
+def _with_grad(optimizer: Any) -> list[torch.Tensor]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [param for param in params if param.grad is not None]
 
 
 def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:

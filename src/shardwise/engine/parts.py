@@ -122,7 +122,7 @@ class Parts:
                     finish_all(unit.writes)
                 except ShardError as failure:
                     for step in (*unit.steps, *unit.writes):
-                        step.release()
+                        step.give_up()
                     unit.steps, unit.writes = [], []
                     engine.conditions.refuse(str(failure))
 

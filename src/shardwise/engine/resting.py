@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.overlap import is_elementwise
 from shardwise.offload.disk import Disk
 from shardwise.unit.home import NO_FILES, Files
 from shardwise.unit.plain_state import owner_of
@@ -31,12 +32,13 @@ def bytes_by_place(
                 found[_place(unit, None)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
                 found[_place(unit, files.grads)] += elements_of(param.grad).nbytes
+    rests_in_files = optimizer is not None and is_elementwise(optimizer)
     for each, state in () if optimizer is None else optimizer.state.items():
         owner = owner_of(each)
         for value in state.values():
             if isinstance(value, DTensor) and owner is not None:
-                place = _place(owner.unit, _files_of(owner.unit).optimizer)
-                found[place] += elements_of(value).nbytes
+                disk = _files_of(owner.unit).optimizer if rests_in_files else None
+                found[_place(owner.unit, disk)] += elements_of(value).nbytes
             elif isinstance(value, torch.Tensor):
                 found["device" if owner is None else _place(owner.unit, None)] += value.nbytes
     return dict(found)

@@ -71,4 +71,5 @@ def draw(
     if name in LIKE:
         return tensor.wrap(drawn.detach().clone(), tensor._cut, None, drawn.requires_grad)
     tensor._local_tensor.copy_(drawn)
+    torch.autograd.graph.increment_version(tensor._local_tensor)  # full copies are stale now
     return tensor

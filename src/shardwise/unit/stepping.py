@@ -58,8 +58,13 @@ class BackgroundStep:
             self.release()
         self._done.set()
 
+    def give_up(self) -> None:
+        """Wait until it is over, well or not; let a load replace what it has left."""
+        self._done.wait()
+        self.release()
+
     def release(self) -> None:
-        """Let the tensors be read as ever; those of a step that failed, for a load."""
+        """Let the tensors be read as ever."""
         for tensor in self._tensors:
             tensor.__class__ = type(tensor).__bases__[0]
             del vars(tensor)[_STEP]
