@@ -3,8 +3,9 @@
 The model is a chain of linear layers with AdamW, on one rank. Cases take turns, step by step:
 ``plain`` keeps everything in memory and steps plainly; ``cpu`` and ``files`` are `shard(offload=)`
 with state in host memory and in files of ``--folder``. A step with many tokens hides what is read
-and written behind its forward and backward pass, one with few cannot. Beside them stands what the
-same bytes take by plain direct I/O, measured in the same run by ``benchmarks/disk.py``'s way.
+and written behind its forward and backward pass, one with few cannot. Beside them stands how long
+the same bytes take to be read and written alone (``benchmarks/disk.py`` holds that against plain
+direct I/O).
 
     python benchmarks/offload.py --folder /local/ssd --width 1024 --depth 16 --tokens 64 1024
 
@@ -48,8 +49,10 @@ class Chain(nn.Module):
         return x
 
 
-def stepper(case: str, folder: Path, width: int, depth: int) -> Callable[[int], None]:
-    """Return what trains one step on so many tokens."""
+def stepper(
+    case: str, folder: Path, width: int, depth: int
+) -> tuple[Callable[[int], None], torch.optim.Optimizer]:
+    """Return what trains one step on so many tokens, and its optimizer."""
     offload = {"plain": None, "cpu": "cpu", "files": f"nvme:{folder}"}[case]
     torch.manual_seed(0)
     model: Any = shardwise.shard(Chain(width, depth), units=nn.Linear, offload=offload)
@@ -61,7 +64,7 @@ def stepper(case: str, folder: Path, width: int, depth: int) -> Callable[[int], 
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return step, optimizer
 
 
 def counted_bytes(disk_bytes: dict[str, int]) -> None:
@@ -101,7 +104,8 @@ def direct_io_s(folder: Path, unit_bytes: int, num_units: int) -> float:
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Return one row for each number of tokens and case."""
     disk_bytes = {"read": 0, "write": 0}
-    steps = {case: stepper(case, folder, args.width, args.depth) for case in CASES}
+    made = {case: stepper(case, folder, args.width, args.depth) for case in CASES}
+    steps = {case: step for case, (step, _) in made.items()}
     for case in CASES:
         for _ in range(3):
             steps[case](args.tokens[0])
@@ -110,6 +114,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for tokens in args.tokens:
         times: dict[str, list[float]] = {case: [] for case in CASES}
         cpu: dict[str, list[float]] = {case: [] for case in CASES}
+        made["files"][1].state_dict()
         disk_bytes.update(read=0, write=0)
         for _ in range(args.steps):
             for case in CASES:
@@ -118,6 +123,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 steps[case](tokens)  # the second waits for what the first has left to the thread
                 times[case].append((time.perf_counter() - begin_s) / 2)
                 cpu[case].append((time.process_time() - begin_cpu_s) / 2)
+        made["files"][1].state_dict()  # waits for the last step
+        moved = {name: count // (2 * args.steps) for name, count in disk_bytes.items()}
         unit_bytes = 8 * args.width**2
         direct_s = [direct_io_s(folder, unit_bytes, args.depth) for _ in range(3)]
         plain_s = statistics.median(times["plain"])
@@ -131,8 +138,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     "step_s": step_s,
                     "x_plain": step_s / plain_s,
                     "cpu_s": statistics.median(cpu[case]),
-                    "read_bytes": disk_bytes["read"] // (2 * args.steps) if in_files else 0,
-                    "written_bytes": disk_bytes["write"] // (2 * args.steps) if in_files else 0,
+                    "read_bytes": moved["read"] if in_files else 0,
+                    "written_bytes": moved["write"] if in_files else 0,
                     "direct_io_s": statistics.median(direct_s) if in_files else 0.0,
                 }
             )
