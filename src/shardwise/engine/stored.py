@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.apart import Apart
+from shardwise.errors import StorageError
 from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
 from shardwise.unit.state_file import Key, StateFile
@@ -75,6 +77,7 @@ class StoredStep:
         self._buffer: Buffer | None = None
         self._read: Transfer | None = None
         self._write: Transfer | None = None
+        self._error: BaseException | None = None
         self._is_over = threading.Event()
 
     @property
@@ -86,8 +89,13 @@ class StoredStep:
     def begin(self, *, if_free: bool = False) -> None:
         """Begin to read the state; ``if_free``: only if there is memory for it now."""
         if self._buffer is None and (self._file.disk.has_free or not if_free):
-            self._buffer = self._file.disk.take()
-            self._read = self._file.start_read(self._buffer.memory)
+            buffer = self._file.disk.take()
+            try:
+                self._read = self._file.start_read(buffer.memory)
+            except BaseException:
+                buffer.release()
+                raise
+            self._buffer = buffer
 
     def step(self, following: StoredStep | None) -> None:
         """Step, begin to write, and before that to read what the step that follows needs."""
@@ -96,7 +104,8 @@ class StoredStep:
             assert self._buffer is not None and self._read is not None
             self._read.wait()
             if following is not None:
-                following.begin(if_free=True)
+                with suppress(StorageError):  # it begins again, and says then what is wrong
+                    following.begin(if_free=True)
             memory = self._buffer.memory
             brought = {key: self._file.brought(key, memory) for key in self.state}
             for key, tensor in self.state.items():
@@ -105,16 +114,20 @@ class StoredStep:
             for key, replaced in self._apart.step_with(brought).items():
                 brought[key].copy_(replaced)
             self._write = self._file.start_write(memory, self._buffer.release)
-        finally:
-            if self._write is None and self._buffer is not None:
+        except BaseException as error:
+            self._error = error
+            if self._buffer is not None:
                 self._buffer.release()
+            raise
+        finally:
             self._is_over.set()
 
     def finish(self) -> None:
         """Return when the state is in its file."""
         self._is_over.wait()
-        if self._write is None:
-            raise RuntimeError("its step failed, so its state was not written")
+        if self._error is not None:
+            raise self._error
+        assert self._write is not None
         self._write.wait()
         for key, tensor in self.state.items():
             set_elements(tensor, self._file.at_rest(key))
