@@ -30,7 +30,6 @@ from torch import nn
 
 import shardwise
 from shardwise.offload.disk import Disk
-from shardwise.unit.home import host_bytes
 
 CASES = ("plain", "cpu", "files")
 
@@ -85,7 +84,7 @@ PLAIN: dict[str, Any] = {}
 
 def direct_io_s(folder: Path, unit_bytes: int, num_units: int) -> float:
     """Return how long it takes to read and write the same units at once, and nothing else."""
-    disk = Disk([folder], 0, 0, host_bytes, 0)
+    disk = Disk([folder], 0, 0, torch.empty, 0)
     memory = torch.zeros(unit_bytes + 4096, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 4096 :][:unit_bytes]
     files = [disk.file(str(number), unit_bytes) for number in range(num_units)]

@@ -12,18 +12,11 @@ from shardwise.errors import ConfigError
 from shardwise.homes import resolve_offload
 from shardwise.interop.deepspeed.settings import from_deepspeed
 from shardwise.train.config import load_config
+from test_deepspeed_settings import leaves
 
 
 def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **keys}}
-
-
-def leaves(block: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in block.items():
-        inner = leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-        found += inner
-    return found
 
 
 def on(device: str, **others: Any) -> dict[str, Any]:

@@ -64,21 +64,25 @@ class ComposedCell:
         return TrainConfig(**{**(MIXED if self.mixed else DENSE), **self.settings})
 
     def candidate(self, num_ranks: int) -> Candidate:
-        config, axes = self.config, self.config.axes.over(num_ranks)
-        return Candidate(
-            stage=config.stage,
-            num_shards=axes.dp_shard,
-            num_replicas=axes.dp_replicate,
-            **{name: getattr(axes, name) for name in ALL_DEGREES},
-            precision=config.precision,
-            layout=config.layout,
-            micro_batch=config.micro_batch,
-            accumulation=config.accumulation or 1,
-            activation_checkpointing="full" if config.activation_checkpointing else "none",
-            pp_schedule=config.pp_schedule,
-            cp_method=config.cp_method,
-            transport="point_to_point",
-        )
+        return candidate_of(self.config, num_ranks)
+
+
+def candidate_of(config: TrainConfig, num_ranks: int) -> Candidate:
+    axes = config.axes.over(num_ranks)
+    return Candidate(
+        stage=config.stage,
+        num_shards=axes.dp_shard,
+        num_replicas=axes.dp_replicate,
+        **{name: getattr(axes, name) for name in ALL_DEGREES},
+        precision=config.precision,
+        layout=config.layout,
+        micro_batch=config.micro_batch,
+        accumulation=config.accumulation or 1,
+        activation_checkpointing="full" if config.activation_checkpointing else "none",
+        pp_schedule=config.pp_schedule,
+        cp_method=config.cp_method,
+        transport="point_to_point",
+    )
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import shardwise
+from composed_cells import candidate_of
 from ranks import run_ranks
 from shardwise.parallel.context import ContextParallel
-from shardwise.plan.candidate import ALL_DEGREES, Candidate
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
@@ -59,21 +60,6 @@ def _sent(config: TrainConfig, num_ranks: int) -> Any:
                         pipeline.step(*inputs)
         model.zero_grad()
     return dict(counted.sent_bytes), dict(counted.num_collectives)
-
-
-def candidate_of(config: TrainConfig, num_ranks: int) -> Candidate:
-    axes = config.axes.over(num_ranks)
-    return Candidate(
-        num_shards=axes.dp_shard,
-        **{name: getattr(axes, name) for name in ALL_DEGREES},
-        precision=config.precision,
-        micro_batch=config.micro_batch,
-        accumulation=config.accumulation or 1,
-        activation_checkpointing="full" if config.activation_checkpointing else "none",
-        pp_schedule=config.pp_schedule,
-        cp_method=config.cp_method,
-        transport="point_to_point",
-    )
 
 
 def model_of(config: TrainConfig) -> ShapedModel:

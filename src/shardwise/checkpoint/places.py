@@ -88,7 +88,9 @@ class Place:
             return found
         shape, home = self.param.cut.local_shape, self.param.unit.home
         if home is not None and home.files.optimizer is not None:
-            return self.param.form.like(home.state(prod(shape), dtype).view(shape))
+            return self.param.form.like(
+                home.in_file(home.files.optimizer, prod(shape), dtype).view(shape)
+            )
         return self.param.form.like(torch.empty(shape, dtype=dtype, device=self.data.device))
 
 

@@ -33,9 +33,7 @@ class Apart:
             values = {key: self._local(v) for key, v in optimizer.state.get(param, {}).items()}
             state[stand_in] = dict(values)
             self._given.append((param, stand_in, values))
-        self._optimizer: Any = object.__new__(type(optimizer))
-        vars(self._optimizer).update(vars(optimizer))
-        vars(self._optimizer).update(param_groups=groups, state=state)
+        self._optimizer = optimizer_like(optimizer, groups, state)
 
     def _local(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -81,6 +79,14 @@ class Apart:
         alike = isinstance(value, torch.Tensor) and value.shape == elements_of(param).shape
         owner = owner_of(param) if alike and value.ndim else None
         self._state[param][key] = value if owner is None else owner.form.like(value)
+
+
+def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
+    """Return an optimizer of the same class that has other groups and another state."""
+    made = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    vars(made).update(param_groups=groups, state=state)
+    return made
 
 
 def _kept(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.comm.exchange import Exchange
 from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, ShardConfig, resolve_config
-from shardwise.device import current_device
+from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, refusal_facts, start_facts
 from shardwise.engine.host_room import check_host_room
@@ -33,7 +34,7 @@ from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.offload.disk import Disk
 from shardwise.trace import FullParamLedger, Stats, Traffic
-from shardwise.unit.home import NUM_BUFFERS, Files, host_bytes
+from shardwise.unit.home import NUM_BUFFERS, Files
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
@@ -130,8 +131,9 @@ def _open_files(config: ShardConfig) -> Files:
     """Open the folders that are to have state in files. **Raises** ConfigError if one has none."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     offload = config.offload or Offload()
+    buffer = partial(host_buffer, device=torch.device("cpu"))  # for steps, which are on the host
     kinds = [folders_of(place) for place in (offload.params, offload.grads, offload.optimizer)]
-    disks = {f: Disk([*map(Path, f)], 0, NUM_BUFFERS, host_bytes, rank) for f in kinds if f}
+    disks = {f: Disk([*map(Path, f)], 0, NUM_BUFFERS, buffer, rank) for f in kinds if f}
     return Files(*(disks.get(folders) for folders in kinds))
 
 

@@ -32,13 +32,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine.apart import Apart
+from shardwise.engine.apart import Apart, optimizer_like
 from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.errors import ConfigError
 from shardwise.unit.partial import PartialGrad
@@ -112,15 +112,16 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return None
     owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
     homes = [owner.unit.home for owner in owners if owner is not None and owner.unit.home]
-    if homes and not is_elementwise(optimizer):
+    if not homes:
+        return None
+    if not is_elementwise(optimizer):
         _tell_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
-    if not homes or not is_elementwise(optimizer):
         return None
     overlap(optimizer)
     hooks = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(optimizer.register_step_post_hook(_step_first).id, last=False)
     vars(optimizer)[_OVERLAP].is_begun = True
-    return (_without_params(optimizer), *args[1:]), kwargs
+    return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
 
 
 def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
@@ -139,13 +140,6 @@ def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if made is not None and made.is_begun:
         made.is_begun = False
         made.step_now(optimizer)
-
-
-def _without_params(optimizer: Any) -> Any:
-    made = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    vars(made).update(param_groups=[], state=defaultdict(dict))
-    return made
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
@@ -208,7 +202,8 @@ class _Overlap:
     ) -> Any:
         """Step now, or hand the units' steps to the thread."""
         self.finish()
-        if closure is None and not self._may_start(optimizer) and not self._stores(optimizer):
+        way = None if closure is not None else self._way(optimizer)
+        if way == "plainly":
             with_grad = _with_grad(optimizer)
             found = (self._plain_step or partial(type(optimizer).step, optimizer))()
             self._note_stepped(optimizer, with_grad)
@@ -221,7 +216,8 @@ class _Overlap:
         if closure is not None:  # which these optimizers call once, before anything else
             with torch.enable_grad():
                 loss = closure()
-        if self._may_start(optimizer) and not self._stores(optimizer):
+            way = self._way(optimizer)
+        if way == "behind":
             self._start(optimizer)
         else:
             self.step_now(optimizer)
@@ -229,11 +225,14 @@ class _Overlap:
             post(optimizer, (optimizer,), {})
         return loss
 
-    def _may_start(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether the step may go on in the background; alike on all ranks."""
+    def _way(self, optimizer: torch.optim.Optimizer) -> Literal["storing", "behind", "plainly"]:
+        """Return how to step: storing state anew, in the background, or plainly."""
+        if self._stores(optimizer):
+            return "storing"
         with_grad = _with_grad(optimizer)
         none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
-        return not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
+        waits = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
+        return "behind" if waits else "plainly"
 
     def step_now(self, optimizer: Any) -> None:
         """Step plainly, without the hooks around it."""

@@ -74,11 +74,6 @@ class Disk:
         self._ring = Ring(num_buffers, buffer_bytes, make_memory)
 
     @property
-    def held_bytes(self) -> int:
-        """Host memory of the ring."""
-        return self._ring.num_buffers * self._ring.buffer_bytes
-
-    @property
     def where(self) -> str:
         """The folders, for people."""
         return ", ".join(str(folder.path) for folder in self._folders)

@@ -36,11 +36,6 @@ NO_FILES = Files()
 NUM_BUFFERS = 3  # of a disk: one is read into, one stepped, one written
 
 
-def host_bytes(num_bytes: int) -> torch.Tensor:
-    """Return host memory for a disk's buffers, which serve steps on the host alone."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
 @dataclass(frozen=True)
 class Home:
     """Where slices live (``place``), and how they travel to the ``device`` and back.
@@ -66,19 +61,7 @@ class Home:
             for (kind, place), disk in zip(places, disks, strict=True)
         )
 
-    def slices(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros for slices of parameters."""
-        if self.files.params is not None:
-            return self._in_file(self.files.params, numel, dtype)
-        return self.memory(numel, dtype).zero_()
-
-    def state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros for a part of an optimizer's state."""
-        if self.files.optimizer is not None:
-            return self._in_file(self.files.optimizer, numel, dtype)
-        return self.memory(numel, dtype).zero_()
-
-    def _in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
         return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
@@ -110,7 +93,7 @@ class Home:
         """Start copying flat values home, cast on the device; return where they will be."""
         stream = self.time.evict_stream
         if self.files.grads is not None:
-            brought = self._in_file(self.files.grads, values.numel(), dtype)
+            brought = self.in_file(self.files.grads, values.numel(), dtype)
         else:
             brought = self.memory(values.numel(), dtype)
         with follow_current(self.time, stream):

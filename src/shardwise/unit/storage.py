@@ -61,7 +61,12 @@ class Storage:
             if self.home is None:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
             else:
-                self.master = self.home.slices(numel, master_dtype)
+                disk = self.home.files.params
+                self.master = (
+                    self.home.memory(numel, master_dtype).zero_()
+                    if disk is None
+                    else self.home.in_file(disk, numel, master_dtype)
+                )
         self._full_data, self._master_data = self.full.data, self.master.data
         self._copy: torch.Tensor | None = None  # of the slices, where these are away
         self._copied_version: int | None = None
