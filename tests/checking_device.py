@@ -22,7 +22,8 @@ of operations on it, and scalars made of nothing; a copy between both runs on th
 and the host waits for it unless it is ``non_blocking`` and the memory page-locked.
 
 A step in the background runs at once, as another timeline: it follows what the host had seen when
-it was handed over, and the host follows it where it waits for it.
+it was handed over, and the host follows it where it waits for it. What waits for the end of steps
+runs where somebody waits for it, so that nothing is ordered by it before.
 
 Operations are seen by a dispatch mode, collectives too. Mistakes are collected, so that ranks stay
 together, and raised at the end (a use of freed memory at once: it would end the process).
@@ -165,6 +166,7 @@ class CheckingDevice:
         self._works: dict[int, tuple[Any, Clock, bool, object]] = {}
         self._wait = Work.wait
         self._steps: dict[int, tuple[BackgroundStep, Clock]] = {}
+        self.late_steps: dict[int, Callable[[], None]] = {}
         self._context = ExitStack()
         self.num_operations = self.num_collectives = 0
 
@@ -182,6 +184,9 @@ class CheckingDevice:
             self._register(made, on_host=True, is_pinned=pinned).is_blank = True
         return made
 
+    def is_page_locked(self, tensor: Tensor) -> bool:
+        return self.memory_of(tensor).is_pinned
+
     # -- the context
     def __enter__(self) -> Self:
         for target, name, make in (
@@ -196,7 +201,9 @@ class CheckingDevice:
             patched = mock.patch.object(target, name, make(getattr(target, name)))
             self._context.enter_context(patched)
         self._context.enter_context(mock.patch.object(collectives, "time_of", lambda _: self))
-        step_in_turn = mock.patch.object(overlap, "ThreadPoolExecutor", lambda *_: _InTurn(self))
+        step_in_turn = mock.patch.object(
+            overlap, "ThreadPoolExecutor", lambda _, name: _InTurn(self, "store" in name)
+        )
         self._context.enter_context(step_in_turn)
         wait_for_step = self._step_wait_of(BackgroundStep.wait)
         self._context.enter_context(mock.patch.object(BackgroundStep, "wait", wait_for_step))
@@ -356,6 +363,8 @@ class CheckingDevice:
 
     def _step_wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def checked(step: BackgroundStep) -> None:
+            if id(step) in self.late_steps:
+                self.run_step(self.late_steps.pop(id(step)))
             wait(step)
             if not self.is_blind:
                 self.host.join(self._steps[id(step)][1])
@@ -528,13 +537,17 @@ class CheckingDevice:
 
 @dataclass(frozen=True)
 class _InTurn:
-    """Stands for the thread that steps."""
+    """Stands for the thread that steps, or (``is_late``) for the one that waits for steps."""
 
     device: CheckingDevice
+    is_late: bool
 
     def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
         done: Future[None] = Future()
-        if isinstance(getattr(call, "__self__", None), BackgroundStep):
+        step = getattr(call, "__self__", None)
+        if isinstance(step, BackgroundStep) and self.is_late:
+            self.device.late_steps[id(step)] = call
+        elif isinstance(step, BackgroundStep):
             self.device.run_step(call)
         else:
             call(*args)

@@ -18,7 +18,7 @@ Reading order, which is also the import order (a file imports only from what sta
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
-    offload/                  state in files, and the host memory that it passes
+    offload/                  state away from the device: files, and buffers that it passes
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
     optim/                    steps of our own: AdamW with small moments

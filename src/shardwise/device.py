@@ -166,6 +166,9 @@ class DeviceTime(Protocol):
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Return uninitialised host memory; page-locked, so that copies need not block."""
 
+    def is_page_locked(self, tensor: torch.Tensor) -> bool:
+        """Tell whether copies of this host memory need not block."""
+
 
 @contextmanager
 def follow_current(time: DeviceTime, stream: Stream) -> Iterator[None]:
@@ -201,6 +204,10 @@ class HostTime:
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Return uninitialised memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def is_page_locked(self, tensor: torch.Tensor) -> bool:
+        """Nothing need be: copies block, and are not needed."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -252,6 +259,9 @@ class _AcceleratorTime:
 
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def is_page_locked(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
 
 
 @cache

@@ -18,7 +18,8 @@ class Offload:
     step runs. ``optimizer`` is its state. Several folders, with commas between them, share the
     bytes. ``fraction`` of the bytes are away, rounded up to whole units; the first units stay on
     the device, as the next forward pass waits for their step. ``step_on`` is where the optimizer
-    steps; None is "host" where its state is away.
+    steps; None is "host". On the "device", what a unit's step takes passes it in loads of a fixed
+    size, for optimizers that work element by element.
     """
 
     params: str = "device"
@@ -28,11 +29,11 @@ class Offload:
     step_on: Literal["host", "device"] | None = None
 
     @property
-    def tiers(self) -> tuple[str, str, str, float]:
+    def tiers(self) -> tuple[str, str, str, float, str]:
         """What must be alike on all ranks: everything but the folders."""
         places = (self.params, self.grads or "", self.optimizer)
         params, grads, optimizer = (place.partition(":")[0] for place in places)
-        return params, grads, optimizer, self.fraction
+        return params, grads, optimizer, self.fraction, self.step_on or "host"
 
 
 def folders_of(place: str | None) -> tuple[str, ...]:
@@ -74,7 +75,9 @@ def resolve_offload(asked: OffloadLike) -> Offload | None:
         raise ConfigError(f"offload: step_on={asked.step_on!r}: expected 'host' or 'device'")
     _check_combination(asked)
     is_away = asked.optimizer != "device" and asked.fraction > 0
-    return replace(asked, grads=asked.grads or "cpu", step_on="host") if is_away else None
+    if not is_away:
+        return None
+    return replace(asked, grads=asked.grads or "cpu", step_on=asked.step_on or "host")
 
 
 def _tier(place: object) -> str | None:
@@ -86,19 +89,19 @@ def _tier(place: object) -> str | None:
 
 
 def _check_combination(asked: Offload) -> None:
-    if asked.step_on == "device":
+    if asked.step_on == "host" and asked.optimizer == "device":
         raise ConfigError(
-            "offload: step_on='device' is not there yet; leave it out, and the optimizer steps on "
-            "the host"
+            "offload: step_on='host' with optimizer='device': the state would be on the device, "
+            "and the step is where its state is; leave step_on out, or let optimizer= be 'cpu'"
         )
     if asked.optimizer == "device" and asked.params != "device":
         raise ConfigError(
-            f"offload: params={asked.params!r} with optimizer='device': an optimizer steps where "
-            "its parameters rest; let optimizer= be 'cpu' or 'nvme:FOLDER'"
+            f"offload: params={asked.params!r} with optimizer='device': an optimizer's state "
+            "rests where its parameters do; let optimizer= be 'cpu' or 'nvme:FOLDER'"
         )
     if asked.grads is not None and (asked.grads == "device") != (asked.optimizer == "device"):
         wanted = "'device'" if asked.optimizer == "device" else "'cpu' or 'nvme:FOLDER'"
         raise ConfigError(
-            f"offload: grads={asked.grads!r}: gradients rest where the optimizer steps; leave it "
+            f"offload: grads={asked.grads!r}: gradients rest with the optimizer's state; leave it "
             f"out, or use {wanted}"
         )

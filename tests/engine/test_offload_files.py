@@ -485,10 +485,10 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_changed(
         (3, "a shardwise.Offload or None"),
         (Offload(params="gpu"), "params='gpu': expected 'device', 'cpu'"),
         (Offload(optimizer="cpu", fraction=1.5), "fraction=1.5: expected a number from 0 to 1"),
-        (Offload(params="cpu"), "an optimizer steps where its parameters rest"),
+        (Offload(params="cpu"), "state rests where its parameters do"),
         (Offload(optimizer="cpu", grads="device"), "use 'cpu' or 'nvme:FOLDER'"),
         (Offload(grads="cpu"), "leave it out, or use 'device'"),
-        (Offload(optimizer="cpu", step_on="device"), "not there yet"),
+        (Offload(step_on="host"), "the step is where its state is"),
         (Offload(optimizer="cpu", step_on="gpu"), "expected 'host' or 'device'"),  # type: ignore[arg-type]
     ],
 )

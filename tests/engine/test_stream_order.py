@@ -25,11 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from checking_device import CheckingDevice, StreamError
 from models import Stack
 from ranks import run_ranks, run_sizes
-from shardwise import accumulate, gathered, overlap, shard
+from shardwise import Offload, accumulate, gathered, optim, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.device import follow_current
+from shardwise.engine.streamed import StreamedStep
 from shardwise.interop.fsdp2 import fully_shard
+from shardwise.offload.lane import Lane
 from shardwise.unit import backend_sum, home
 from shardwise.unit.rank_order import _Part
 from shardwise.unit.reduce import Reduction
@@ -308,6 +310,22 @@ add("by block, on a stream", partial(by_block, on_own_stream=True))
 for stage in range(4):
     options = {"offload": "cpu", "make_optimizer": behind, "steps": 3}
     add(f"stage {stage}, slices at home, stepped behind", partial(sharded, stage=stage, **options))
+STEPPED_ON_DEVICE = {
+    "AdamW": adamw,
+    "momentum": momentum,
+    "8 bits": partial(optim.AdamW, lr=0.1, moments="8bit", block=16),
+}
+ON_DEVICE = "slices at home, stepped on the device by AdamW"
+for name, of in STEPPED_ON_DEVICE.items():
+    add(
+        f"slices at home, stepped on the device by {name}",
+        partial(
+            sharded,
+            offload=Offload("cpu", "cpu", "cpu", step_on="device"),
+            make_optimizer=of,
+            steps=3,
+        ),
+    )
 add(
     "by block, offloaded, stepped behind",
     partial(by_block, offload_policy=CPUOffloadPolicy(), make_optimizer=behind, steps=3),
@@ -457,6 +475,26 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         blind(Unit, "finish_steps"),
         "stage 3, slices at home, stepped behind",
         r"on the fetch stream, reads .* on the thread that steps, writes it",
+    ),
+    "a step on the device begins before its gradients have come": (
+        blind(Lane, "run"),
+        ON_DEVICE,
+        r"on stream \d+, (reads|writes) .* while copy_ \(lane.py:\d+\), on stream \d+, writes it",
+    ),
+    "what was stepped on the device goes back too early": (
+        blind(Lane, "_take_back"),
+        ON_DEVICE,
+        r"copy_ \(lane.py:\d+\), on stream \d+, reads .* on stream \d+, writes it",
+    ),
+    "memory of a lane is filled before what was in it has left": (
+        blind(Lane, "_bring"),
+        ON_DEVICE,
+        r"copy_ \(lane.py:\d+\), on stream \d+, writes .* while .* on stream \d+, reads it",
+    ),
+    "slices are fetched before they are back from their step": (
+        blind(StreamedStep, "finish"),
+        ON_DEVICE,
+        r"while copy_ \(lane.py:\d+\), on stream \d+, writes it",
     ),
     "slices are cast on the host before they are stepped": (
         blind(BackgroundStep, "wait"),

@@ -169,7 +169,7 @@ def _memory_table(plan: Plan) -> RenderableType:
         table.add_row(name, format_bytes(num_bytes), "beside the tensors")
     for name, num_bytes in (("host", plan.played.host_bytes), ("NVMe", plan.played.nvme_bytes)):
         if num_bytes:
-            table.add_row(f"on {name}", format_bytes(num_bytes), "planned; not in the engine yet")
+            table.add_row(f"on {name}", format_bytes(num_bytes), "off the device")
     others = ", ".join(
         f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
         for m in plan.played.peaks

@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.placements import local_of
-from shardwise.unit.plain_state import owner_of
-from shardwise.unit.stepping import elements_of
+from shardwise.offload.lane import Copies, Load, cut
+from shardwise.unit.plain_state import PLAIN_SCALARS, owner_of
+
+_MULTIPLE = 1 << 12  # elements: more than any kernel works on at once, so no rounding depends on it
+MakeHostMemory = Callable[[int, torch.dtype], torch.Tensor]
+Mirror = Callable[[Any], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One parameter: what this rank has of it, of its gradient and of its state.
+
+    ``made`` is what steps on a device have made beside ``values``, or have instead of them.
+    """
+
+    group: int
+    param: Any
+    local: torch.Tensor
+    grad: torch.Tensor
+    values: dict[str, Any]
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def is_cut_alike(self, key: str, value: Any) -> bool:
+        """Tell whether a part of the state has one element for each of the parameter's."""
+        is_tensor = isinstance(value, torch.Tensor) and key not in PLAIN_SCALARS
+        return is_tensor and value.shape == self.local.shape
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """The parts of the state that are cut like the parameter."""
+        return [value for key, value in self.values.items() if self.is_cut_alike(key, value)]
+
+    @property
+    def bytes_of_element(self) -> int:
+        """Bytes of one element of all that a step reads."""
+        return sum(each.element_size() for each in (self.local, self.grad, *self.state))
 
 
 class Apart:
@@ -19,21 +54,24 @@ class Apart:
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Any]]) -> None:
         self.sharded: list[DTensor] = []
-        self._given: list[tuple[Any, Any, dict[str, Any]]] = []
+        self._like = optimizer_like(
+            optimizer, [], {}
+        )  # as it is now: a loss scaler sets attributes
         self._state = optimizer.state
-        groups = [
-            {key: _kept(value) for key, value in group.items() if key != "params"} | {"params": []}
+        self._options = [
+            {key: _kept(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for number, param in params:
-            stand_in = self._local(param).detach()
-            stand_in.grad = self._local(param.grad)
-            groups[number]["params"].append(stand_in)
-            values = {key: self._local(v) for key, v in optimizer.state.get(param, {}).items()}
-            state[stand_in] = dict(values)
-            self._given.append((param, stand_in, values))
-        self._optimizer = optimizer_like(optimizer, groups, state)
+        self._rows = [
+            _Row(
+                number,
+                param,
+                self._local(param).detach(),
+                self._local(param.grad),
+                {key: self._local(v) for key, v in optimizer.state.get(param, {}).items()},
+            )
+            for number, param in params
+        ]
 
     def _local(self, value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -47,38 +85,162 @@ class Apart:
 
         Return what the optimizer has put in its place, which is not handed on.
         """
-        for param, stand_in, values in self._given:
-            for key in values:
-                if (id(param), key) in state:
-                    values[key] = self._optimizer.state[stand_in][key] = state[id(param), key]
+        self._bring(state)
         found = {}
-        for param, key, value in self._step():
-            if (id(param), key) in state:
-                found[id(param), key] = value
+        for row, key, value in self._step():
+            if (id(row.param), key) in state:
+                found[id(row.param), key] = value
             else:
-                self._hand_on(param, key, value)
+                self._hand_on(row, key, value)
         return found
 
-    def step(self) -> None:
+    def __call__(self) -> None:
         """Step; hand on what the optimizer has replaced in the state."""
-        for param, key, value in self._step():
-            self._hand_on(param, key, value)
+        for row, key, value in self._step():
+            self._hand_on(row, key, value)
 
-    def _step(self) -> Iterator[tuple[Any, str, Any]]:
+    def loads(
+        self,
+        num_bytes: int,
+        mirror: Mirror,
+        make_memory: MakeHostMemory,
+        state: Mapping[tuple[int, str], torch.Tensor],
+    ) -> Iterator[Load]:
+        """Yield the step as loads of a lane, of ``num_bytes``; `hand_on` follows when all is back.
+
+        ``mirror`` tells where on the device a parameter's new values go as well, asked once for
+        each piece; ``make_memory`` is for state that there was not, ``state`` as in `step_with`.
+        """
+        self._bring(state)
+        for row in self._rows:
+            for key, value in row.values.items():
+                if row.is_cut_alike(key, value) and not value.is_contiguous():
+                    row.values[key] = row.made[key] = value.contiguous()
+        sizes = [(row.local.numel(), row.bytes_of_element, 0) for row in self._rows]
+        for load in cut(sizes, _MULTIPLE, num_bytes):
+            pieces = [_Piece(self._rows[row], lo, hi) for row, lo, hi in load]
+            work = self._work_on(pieces, mirror, make_memory)
+            yield Load([tensor for piece in pieces for tensor in piece.tensors], work)
+
+    def hand_on(self) -> None:
+        """Hand on what `loads` have made."""
+        for row in self._rows:
+            for key, value in row.made.items():
+                held = row.values.get(key)
+                if isinstance(held, torch.Tensor) and not row.is_cut_alike(key, held):
+                    held.copy_(value)  # a count
+                else:
+                    self._hand_on(row, key, value)
+
+    def _bring(self, state: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        for row in self._rows:
+            for key in row.values:
+                if (id(row.param), key) in state:
+                    row.values[key] = state[id(row.param), key]
+
+    def _step(self) -> Iterator[tuple[_Row, str, Any]]:
         """Step; yield what the optimizer has replaced in the state, by parameter and name."""
-        kind: Any = type(self._optimizer)
-        kind.step.__wrapped__(self._optimizer)  # hooks were called by the caller of step()
+        made = [(row, row.local, row.grad, dict(row.values)) for row in self._rows]
+        states = self._step_on(made)
         # torch's fused kernels do not say that they write, and full copies would count as fresh.
-        torch.autograd.graph.increment_version([each for _, each, _ in self._given])
-        for param, stand_in, values in self._given:
-            for key, value in self._optimizer.state[stand_in].items():
-                if value is not values.get(key):
-                    yield param, key, value
+        torch.autograd.graph.increment_version([row.local for row in self._rows])
+        for row, state in zip(self._rows, states, strict=True):
+            for key, value in state.items():
+                if value is not row.values.get(key):
+                    yield row, key, value
 
-    def _hand_on(self, param: Any, key: str, value: Any) -> None:
-        alike = isinstance(value, torch.Tensor) and value.shape == elements_of(param).shape
-        owner = owner_of(param) if alike and value.ndim else None
-        self._state[param][key] = value if owner is None else owner.form.like(value)
+    def _step_on(
+        self, made: Iterable[tuple[_Row, torch.Tensor, torch.Tensor, dict[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """Step these parameters, with gradients and state; return the state of each."""
+        groups: list[dict[str, Any]] = [{**options, "params": []} for options in self._options]
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        stand_ins = []
+        for row, local, grad, values in made:
+            stand_in = local.detach()
+            stand_in.grad = grad
+            groups[row.group]["params"].append(stand_in)
+            state[stand_in] = values
+            stand_ins.append(stand_in)
+        optimizer = optimizer_like(self._like, groups, state)
+        type(optimizer).step.__wrapped__(optimizer)  # hooks were called by the caller of step()
+        return [state[stand_in] for stand_in in stand_ins]
+
+    def _work_on(
+        self, pieces: Sequence[_Piece], mirror: Mirror, make_memory: MakeHostMemory
+    ) -> Callable[[list[torch.Tensor]], Copies]:
+        def work(brought: list[torch.Tensor]) -> Copies:
+            rest, made = iter(brought), []
+            for piece in pieces:
+                options = self._options[piece.row.group]
+                goes = options.get("fused") or options.get("capturable")
+                made.append((piece.row, *piece.brought(rest, bool(goes))))
+            states = self._step_on(made)
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for piece, (_, local, _, _), state in zip(pieces, made, states, strict=True):
+                copies += piece.returned(local, state, make_memory)
+                there = mirror(piece.row.param)
+                if there is not None:
+                    copies.append((local, there[piece.lo : piece.hi]))
+            return copies
+
+        return work
+
+    def _hand_on(self, row: _Row, key: str, value: Any) -> None:
+        alike = isinstance(value, torch.Tensor) and value.shape == row.local.shape
+        owner = owner_of(row.param) if alike and value.ndim else None
+        self._state[row.param][key] = value if owner is None else owner.form.like(value)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [lo, hi) of one parameter, as they pass the device."""
+
+    row: _Row
+    lo: int
+    hi: int
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is brought: the parameter, the gradient and the state that is cut alike."""
+        return [self._part(t) for t in (self.row.local, self.row.grad, *self.row.state)]
+
+    def brought(
+        self, rest: Iterator[torch.Tensor], goes_too: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Return parameter, gradient and state on the device; all pieces have their own counts."""
+        local, grad, state = next(rest), next(rest), {}
+        for key, value in self.row.values.items():
+            if self.row.is_cut_alike(key, value):
+                state[key] = next(rest)
+            elif isinstance(value, torch.Tensor):
+                state[key] = value.to(local.device, copy=True) if goes_too else value.clone()
+            else:
+                state[key] = value
+        return local, grad, state
+
+    def returned(
+        self, local: torch.Tensor, state: Mapping[str, Any], make_memory: MakeHostMemory
+    ) -> Copies:
+        """Return what goes back, and where to; note what was made."""
+        row, copies = self.row, [(local, self._part(self.row.local))]
+        for key, value in state.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.shape == local.shape and key not in PLAIN_SCALARS:
+                target = row.values.get(key, row.made.get(key))
+                if target is None:
+                    target = make_memory(row.local.numel(), value.dtype).view(row.local.shape)
+                    row.made[key] = target
+                copies.append((value, self._part(target)))
+            elif self.hi == row.local.numel():  # all pieces have made the same of it
+                row.made[key] = value
+                if is_tensor and value.device != row.local.device:
+                    row.made[key] = make_memory(value.numel(), value.dtype).view(value.shape)
+                    copies.append((value, row.made[key]))
+        return copies
+
+    def _part(self, value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(-1)[self.lo : self.hi]
 
 
 def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:

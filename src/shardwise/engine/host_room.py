@@ -53,7 +53,8 @@ def check_host_room(
                 "or let them rest in files (params= and grads='nvme:FOLDER')"
             )
     cores = len(os.sched_getaffinity(0)) // sum(row[0] == host for row in rows)
-    if torch.get_num_threads() == 1 < cores and control.rank == 0:
+    is_on_host = config.offload.step_on == "host"
+    if is_on_host and torch.get_num_threads() == 1 < cores and control.rank == 0:
         _LOG.warning(
             "the optimizer steps on the host, with 1 thread where each rank has %d cores: call "
             "torch.set_num_threads(), or shardwise.overlap(optimizer, threads=%d)",

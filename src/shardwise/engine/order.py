@@ -5,7 +5,8 @@ prediction for the next one; a unit that the prediction does not hold is simply 
 prefetch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class Order:
@@ -56,3 +57,19 @@ def _find(order: Sequence[int], unit: int, start: int) -> int:
         except ValueError:
             continue
     return -1
+
+
+def in_forward_order(units: Iterable[Any]) -> list[Any]:
+    """Return the units in the order in which each model's next forward pass needs them."""
+    places: dict[int, tuple[int, dict[int, int]]] = {}
+    for unit in units:
+        if id(unit.scheduler) not in places:
+            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # it has not run
+            order = {index: place for place, index in enumerate(known)}
+            places[id(unit.scheduler)] = len(places), order
+
+    def turn(unit: Any) -> tuple[int, int, int]:
+        model, order = places[id(unit.scheduler)]
+        return model, order.get(unit.index, len(order)), unit.index
+
+    return sorted(units, key=turn)

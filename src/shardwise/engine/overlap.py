@@ -39,7 +39,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.engine.apart import Apart, optimizer_like
+from shardwise.engine.order import in_forward_order
 from shardwise.engine.stored import Params, StoredState, StoredStep
+from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
 from shardwise.errors import ConfigError
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.plain_state import owner_of
@@ -175,6 +177,7 @@ class _Overlap:
         self._units: list[Unit] = []  # that were stepped last
         self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
         self._stored = StoredState()
+        self._streaming = Streaming()
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
         here = torch.get_num_threads()
@@ -225,30 +228,33 @@ class _Overlap:
             post(optimizer, (optimizer,), {})
         return loss
 
-    def _way(self, optimizer: torch.optim.Optimizer) -> Literal["storing", "behind", "plainly"]:
-        """Return how to step: storing state anew, in the background, or plainly."""
-        if self._stores(optimizer):
-            return "storing"
+    def _way(self, optimizer: torch.optim.Optimizer) -> Literal["now", "behind", "plainly"]:
+        """Return how to step: unit by unit and now, in the background, or plainly."""
         with_grad = _with_grad(optimizer)
         none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
         waits = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
-        return "behind" if waits else "plainly"
+        if waits and not self._stores(optimizer):
+            return "behind"
+        return "now" if self._goes_by_unit(optimizer) else "plainly"
 
     def step_now(self, optimizer: Any) -> None:
-        """Step plainly, without the hooks around it."""
+        """Step and wait, without the hooks around it."""
         with_grad = _with_grad(optimizer)
-        if self._stores(optimizer):
-            self._step_and_store(optimizer)
+        if self._goes_by_unit(optimizer):
+            self._step_by_unit(optimizer)
         else:
             type(optimizer).step.__wrapped__(optimizer)
         self._note_stepped(optimizer, with_grad)
 
-    def _step_and_store(self, optimizer: Any) -> None:
-        """Step unit by unit; see Note [State in files]. A failure leaves the models unusable."""
+    def _step_by_unit(self, optimizer: Any) -> None:
+        """Step units one after the other; a failure leaves the models unusable.
+
+        See Note [State in files] and Note [Steps on the device].
+        """
         found = _by_unit(optimizer)
         try:
-            for unit, part in found.items():
-                step, _ = _part_of_step(optimizer, part)
+            for unit, params in found.items():
+                step, _ = self._part_at_home(optimizer, unit, params)
                 if unit is not None and self._stored.needs_storing(optimizer, unit):
                     self._stored.step_and_store(optimizer, unit, step)
                 else:
@@ -261,11 +267,15 @@ class _Overlap:
                     conditions.refuse(why)
             raise
 
+    def _goes_by_unit(self, optimizer: Any) -> bool:
+        """Tell whether a step that is not in the background goes unit by unit all the same."""
+        if any(isinstance(param.grad, PartialGrad) for param in _with_grad(optimizer)):
+            return False
+        return any(map(_steps_on_device, _by_unit(optimizer))) or self._stores(optimizer)
+
     def _stores(self, optimizer: Any) -> bool:
         """Tell whether a step has to store the state of units anew."""
         found = _by_unit(optimizer)
-        if any(isinstance(p.grad, PartialGrad) for part in found.values() for _, p in part):
-            return False
         return any(self._stored.needs_storing(optimizer, u) for u in found if u is not None)
 
     def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
@@ -292,7 +302,7 @@ class _Overlap:
         by_unit = _by_unit(optimizer)
         alone = by_unit.pop(None, None)
         self._units = [unit for unit in by_unit if unit is not None]
-        units = _in_forward_order(self._units)
+        units = in_forward_order(self._units)
         # Nothing is begun before all is known to be right.
         now = [] if alone is None else [_part_of_step(optimizer, alone)[0]]
         parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
@@ -308,6 +318,12 @@ class _Overlap:
                 unit.writes.append(BackgroundStep(unit.name, work.finish, [*work.state.values()]))
                 self._writer.submit(unit.writes[-1].run)
                 work = partial(work.step, following)
+            if isinstance(work, StreamedStep):
+                unit.steps.append(BackgroundStep(unit.name, work.step, ()))
+                self._thread.submit(unit.steps[-1].run)
+                unit.steps.append(BackgroundStep(unit.name, work.finish, tensors))
+                self._writer.submit(unit.steps[-1].run)
+                continue
             unit.steps.append(BackgroundStep(unit.name, work, tensors))
             self._thread.submit(unit.steps[-1].run)
         for work in now:
@@ -316,9 +332,23 @@ class _Overlap:
     def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
         """Return a unit's step and the tensors it takes, but for state that rests in a file."""
         if not self._stored.has(unit) or hasattr(optimizer, "part_of_step"):
-            return _part_of_step(optimizer, params)
-        step = self._stored.step_of(optimizer, unit, Apart(optimizer, params))
+            return self._part_at_home(optimizer, unit, params)
+        apart = Apart(optimizer, params)
+        take = apart.step_with
+        if unit.home is not None and unit.home.steps_on_device:
+            take = partial(self._streaming.step_with, unit, apart)
+        step = self._stored.step_of(optimizer, unit, apart, take)
         return step, step.tensors
+
+    def _part_at_home(
+        self, optimizer: Any, unit: Unit | None, params: Params
+    ) -> tuple[Callable[[], None], list[DTensor]]:
+        """Return the step of some parameters, on the device if that is asked for."""
+        if unit is None or unit.home is None or not unit.home.steps_on_device:
+            return _part_of_step(optimizer, params)
+        lock_pages(optimizer, unit)
+        part, tensors = _part_of_step(optimizer, params)
+        return self._streaming.step_of(unit, part), tensors
 
 
 def _with_grad(optimizer: Any) -> list[torch.Tensor]:
@@ -341,20 +371,8 @@ def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[i
     return found
 
 
-def _in_forward_order(units: Iterable[Any]) -> list[Unit]:
-    """Return the units in the order in which each model's next forward pass needs them."""
-    places: dict[int, tuple[int, dict[int, int]]] = {}
-    for unit in units:
-        if id(unit.scheduler) not in places:
-            known = [] if unit.scheduler is None else unit.scheduler.order.forward  # it has not run
-            order = {index: place for place, index in enumerate(known)}
-            places[id(unit.scheduler)] = len(places), order
-
-    def turn(unit: Any) -> tuple[int, int, int]:
-        model, order = places[id(unit.scheduler)]
-        return model, order.get(unit.index, len(order)), unit.index
-
-    return sorted(units, key=turn)
+def _steps_on_device(unit: Unit | None) -> bool:
+    return unit is not None and unit.home is not None and unit.home.steps_on_device
 
 
 def _part_of_step(
@@ -363,7 +381,7 @@ def _part_of_step(
     """Return the step of some parameters, named with their groups, and the tensors it takes."""
     if not hasattr(optimizer, "part_of_step"):
         apart = Apart(optimizer, params)
-        return apart.step, apart.sharded
+        return apart, apart.sharded
     chosen = [param for _, param in params]
     step = optimizer.part_of_step(chosen)  # one of `optim`: it knows how slices are cut
     held = [each for p in chosen for each in (p, p.grad, *optimizer.state[p].values())]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.apart import Apart
@@ -30,6 +31,7 @@ from shardwise.unit.stepping import elements_of, set_elements
 from shardwise.unit.unit import Unit
 
 Params = Sequence[tuple[int, Any]]  # of an optimizer, with the numbers of their groups
+Take = Callable[[dict[Key, torch.Tensor]], dict[Key, torch.Tensor]]
 
 
 class StoredState:
@@ -62,17 +64,23 @@ class StoredState:
         self._files[unit] = file
         file.disk.reserve(max(file.num_bytes for file in self._files.values()))
 
-    def step_of(self, optimizer: Any, unit: Unit, apart: Apart) -> StoredStep:
+    def step_of(self, optimizer: Any, unit: Unit, apart: Apart, take: Take) -> StoredStep:
         """Return the step of a unit that reads its state and writes it."""
-        return StoredStep(apart, self._files[unit], _held_of(optimizer, unit))
+        return StoredStep(apart, take, self._files[unit], _held_of(optimizer, unit))
 
 
 class StoredStep:
-    """One step of one unit: `begin`, `step` and `finish`, called by different threads."""
+    """One step of one unit: `begin`, `step` and `finish`, called by different threads.
 
-    def __init__(self, apart: Apart, file: StateFile, state: dict[Key, DTensor]) -> None:
+    ``take`` is `Apart.step_with`, or does the same elsewhere.
+    """
+
+    def __init__(
+        self, apart: Apart, take: Take, file: StateFile, state: dict[Key, DTensor]
+    ) -> None:
         self.state = state
         self._apart = apart
+        self._take = take
         self._file = file
         self._buffer: Buffer | None = None
         self._read: Transfer | None = None
@@ -111,7 +119,7 @@ class StoredStep:
             for key, tensor in self.state.items():
                 if not self._file.is_at_rest(key, elements_of(tensor)):  # somebody has replaced it
                     brought[key].copy_(elements_of(tensor))
-            for key, replaced in self._apart.step_with(brought).items():
+            for key, replaced in self._take(brought).items():
                 brought[key].copy_(replaced)
             self._write = self._file.start_write(memory, self._buffer.release)
         except BaseException as error:

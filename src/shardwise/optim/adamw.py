@@ -20,7 +20,7 @@ from shardwise.optim.kinds import ARGUMENTS, BLOCK
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, InBlocks, Moments, kind_of
 from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place, Slice, like, place_of, slice_of
-from shardwise.optim.step import Settings, Work, spans, update
+from shardwise.optim.step import PartOfStep, Settings, Work, spans
 
 _REFUSED = ("amsgrad", "maximize")
 _OF_TORCH = (*_REFUSED, "foreach", "capturable", "differentiable", "fused")
@@ -87,7 +87,7 @@ class AdamW(torch.optim.Optimizer):
         self.part_of_step(p for group in self.param_groups for p in group["params"])()
         return loss
 
-    def part_of_step(self, params: Iterable[torch.Tensor]) -> Callable[[], None]:
+    def part_of_step(self, params: Iterable[torch.Tensor]) -> PartOfStep:
         """Return the step of some parameters, with gradients and settings as they are now.
 
         It is called once, on whatever thread. **Raises** ConfigError as `step` does.
@@ -100,14 +100,7 @@ class AdamW(torch.optim.Optimizer):
             work = [self._ready(param, kind, mine) for param, mine in slices]
             todo.append((work, kind, _settings(group)))
 
-        @torch.no_grad()
-        def step() -> None:
-            for work, kind, settings in todo:  # nothing changes before all is known to be right
-                if work:
-                    torch._foreach_add_([each.step for each in work], 1)
-                    update(work, kind, settings)
-
-        return step
+        return PartOfStep(todo)  # nothing changes before all is known to be right
 
     def saved_state(self, param: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's state as torch's AdamW has it: moments that are codes, decoded.
@@ -181,7 +174,7 @@ class AdamW(torch.optim.Optimizer):
                 state.update(moment.state)
                 held = _flat(state, name, kind)
             found.append(held)
-        return Work(mine, (found[0], found[1]), state["step"])
+        return Work(mine, (found[0], found[1]), state["step"], param=param)
 
 
 class Moment:

@@ -47,6 +47,9 @@ class Moments(Protocol):
     def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
         """Tell whether a state is one of this kind, for as many elements as ``like`` has."""
 
+    def part(self, held: Held, span: Span) -> dict[str, torch.Tensor]:
+        """Return the memory of a span, which begins a slice or is a multiple of `ROW`."""
+
     def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
         """Return the values of a span, flat; of those that are kept as they are, their memory."""
 
@@ -70,11 +73,15 @@ class AsTheyAre:
 
     def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros."""
-        return {"": torch.zeros(like.numel(), dtype=computed_in(like.dtype), device=like.device)}
+        return {"": like.new_zeros(like.numel(), dtype=computed_in(like.dtype))}
 
     def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
         """Compare dtype, device and size."""
         return _is(held.get(""), computed_in(like.dtype), like.numel(), like.device)
+
+    def part(self, held: Held, span: Span) -> dict[str, torch.Tensor]:
+        """Return the elements."""
+        return {"": held[""][span.lo : span.hi]}
 
     def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
         """Return the memory itself."""
@@ -98,11 +105,15 @@ class InBfloat16:
 
     def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros."""
-        return {"": torch.zeros(like.numel(), dtype=torch.bfloat16, device=like.device)}
+        return {"": like.new_zeros(like.numel(), dtype=torch.bfloat16)}
 
     def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
         """Compare dtype, device and size."""
         return _is(held.get(""), torch.bfloat16, like.numel(), like.device)
+
+    def part(self, held: Held, span: Span) -> dict[str, torch.Tensor]:
+        """Return the elements."""
+        return {"": held[""][span.lo : span.hi]}
 
     def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
         """Return them as float32."""
@@ -139,10 +150,10 @@ class InBlocks:
 
     def empty(self, place: Place, like: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return zeros."""
-        numel, device = like.numel(), like.device
+        numel = like.numel()
         return {
-            "_codes": torch.zeros(numel, dtype=torch.uint8, device=device),
-            "_scales": torch.zeros(self.num_blocks(place, numel), device=device),
+            "_codes": like.new_zeros(numel, dtype=torch.uint8),
+            "_scales": like.new_zeros(self.num_blocks(place, numel), dtype=torch.float32),
         }
 
     def fits(self, held: Held, place: Place, like: torch.Tensor) -> bool:
@@ -151,6 +162,11 @@ class InBlocks:
         return _is(held.get("_codes"), torch.uint8, numel, device) and _is(
             held.get("_scales"), torch.float32, self.num_blocks(place, numel), device
         )
+
+    def part(self, held: Held, span: Span) -> dict[str, torch.Tensor]:
+        """Return the codes, and the scales of their blocks."""
+        codes = held["_codes"][span.lo : span.hi]
+        return {"_codes": codes, "_scales": held["_scales"][self._blocks(span)[1]]}
 
     def read(self, held: Held, span: Span, which: int, scratch: Scratch) -> torch.Tensor:
         """Decode."""

@@ -40,11 +40,16 @@ class Slice:
     copied_to: torch.Tensor | None
 
 
-def finish(slices: Sequence[Slice]) -> None:
-    """Let everybody see that parameters have changed: kernels do not count that."""
+def keep(slices: Sequence[Slice]) -> None:
+    """Bring what was done on copies into the parameters."""
     for each in slices:
         if each.copied_to is not None:
             each.copied_to.copy_(each.param.view(each.copied_to.shape))
+
+
+def finish(slices: Sequence[Slice]) -> None:
+    """Let everybody see that parameters have changed: kernels do not count that."""
+    keep(slices)
     torch.autograd.graph.increment_version([each.param for each in slices])
 
 

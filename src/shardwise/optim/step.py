@@ -16,15 +16,17 @@ that saves: with 32 Ki elements a step takes 1.5 times as long. Spans begin at m
 the whole parameter, where blocks and rows of random bits do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from shardwise.offload.lane import Copies, Load, cut
 from shardwise.optim.kinds import ROW
 from shardwise.optim.moments import AsTheyAre, Held, Moments, Span, computed_in
 from shardwise.optim.scratch import Scratch
-from shardwise.optim.slices import Place, Slice, finish
+from shardwise.optim.slices import Place, Slice, finish, keep
 
 _GROUP = 16  # elements; a multiple of what the kernel works on at once, on all CPUs
 _ROWS_OF_THREAD = 4  # of a span
@@ -46,13 +48,41 @@ class Settings:
 class Work:
     """One parameter to be updated: its slice, both moments, its count of steps, this one included.
 
-    ``copy``: flat memory that gets the new values as well, in its own dtype.
+    ``copy``: flat memory that gets the new values as well, in its own dtype. ``param`` is whose
+    slice it is; the work may be on a part of that, from element ``begin`` on.
     """
 
     slice: Slice
     moments: tuple[Held, Held]
     step: torch.Tensor
     copy: torch.Tensor | None = None
+    param: Any = None
+    begin: int = 0
+
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that a step changes, but for the count of steps."""
+        return [self.slice.param, *(each for held in self.moments for each in held.values())]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that a step reads."""
+        return [*self.written, self.slice.grad]
+
+    def part(self, kind: Moments, lo: int, hi: int) -> "Work":
+        """Return the work on elements [lo, hi) of the slice."""
+        mine, place = self.slice, self.slice.place
+        first, second = (kind.part(held, Span(place.first, lo, hi, 0)) for held in self.moments)
+        there = Place(place.first + lo, place.numel)
+        inside = Slice(mine.param[lo:hi], mine.grad[lo:hi], there, None)
+        return Work(inside, (first, second), self.step, None, self.param, lo)
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> "Work":
+        """Return the work with the next of these in the place of `tensors`."""
+        param = next(tensors)
+        first, second = ({key: next(tensors) for key in held} for held in self.moments)
+        inside = Slice(param, next(tensors), self.slice.place, None)
+        return Work(inside, (first, second), self.step)
 
 
 @dataclass(frozen=True)
@@ -78,6 +108,76 @@ def update(work: Sequence[Work], kind: Moments, settings: Settings) -> None:
             _update_in_spans(each, kind, settings, scratch)
     _run(direct, settings)
     finish([each.slice for each in work])
+
+
+class PartOfStep:
+    """The step of some parameters: with settings, and the work of each kind of moments.
+
+    It is called once; or its `loads` are run by a lane, and `hand_on` follows when all is back.
+    """
+
+    def __init__(self, todo: Sequence[tuple[Sequence[Work], Moments, Settings]]) -> None:
+        self._todo = [each for each in todo if each[0]]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Step."""
+        for work, kind, settings in self._todo:
+            torch._foreach_add_([each.step for each in work], 1)
+            update(work, kind, settings)
+
+    @torch.no_grad()
+    def loads(
+        self, num_bytes: int, mirror: Callable[[Any], torch.Tensor | None], *_: Any
+    ) -> Iterator[Load]:
+        """Yield the step as loads of a lane, of about so many bytes.
+
+        ``mirror`` tells where on the device a parameter's new values go as well, asked once for
+        each part of one.
+        """
+        for work, kind, settings in self._todo:
+            torch._foreach_add_([each.step for each in work], 1)
+            yield from _loads(work, kind, settings, num_bytes, mirror)
+
+    def hand_on(self) -> None:
+        """Hand on what `loads` have changed, and is a copy."""
+        keep([each.slice for work, _, _ in self._todo for each in work])
+
+
+def _loads(
+    work: Sequence[Work],
+    kind: Moments,
+    settings: Settings,
+    num_bytes: int,
+    mirror: Callable[[Any], torch.Tensor | None],
+) -> Iterator[Load]:
+    """Yield steps of parts of slices; codes of a block are together, and a place's random bits."""
+
+    def load_of(parts: Sequence[Work]) -> Load:
+        def step(brought: list[torch.Tensor]) -> Copies:
+            rest = iter(brought)
+            there = [part.with_tensors(rest) for part in parts]
+            update(there, kind, settings)
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for part, done in zip(parts, there, strict=True):
+                copies += zip(done.written, part.written, strict=True)
+                kept = mirror(part.param)
+                if kept is not None:
+                    copies.append((done.slice.param, kept[part.begin :][: len(done.slice.param)]))
+            return copies
+
+        return Load([each for part in parts for each in part.tensors], step)
+
+    sizes = [
+        (
+            len(each.slice.param),
+            sum(t.nbytes for t in each.tensors) // max(len(each.slice.param), 1),
+            each.slice.place.first,
+        )
+        for each in work
+    ]
+    for pieces in cut(sizes, ROW, num_bytes):
+        yield load_of([work[number].part(kind, lo, hi) for number, lo, hi in pieces])
 
 
 def spans(place: Place, like: torch.Tensor, step: int) -> Iterator[Span]:
@@ -158,7 +258,7 @@ def _kernel(parts: Sequence[_Part], settings: Settings) -> None:
         exp_avgs,
         exp_avg_sqs,
         [],
-        [part.step for part in parts],
+        [part.step.to(params[0].device) for part in parts],
         lr=settings.lr,
         beta1=settings.beta1,
         beta2=settings.beta2,

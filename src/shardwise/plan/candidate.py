@@ -123,12 +123,12 @@ class Candidate:
             parts.append(f"expert {self.ep}")
         offload = self.offload
         if offload.params != "device":
-            parts.append(f"parameters on {offload.params} (not in the engine yet)")
+            parts.append(f"parameters on {offload.params}")
         if offload.optimizer != "device":
             share = (
                 f"{offload.optimizer_fraction:.0%} of the "
                 if offload.optimizer_fraction < 1
                 else ""
             )
-            parts.append(f"{share}optimizer on {offload.optimizer} (not in the engine yet)")
+            parts.append(f"{share}optimizer on {offload.optimizer}")
         return ", ".join(parts).replace(", x ", " x ")

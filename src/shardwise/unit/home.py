@@ -49,6 +49,7 @@ class Home:
     time: DeviceTime
     is_pinned: bool = True
     leaves_copy: bool = False
+    steps_on_device: bool = False
     files: Files = NO_FILES
     unit: str = ""
 
@@ -56,10 +57,11 @@ class Home:
         params = "device and host" if self.leaves_copy else "host"
         places = zip(("slices", "gradients", "optimizer"), (params, "host", "host"), strict=True)
         disks = self.files.params, self.files.grads, self.files.optimizer
-        return ", ".join(
+        said = [
             f"{kind}: {place if disk is None else f'files in {disk.where}'}"
             for (kind, place), disk in zip(places, disks, strict=True)
-        )
+        ]
+        return ", ".join([*said, "steps: device"] if self.steps_on_device else said)
 
     def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that is a file's, zeros; see Note [Two ways to one file]."""

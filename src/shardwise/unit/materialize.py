@@ -121,6 +121,7 @@ class Materializer:
                 self._device,
                 comm.time,
                 leaves_copy=leaves_copy,
+                steps_on_device=config.offload.step_on == "device",
                 files=self._files,
                 unit=spec.name,
             )

@@ -244,6 +244,35 @@ class Storage:
             return means, Pending.of_copies()
         return self.home.start_evict(means, self.master.dtype)
 
+    def mirror(self, index: int) -> torch.Tensor | None:
+        """Return the elements of parameter ``index``'s slice that stay on the device, flat.
+
+        They are in the computing dtype, beside masters that are away. None where all comes and
+        goes, or has to be gathered.
+        """
+        piece = self.layout.piece(index, self.rank)
+        numel = piece.numel if self.shards_state else self.layout.params[index].numel
+        if self._copy is not None:
+            memory, begin = self._copy, self._places[index]
+        elif self.home is not None and not (self.frees or self.needs_gather):
+            memory = self._full_data
+            begin = self.layout.full_offset(index) + (piece.lo if self.shards_state else 0)
+        else:
+            return None
+        return memory[begin : begin + numel]
+
+    @property
+    def mirrored_version(self) -> int | None:
+        """The version whose values every `mirror` has."""
+        return self._gathered_version if self._copy is None else self._copied_version
+
+    @mirrored_version.setter
+    def mirrored_version(self, version: int) -> None:
+        if self._copy is None:
+            self._gathered_version = version
+        else:
+            self._copied_version = version
+
     def forget_grad_buffer(self) -> None:
         """Do not keep the gradient buffer for the next step."""
         self._grad_buffer = None

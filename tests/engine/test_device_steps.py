@@ -1,0 +1,222 @@
+"""State on the host that is stepped on the device, in loads: the same bits, in bounded memory."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_overlap import OPTIMIZERS, assert_same, everything, make_optimizer, train
+from torch import nn
+
+from models import Stack
+from ranks import run_ranks
+from shardwise import Offload, describe, load, save, shard, stats
+from shardwise.engine import apart, streamed
+from shardwise.engine.api import engine_of
+from shardwise.errors import ShardError
+from shardwise.offload.lane import Lane, Load, cut
+from shardwise.unit.home import Home
+
+LOAD_BYTES = 4096
+
+
+class Wide(Stack):
+    """Blocks of which some are larger than a load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 64), (64, 64), (64, 8)))
+
+
+@contextmanager
+def small_loads() -> Iterator[list[int]]:
+    """Cut steps into small loads; count what each brings."""
+    sizes: list[int] = []
+    plain = Lane.run
+
+    def run(lane: Lane, load: Load) -> Any:
+        sizes.append(sum(tensor.nbytes for tensor in load.tensors))
+        return plain(lane, load)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed, "LOAD_BYTES", LOAD_BYTES)
+        patch.setattr(apart, "_MULTIPLE", 128)
+        patch.setattr(Lane, "run", run)
+        yield sizes
+
+
+def places(folder: Path) -> list[Offload]:
+    return [
+        Offload("cpu", "cpu", "cpu", step_on="device"),
+        Offload(optimizer="cpu", step_on="device"),
+        Offload(optimizer=f"nvme:{folder}", step_on="device"),
+        Offload("cpu", optimizer="cpu", fraction=0.5, step_on="device"),
+    ]
+
+
+def make(name: str, place: Any, stage: int = 3, precision: str = "fp32") -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = shard(Wide(), stage=stage, precision=precision, offload=place)
+    return model, make_optimizer(name, model)
+
+
+def step_at_every_place(rank: int, world_size: int, folder: Path) -> None:
+    """Every place at two stages with AdamW, every other optimizer at one place."""
+    kinds = places(folder)
+    cases = [("adamw", kind, stage) for stage in (3, 1) for kind in kinds]
+    others = [name for name in OPTIMIZERS if name != "adamw"]
+    cases += [
+        (name, kinds[number % 3], (3, 0, 2)[number % 3]) for number, name in enumerate(others)
+    ]
+    for number, (name, place, stage) in enumerate(cases[world_size // 3 :: 2]):
+        precision = ("fp32", "bf16")[number % 2]
+        runs = []
+        for where in (None, place):
+            model, optimizer = make(name, where, stage, precision)
+            with small_loads() as sizes:
+                found = train(model, optimizer, 3) + everything(model, optimizer)
+            runs.append(found)
+            assert bool(sizes) == (where is not None)
+        assert_same(*runs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_steps_on_the_device_have_the_bits_of_steps_on_the_host(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(step_at_every_place, world_size, tmp_path)
+
+
+def count_bytes(rank: int, world_size: int) -> None:
+    model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
+    numel = sum(param.numel() for param in model.parameters())
+    with small_loads() as sizes:
+        train(model, optimizer, 1, clip=None)
+        assert sum(sizes) == 8 * numel  # parameters and gradients; their state is made there
+        sizes.clear()
+        train(model, optimizer, 1, clip=None)
+        optimizer.state_dict()
+        assert sum(sizes) == 16 * numel  # and both moments
+    assert max(sizes) <= LOAD_BYTES < sum(sizes) / 5
+    lane = vars(optimizer)["_shardwise_overlap"]._streaming._lane
+    assert lane.num_bytes <= 3 * (LOAD_BYTES + 20 * 256)  # what alignment takes
+    assert "steps: device" in str(describe(model))
+    places = stats(model, optimizer).bytes_by_place
+    assert places["host"] >= 16 * numel - 4 * numel  # slices and moments; gradients are gone
+
+
+def test_a_step_on_the_device_brings_each_byte_once_in_a_fixed_amount_of_memory() -> None:
+    run_ranks(count_bytes, 1)
+
+
+def count_fetches(rank: int, world_size: int) -> None:
+    """With a copy on the device, slices are fetched before the first step, and when they change."""
+    plain = Home.start_fetch
+    for stage in (3, 1) if world_size > 1 else (3, 0):
+        model, optimizer = make("adamw", Offload(optimizer="cpu", step_on="device"), stage)
+        fetched: list[int] = []
+
+        def start_fetch(home: Home, places: Any, slices: Any, f: Any = fetched) -> Any:
+            f.append(sum(each.numel() for each in slices))
+            return plain(home, places, slices)
+
+        with small_loads(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Home, "start_fetch", start_fetch)
+            train(model, optimizer, 3)
+            optimizer.state_dict()
+            owned = sum(
+                storage.master.numel()
+                for unit in engine_of(model).units
+                for storage in unit.storages
+            )
+            stays = stage == 3 or world_size == 1
+            assert sum(fetched) == owned * (1 if stays else 3)
+            with torch.no_grad():
+                model.head.weight.mul_(2)
+            model(torch.ones(2, 8))
+            assert sum(fetched) > owned * (1 if stays else 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_stays_on_the_device_gets_new_values_there(world_size: int) -> None:
+    run_ranks(count_fetches, world_size)
+
+
+def move_through_a_checkpoint(rank: int, world_size: int, folder: Path) -> None:
+    """From the device to the host's steps and back, with a kill in between as far as it can be."""
+    on_device = Offload("cpu", "cpu", "cpu", step_on="device")
+    with small_loads():
+        model, optimizer = make("fused", on_device)
+        train(model, optimizer, 2)
+        save(folder / "saved", model, optimizer)
+        expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+        for number, where in enumerate(("cpu", on_device, None)):
+            other, of_other = make("fused", where, stage=(3, 1, 2)[number])
+            load(folder / "saved", other, of_other)
+            found = train(other, of_other, 2, first=2) + everything(other, of_other)
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_checkpoints_move_state_between_steps_on_the_device_and_on_the_host(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(move_through_a_checkpoint, world_size, tmp_path)
+
+
+def fail_in_a_load(rank: int, world_size: int) -> None:
+    model, optimizer = make("adamw", Offload("cpu", "cpu", "cpu", step_on="device"))
+    with small_loads(), pytest.MonkeyPatch.context() as patch:
+        train(model, optimizer, 2)
+        plain = Lane.run
+
+        def run(lane: Lane, load: Load) -> Any:
+            if rank == world_size - 1:
+                raise RuntimeError("no more memory")
+            return plain(lane, load)
+
+        patch.setattr(Lane, "run", run)
+        if rank == world_size - 1:
+            with pytest.raises(ShardError, match=f"rank {rank}, unit .* failed.*no more memory"):
+                train_alone(model, optimizer)
+        else:
+            train_alone(model, optimizer)
+
+
+def train_alone(model: Any, optimizer: Any) -> None:
+    """Step without a forward pass, as the other ranks would wait in one."""
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_that_fails_on_the_device_is_told_with_rank_and_unit(world_size: int) -> None:
+    run_ranks(fail_in_a_load, world_size)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20), st.integers(0, 50)), max_size=6),
+    st.sampled_from((1, 16, 64)),
+    st.integers(1, 2000),
+)
+def test_loads_have_every_element_once_in_order_and_begin_at_multiples(
+    rows: list[tuple[int, int, int]], multiple: int, num_bytes: int
+) -> None:
+    loads = list(cut(rows, multiple, num_bytes))
+    pieces = [piece for each in loads for piece in each]
+    for row, (numel, _, first) in enumerate(rows):
+        mine = [(lo, hi) for which, lo, hi in pieces if which == row]
+        assert mine[0][0] == 0 and mine[-1][1] == numel
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(mine))
+        assert all((first + lo) % multiple == 0 for lo, _ in mine[1:])
+    assert [row for row, _, _ in pieces] == sorted(row for row, _, _ in pieces)
+    for each in loads:
+        bytes_of = [(hi - lo) * rows[row][1] for row, lo, hi in each]
+        assert sum(bytes_of) <= num_bytes or len(each) == 1
