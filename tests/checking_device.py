@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
 from shardwise.engine import overlap
+from shardwise.offload.slab import Slab
 from shardwise.unit.stepping import BackgroundStep
 
 Clock = dict[str, int]
@@ -184,6 +185,10 @@ class CheckingDevice:
             self._register(made, on_host=True, is_pinned=pinned).is_blank = True
         return made
 
+    def locked_memory(self, num_bytes: int) -> Tensor:
+        with self.aside():
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+
     def is_page_locked(self, tensor: Tensor) -> bool:
         return self.memory_of(tensor).is_pinned
 
@@ -193,6 +198,7 @@ class CheckingDevice:
             (Work, "wait", self._wait_of),
             (torch.UntypedStorage, "resize_", self._resize_of),
             (torch.UntypedStorage, "__getitem__", self._slice_of),
+            (Slab, "take", self._taker_of),
             (Tensor, "tolist", self._reader_of),
             (Tensor, "numpy", self._reader_of),
             (GroupControl, "exchange", self._aside_of),
@@ -395,6 +401,18 @@ class CheckingDevice:
                 memory.num_storages += 1
                 self._watch(part, memory)
             return part
+
+        return checked
+
+    def _taker_of(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        """Know each piece of a slab apart; nobody uses the slab itself."""
+
+        def checked(slab: Slab, *args: Any) -> Tensor:
+            with self.aside():
+                made: Tensor = take(slab, *args)
+            if made.numel():
+                self._register(made, on_host=True, is_pinned=True)
+            return made
 
         return checked
 

@@ -8,9 +8,12 @@ all of it is empty there. `Comm` has one; tests put one in its place that finds 
 (``tests/checking_device.py``).
 """
 
+import os
 import resource
 import sys
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -122,6 +125,50 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
+def _locked_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return page-locked zeros of just this size, where the device's library can lock any memory.
+
+    torch's own allocator rounds up to a power of two (2.11 to 2.15, CachingHostAllocator).
+    """
+    if device.type != "cuda" or not num_bytes:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    made = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")  # written by whoever calls
+    library, address = torch.cuda.cudart(), made.data_ptr()
+    if int(library.cudaHostRegister(address, num_bytes, 0)):
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    weakref.finalize(made.untyped_storage(), library.cudaHostUnregister, address)
+    return made
+
+
+def run_near(device: torch.device) -> None:
+    """Keep this thread on the cores next to a device, and with it the memory that it writes first.
+
+    Linux gives a page from the node of the core that writes it first (numa(7)); without what the
+    system tells of the device's place (sysfs, ``local_cpulist``) nothing is done.
+    """
+    near = cores_near(device) & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+
+
+def cores_near(device: torch.device) -> set[int]:
+    """Return the cores on the device's node of memory; none where that is not known."""
+    if device.type != "cuda":
+        return set()
+    facts = torch.cuda.get_device_properties(device)
+    numbers = (getattr(facts, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+    place = "{:04x}:{:02x}:{:02x}.0".format(*(number or 0 for number in numbers))
+    return _cores_of(Path("/sys/bus/pci/devices") / place / "local_cpulist")
+
+
+def _cores_of(cpulist: Path) -> set[int]:
+    """Read a list of cores as the system writes it: ``0-3,8``."""
+    with suppress(OSError, ValueError):
+        ranges = (part.split("-") for part in cpulist.read_text().strip().split(",") if part)
+        return {core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1)}
+    return set()
+
+
 class Event(Protocol):
     """A moment of a stream: what was enqueued on it until then."""
 
@@ -166,6 +213,9 @@ class DeviceTime(Protocol):
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Return uninitialised host memory; page-locked, so that copies need not block."""
 
+    def locked_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return zeros on the host, uint8: page-locked, of this size and no more, and near."""
+
     def is_page_locked(self, tensor: torch.Tensor) -> bool:
         """Tell whether copies of this host memory need not block."""
 
@@ -204,6 +254,10 @@ class HostTime:
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """Return uninitialised memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def locked_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return zeros."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
 
     def is_page_locked(self, tensor: torch.Tensor) -> bool:
         """Nothing need be: copies block, and are not needed."""
@@ -259,6 +313,10 @@ class _AcceleratorTime:
 
     def host_memory(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def locked_memory(self, num_bytes: int) -> torch.Tensor:
+        with ThreadPoolExecutor(1, initializer=run_near, initargs=(self._device,)) as near:
+            return near.submit(_locked_zeros, num_bytes, self._device).result()
 
     def is_page_locked(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()

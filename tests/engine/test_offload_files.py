@@ -21,12 +21,14 @@ from torch import nn
 from models import Stack
 from ranks import run_ranks
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard, stats
-from shardwise.device import available_host_bytes
+from shardwise.comm.collectives import Comm
+from shardwise.device import HostTime, available_host_bytes
 from shardwise.engine import host_room
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError, StorageError
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
+from shardwise.unit.home import Home
 from shardwise.unit.state_file import StateFile
 from shardwise.unit.stepping import elements_of
 
@@ -200,6 +202,47 @@ def test_a_step_reads_and_writes_the_state_of_each_unit_once(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(count_transfers, world_size, tmp_path)
+
+
+def take_memory_once(rank: int, world_size: int) -> None:
+    """All that lasts is one piece, made before any values are sent; a step needs no more."""
+    sizes: list[int] = []
+    made: list[int] = []
+    locked, memory, broadcast = HostTime.locked_memory, Home.memory, Comm.broadcast
+
+    def locked_memory(time: Any, num_bytes: int) -> Any:
+        sizes.append(num_bytes)
+        return locked(time, num_bytes)
+
+    def make_memory(home: Any, numel: int, dtype: Any) -> Any:
+        made.append(numel)
+        return memory(home, numel, dtype)
+
+    def check_order(comm: Any, tensor: Any, collective: Any, **kwargs: Any) -> Any:
+        assert sizes or collective.unit == "(number)", collective  # which tells models apart
+        return broadcast(comm, tensor, collective, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTime, "locked_memory", locked_memory)
+        patch.setattr(Home, "memory", make_memory)
+        patch.setattr(Comm, "broadcast", check_order)
+        for stage, offload in ((3, "cpu"), (1, Offload(optimizer="cpu", fraction=0.5))):
+            sizes.clear()
+            model, optimizer = make(stage, "fp32", offload, "adamw")
+            for _ in range(3):
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            away = [s for unit in engine_of(model).units if unit.home for s in unit.storages]
+            aligned = sum(-(-storage.shard_bytes // 4096) * 4096 for storage in away)
+            assert sizes == [2 * aligned]  # slices, and reduced gradients
+            assert stats(model).bytes_by_place["host"] == 2 * sum(s.shard_bytes for s in away)
+    assert not made
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_host_memory_is_taken_once_before_values_are_sent(world_size: int) -> None:
+    run_ranks(take_memory_once, world_size)
 
 
 def save_and_load(rank: int, world_size: int, folder: Path) -> None:

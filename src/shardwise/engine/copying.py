@@ -57,7 +57,7 @@ def _copy_unit(unit: Unit, comm: Comm, engine: Engine, ledger: FullParamLedger, 
         unit.settings,
         unit.precision,
         unit.sums,
-        home=replace(unit.home, time=comm.time) if unit.home is not None else None,
+        home=replace(unit.home, time=comm.time, slab=None) if unit.home is not None else None,
     )
     storages: dict[int, Storage] = {}
     for storage in unit.storages:

@@ -38,11 +38,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
+from shardwise.device import run_near
 from shardwise.engine.apart import Apart, optimizer_like
 from shardwise.engine.order import in_forward_order
 from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
 from shardwise.errors import ConfigError
+from shardwise.unit.home import Home
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.states import ParamState
@@ -112,8 +114,7 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if made is not None:
         made.is_begun = False  # a hook of the user's may have raised before the first step
         return None
-    owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
-    homes = [owner.unit.home for owner in owners if owner is not None and owner.unit.home]
+    homes = _homes_of(optimizer)
     if not homes:
         return None
     if not is_elementwise(optimizer):
@@ -124,6 +125,11 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     hooks.move_to_end(optimizer.register_step_post_hook(_step_first).id, last=False)
     vars(optimizer)[_OVERLAP].is_begun = True
     return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
+
+
+def _homes_of(optimizer: Any) -> list[Home]:
+    owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+    return [owner.unit.home for owner in owners if owner is not None and owner.unit.home]
 
 
 def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
@@ -181,6 +187,8 @@ class _Overlap:
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
         here = torch.get_num_threads()
+        for home in _homes_of(optimizer)[:1]:
+            self._thread.submit(run_near, home.device)
         self._thread.submit(torch.set_num_threads, threads or here).result()
         torch.set_num_threads(here)  # the call above has also set what later threads begin with
         self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's

@@ -27,11 +27,14 @@ def bytes_by_place(
         for storage in unit.storages:
             found[_place(unit, files.params)] += storage.shard_bytes
             found["device"] += storage.copy_bytes + storage.kept_bytes
+            found["host"] += storage.bytes_at_home
         for param in unit.params:
             if not param.encoding.in_storage:
                 found[_place(unit, None)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
-                found[_place(unit, files.grads)] += elements_of(param.grad).nbytes
+                grad = elements_of(param.grad)
+                if param.storage is None or not param.storage.has_at_home(grad):
+                    found[_place(unit, files.grads)] += grad.nbytes
     rests_in_files = optimizer is not None and is_elementwise(optimizer)
     for each, state in () if optimizer is None else optimizer.state.items():
         owner = owner_of(each)
@@ -41,7 +44,7 @@ def bytes_by_place(
                 found[_place(owner.unit, disk)] += elements_of(value).nbytes
             elif isinstance(value, torch.Tensor):
                 found["device" if owner is None else _place(owner.unit, None)] += value.nbytes
-    return dict(found)
+    return dict(+found)
 
 
 def _files_of(unit: Unit) -> Files:

@@ -21,6 +21,7 @@ from shardwise.comm.pending import Pending
 from shardwise.device import DeviceTime, follow_current
 from shardwise.offload.disk import Disk
 from shardwise.offload.mapped import mapped
+from shardwise.offload.slab import Slab
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Home:
     steps_on_device: bool = False
     files: Files = NO_FILES
     unit: str = ""
+    slab: Slab | None = None
 
     def __str__(self) -> str:
         params = "device and host" if self.leaves_copy else "host"
@@ -66,6 +68,12 @@ class Home:
     def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
         return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
+
+    def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory at home for as long as the model is there: zeros."""
+        if self.slab is None:
+            return self.memory(numel, dtype).zero_()
+        return self.slab.take(numel, dtype)
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return uninitialised memory at home."""
@@ -91,10 +99,14 @@ class Home:
                     place.copy_(staged.copy_(source, non_blocking=True))
             return Pending.of_copies(stream.record(), keep=places)
 
-    def start_evict(self, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Pending]:
+    def start_evict(
+        self, values: torch.Tensor, dtype: torch.dtype, to: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Pending]:
         """Start copying flat values home, cast on the device; return where they will be."""
         stream = self.time.evict_stream
-        if self.files.grads is not None:
+        if to is not None:
+            brought = to
+        elif self.files.grads is not None:
             brought = self.in_file(self.files.grads, values.numel(), dtype)
         else:
             brought = self.memory(values.numel(), dtype)

@@ -27,9 +27,11 @@ from shardwise.device import fork_rng_devices, seed_generators
 from shardwise.errors import ConfigError
 from shardwise.layout.memory import group_by_dtypes
 from shardwise.layout.placements import local_of
-from shardwise.layout.segments import build_layout
+from shardwise.layout.segments import Layout, build_layout
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
+from shardwise.offload.regions import align
+from shardwise.offload.slab import Slab
 from shardwise.stages import UnitSettings
 from shardwise.trace import FullParamLedger
 from shardwise.unit.cut import make_cut
@@ -71,7 +73,24 @@ class Materializer:
         self._first_away = first_away(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
+        self._slab: Slab | None = None
+        if specs[self._first_away :]:
+            self._slab = Slab(self._bytes_at_home(specs[self._first_away :]), comm.time)
         self._seed = self._seed_of_rank_0()
+
+    def _bytes_at_home(self, specs: Sequence[UnitSpec]) -> int:
+        """Return what slices and reduced gradients of these units take in host memory."""
+        total = 0
+        for spec in specs:
+            for (master, _), params in self._groups(spec.params):
+                layout, _ = self._layout_of(params, (spec.axes or self._comm.axes).shard)
+                sharded = self._config.stage.shards_state
+                numel = layout.shard_numel if sharded else layout.full_numel
+                copies = (self._files.params is None) + (
+                    self._files.grads is None and any(p.param.requires_grad for p in params)
+                )
+                total += copies * align(numel * master.itemsize)
+        return total
 
     def _seed_of_rank_0(self) -> int:
         seed = torch.tensor([torch.initial_seed() % 2**63], device=self._device)
@@ -124,6 +143,7 @@ class Materializer:
                 steps_on_device=config.offload.step_on == "device",
                 files=self._files,
                 unit=spec.name,
+                slab=self._slab,
             )
         # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None
@@ -196,16 +216,13 @@ class Materializer:
     ) -> Storage:
         """Build one storage of a unit, fill it, and add its parameters to the unit."""
         stage, comm, axis = self._config.stage, unit.comm, unit.comm.axes.shard
-        shapes = [tuple(local_of(p.param).shape) for p in params]
-        dims = [p.dim if stage.shards_state else 0 for p in params]
-        lying = [
-            (axis.size, prod(shape) // axis.size) if dim else shape
-            for shape, dim in zip(shapes, dims, strict=True)
-        ]
-        layout = build_layout(self._config.layout, lying, axis.size)
+        layout, dims = self._layout_of(params, axis)
         args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
         storage = Storage(*args)
-        for number, (param, shape, dim) in enumerate(zip(params, shapes, dims, strict=True)):
+        if any(param.param.requires_grad for param in params):
+            storage.reserve_means()
+        for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
+            shape = tuple(local_of(param.param).shape)
             cut_layout = layout if stage.shards_state else None
             cut = cut_along(shape, cut_layout, number, comm, dim)
             if isinstance(param.param, DTensor):
@@ -224,6 +241,16 @@ class Materializer:
             unit.add(made)
         storage.free()
         return storage
+
+    def _layout_of(self, params: Sequence[ParamSpec], axis: Axis) -> tuple[Layout, list[int]]:
+        """Return how the parameters of one storage lie, and along which dim each is cut."""
+        shapes = [tuple(local_of(p.param).shape) for p in params]
+        dims = [p.dim if self._config.stage.shards_state else 0 for p in params]
+        lying = [
+            (axis.size, prod(shape) // axis.size) if dim else shape
+            for shape, dim in zip(shapes, dims, strict=True)
+        ]
+        return build_layout(self._config.layout, lying, axis.size), dims
 
     def _copied_over(self, tensor: torch.Tensor, comm: Comm) -> Sequence[Axis]:
         """Return the axes of tensor parallelism whose ranks have copies of a tensor.

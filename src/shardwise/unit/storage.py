@@ -63,7 +63,7 @@ class Storage:
             else:
                 disk = self.home.files.params
                 self.master = (
-                    self.home.memory(numel, master_dtype).zero_()
+                    self.home.lasting(numel, master_dtype)
                     if disk is None
                     else self.home.in_file(disk, numel, master_dtype)
                 )
@@ -83,6 +83,8 @@ class Storage:
         self._fetch: Pending | None = None
         self._grad_buffer: torch.Tensor | None = None
         self._grad_references = 0
+        self._means_at_home: torch.Tensor | None = None
+        self._references_at_home = 0
         if not self.aliased:
             ledger.allocate(self._nbytes)
 
@@ -242,7 +244,29 @@ class Storage:
         """
         if self.home is None:
             return means, Pending.of_copies()
-        return self.home.start_evict(means, self.master.dtype)
+        kept = self._means_at_home
+        is_free = kept is not None and _num_references(kept) == self._references_at_home
+        to = kept[:] if kept is not None and is_free else None
+        return self.home.start_evict(means, self.master.dtype, to)
+
+    def reserve_means(self) -> None:
+        """Take the memory now that means of gradients are evicted to.
+
+        Others are made where it is in use: of a further micro-batch, or kept by the user.
+        """
+        if self.home is not None and self.home.files.grads is None:
+            self._means_at_home = self.home.lasting(self._memory.own_numel, self.master.dtype)
+            self._references_at_home = _num_references(self._means_at_home)
+
+    @property
+    def bytes_at_home(self) -> int:
+        """Bytes that were reserved for means."""
+        return 0 if self._means_at_home is None else self._means_at_home.nbytes
+
+    def has_at_home(self, grad: torch.Tensor) -> bool:
+        """Tell whether a mean lies in what was reserved."""
+        kept, held = self._means_at_home, grad.untyped_storage()
+        return kept is not None and held.data_ptr() == kept.untyped_storage().data_ptr()
 
     def mirror(self, index: int) -> torch.Tensor | None:
         """Return the elements of parameter ``index``'s slice that stay on the device, flat.
