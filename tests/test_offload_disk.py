@@ -1,5 +1,6 @@
 """State in files: what is read is what was written, in order, whatever the disk does meanwhile."""
 
+import ctypes
 import errno
 import gc
 import logging
@@ -26,6 +27,7 @@ from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
+from shardwise.offload.mapped import cached_share, mapped
 from shardwise.offload.regions import ALIGNMENT, regions_of
 from shardwise.offload.ring import Ring
 from shardwise.offload.stripes import STRIPE_BYTES, Stripes
@@ -714,3 +716,18 @@ def test_a_file_system_without_nameless_files_has_them_without_a_name_all_the_sa
         found = torch.empty_like(data)
         disk.start_read(file, 0, found).wait()
         assert torch.equal(found, data)
+
+
+def test_what_the_system_has_of_a_file_in_memory_is_known(tmp_path: Path) -> None:
+    disk = Disk([tmp_path], 0, 1, lambda n: torch.zeros(n, dtype=torch.uint8), 0)
+    memory = mapped(disk.file("unit", 8 << 20))
+    memory.fill_(3)
+    assert cached_share(memory) == 1
+    address, num_bytes = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    libc, sync, page_out = ctypes.CDLL(None), 4, 21  # MS_SYNC, MADV_PAGEOUT of Linux
+    assert libc.msync(address, num_bytes, sync) == 0
+    assert libc.madvise(address, num_bytes, page_out) == 0
+    assert cached_share(memory) < 0.5
+    assert int(memory.sum()) == 3 * memory.nbytes
+    assert cached_share(memory[:0]) == 1
+    disk.close()

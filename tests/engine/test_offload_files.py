@@ -28,6 +28,7 @@ from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError, StorageError
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
+from shardwise.unit import ahead
 from shardwise.unit.home import Home
 from shardwise.unit.state_file import StateFile
 from shardwise.unit.stepping import elements_of
@@ -202,6 +203,43 @@ def test_a_step_reads_and_writes_the_state_of_each_unit_once(
     world_size: int, tmp_path: Path
 ) -> None:
     run_ranks(count_transfers, world_size, tmp_path)
+
+
+def read_ahead(rank: int, world_size: int, folder: Path) -> None:
+    """Slices that are not in memory come by reads; some change in between, by steps and by hand."""
+    reads: list[int] = []
+    plain = Disk.start_read
+
+    def start_read(disk: Any, file: Any, begin: int, into: Any, *then: Any) -> Any:
+        reads.append(into.numel())
+        return plain(disk, file, begin, into, *then)
+
+    where = f"nvme:{folder}"
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Disk, "start_read", start_read)
+        in_files = Offload(where, optimizer="cpu")
+        for place, cached in ((None, 1.0), (in_files, 1.0), (in_files, 0.0)):
+            patch.setattr(ahead, "cached_share", lambda _, share=cached: share)
+            reads.clear()
+            model, optimizer = make(3, "bf16", place, "adamw")
+            found = train(model, optimizer, 2)
+            with torch.no_grad():
+                model(torch.ones(2, 8))  # the gathers' order is known, so slices were read ahead
+                model.head.weight.mul_(2)
+                model.blocks[1].up.weight.mul_(2)
+            found += train(model, optimizer, 2, first=2) + everything(model, optimizer)
+            runs.append(found)
+            assert bool(reads) == (cached == 0)
+    assert_same(runs[1], runs[0])
+    assert_same(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_slices_in_files_are_read_ahead_of_gathers_where_memory_has_lost_them(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(read_ahead, world_size, tmp_path)
 
 
 def take_memory_once(rank: int, world_size: int) -> None:

@@ -90,7 +90,7 @@ def shard(
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
         specs = place_params(specs, with_experts(specs, placements, experts, mesh), axes, layout)
         adoption = Adoption(optimizer, specs)
-        files = _open_files(config)
+        files = _open_files(config, device)
     except (ConfigError, StorageError) as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
@@ -127,14 +127,24 @@ def _build(
     return built
 
 
-def _open_files(config: ShardConfig) -> Files:
-    """Open the folders that are to have state in files. **Raises** ConfigError if one has none."""
+def _open_files(config: ShardConfig, device: torch.device | None) -> Files:
+    """Open the folders that are to have state in files. **Raises** ConfigError if one has none.
+
+    Slices have a disk of their own, whose buffers a step never waits for.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    offload = config.offload or Offload()
-    buffer = partial(host_buffer, device=torch.device("cpu"))  # for steps, which are on the host
-    kinds = [folders_of(place) for place in (offload.params, offload.grads, offload.optimizer)]
-    disks = {f: Disk([*map(Path, f)], 0, NUM_BUFFERS, buffer, rank) for f in kinds if f}
-    return Files(*(disks.get(folders) for folders in kinds))
+    offload, cpu = config.offload or Offload(), torch.device("cpu")
+
+    def disk(place: str | None, copied_from: torch.device | None) -> Disk | None:
+        folders = [*map(Path, folders_of(place))]
+        buffer = partial(host_buffer, device=copied_from or cpu)
+        return Disk(folders, 0, NUM_BUFFERS, buffer, rank) if folders else None
+
+    optimizer = disk(offload.optimizer, device if offload.step_on == "device" else cpu)
+    same = offload.grads == offload.optimizer
+    return Files(
+        disk(offload.params, device), optimizer if same else disk(offload.grads, cpu), optimizer
+    )
 
 
 def _run_all_layers(model: nn.Module, engine: Engine) -> None:

@@ -5,7 +5,7 @@ A unit's gradients are final as soon as its own reduction is finished; see `unit
 
 from collections.abc import Sequence
 
-from shardwise.engine.schedule import ReduceQueue
+from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.reduce import Reduction
 from shardwise.unit.unit import Unit
 

@@ -42,3 +42,16 @@ def mapped(file: DiskFile) -> torch.Tensor:
             why = os.strerror(ctypes.get_errno())
             raise StorageError(f"{file.who}: mapping its file into memory failed: {why}")
     return torch.frombuffer(region, dtype=torch.uint8)[: file.num_bytes]
+
+
+def cached_share(memory: torch.Tensor) -> float:
+    """Return which share of mapped memory the system has in its cache now, 0 to 1 (mincore(2))."""
+    num_pages = -(-memory.nbytes // mmap.PAGESIZE)
+    if not num_pages:
+        return 1.0
+    pages = torch.zeros(num_pages, dtype=torch.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    if libc.mincore(memory.data_ptr(), memory.nbytes, pages.data_ptr()):
+        return 1.0  # not known; a read ahead is not needed for anything to be right
+    return float(pages.bitwise_and(1).sum() / num_pages)

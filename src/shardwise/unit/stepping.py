@@ -58,6 +58,11 @@ class BackgroundStep:
             self.release()
         self._done.set()
 
+    @property
+    def is_over(self) -> bool:
+        """Tell whether nobody would wait any more."""
+        return self._done.is_set()
+
     def give_up(self) -> None:
         """Wait until it is over, well or not; let a load replace what it has left."""
         self._done.wait()

@@ -18,6 +18,7 @@ from shardwise.layout.memory import Memory
 from shardwise.layout.segments import Layout
 from shardwise.stages import Stage
 from shardwise.trace import FullParamLedger
+from shardwise.unit.ahead import FileSlices
 from shardwise.unit.home import Home
 
 
@@ -50,6 +51,7 @@ class Storage:
         self.frees = self._memory.frees
         self.needs_gather = self._memory.needs_gather
         self.home = home
+        self._file: FileSlices | None = None
         self._ledger = ledger
         self._is_for_memory = stage.frees_after_backward
         make = torch.zeros if self.aliased else torch.empty
@@ -62,11 +64,11 @@ class Storage:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
             else:
                 disk = self.home.files.params
-                self.master = (
-                    self.home.lasting(numel, master_dtype)
-                    if disk is None
-                    else self.home.in_file(disk, numel, master_dtype)
-                )
+                if disk is not None:
+                    self._file = FileSlices(disk, self.home.unit, numel, master_dtype)
+                    self.master = self._file.mapped
+                else:
+                    self.master = self.home.lasting(numel, master_dtype)
         self._full_data, self._master_data = self.full.data, self.master.data
         self._copy: torch.Tensor | None = None  # of the slices, where these are away
         self._copied_version: int | None = None
@@ -186,14 +188,25 @@ class Storage:
     def _fill_full(self, places: list[torch.Tensor], slices: list[torch.Tensor]) -> None:
         if self.home is None:
             torch._foreach_copy_(places, slices)
-        else:
-            self._fetch = self.home.start_fetch(places, slices)
+            return
+        if self._file is not None:
+            memory = self._file.take(self.master._version)
+            slices = [memory[s.storage_offset() :][: s.numel()] for s in slices]
+        self._fetch = self.home.start_fetch(places, slices)
+
+    def read_ahead(self) -> None:
+        """Begin to read slices from their file, for a gather that is expected."""
+        needs_them = self._memory.fills_first or self._copied_version != self.master._version
+        if self._file is not None and needs_them and not self.is_fresh:
+            self._file.start_read(self.master._version)
 
     def finish_fetch(self) -> None:
         """Wait until slices that live at a home have been read."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
+            if self._file is not None:
+                self._file.release()
 
     def _plan_gather(self) -> None:
         """Make the views that every gather uses, once; they outlive the memory under them."""

@@ -127,6 +127,13 @@ class Unit:
         apart = any(param.encoding.puts_together for param in self.params)
         return apart or any(s.frees for s in self.storages)
 
+    def read_ahead(self) -> None:
+        """Begin to read slices that rest in files, unless they are stepped just now."""
+        is_still = all(step.is_over for step in self.steps)
+        if self.home is not None and self.param_state is ParamState.SHARDED and is_still:
+            for storage in self.storages:
+                storage.read_ahead()
+
     def start_unshard(self) -> None:
         """Start gathering the full parameters, if they are not fresh already."""
         self.finish_steps()

@@ -7,7 +7,7 @@ allocate, in the same order.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.engine.schedule import ReduceQueue
+from shardwise.engine.buckets import ReduceQueue
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import DtypeName
@@ -63,6 +63,9 @@ class UnitDouble:
     def is_resident(self) -> bool:
         """Tell whether to gather it would send nothing."""
         return self._state == "gathering" or self.is_fresh
+
+    def read_ahead(self) -> None:
+        """Do nothing: a plan reads from disk when it fetches."""
 
     def start_unshard(self) -> None:
         """Start gathering: allocate, cast, stage, send."""

@@ -1,0 +1,61 @@
+"""Slices in a file: memory for all, and a read past the system's cache before a gather needs them.
+
+Note [Slices are read ahead]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+As the mapped memory of their file slices are read page by page, while whoever asks waits. So what
+the schedule expects next is read into a buffer of the disk's ring, by its threads, while the units
+before it compute, and the gather takes it from there; unless the system still has it in memory,
+where a copy is faster. What was read is taken only if the slices have not changed since. Else, or
+if no buffer was free, the mapped memory is read as ever.
+"""
+
+import torch
+
+from shardwise.offload.disk import Disk
+from shardwise.offload.files import DiskFile
+from shardwise.offload.mapped import cached_share, mapped
+from shardwise.offload.ring import Buffer
+from shardwise.offload.transfers import Transfer
+
+_CACHED = 0.9  # of the pages; the rest is quickly read page by page
+
+
+class FileSlices:
+    """The slices of one storage in a file of a unit: ``mapped`` are all of them, flat, zeros."""
+
+    def __init__(self, disk: Disk, unit: str, numel: int, dtype: torch.dtype) -> None:
+        self._disk = disk
+        self._file: DiskFile = disk.file(unit, numel * dtype.itemsize)
+        self.mapped = mapped(self._file).view(dtype)
+        disk.reserve(self.mapped.nbytes)
+        self._buffer: Buffer | None = None
+        self._read: Transfer | None = None
+        self._version = -1
+
+    def start_read(self, version: int) -> None:
+        """Begin to read the slices of a version, if they are not in memory and there is room."""
+        if self._buffer is not None and self._version != version:
+            self.release()
+        is_wanted = self._buffer is None and self._disk.has_free
+        if is_wanted and cached_share(self.mapped) < _CACHED:
+            self._buffer, self._version = self._disk.take(), version
+            memory = self._buffer.memory[: self.mapped.nbytes]
+            self._read = self._disk.start_read(self._file, 0, memory)
+
+    def take(self, version: int) -> torch.Tensor:
+        """Return memory with the slices: what was read ahead, or the file itself.
+
+        **Raises** StorageError where a read has failed.
+        """
+        if self._buffer is None or self._version != version:
+            return self.mapped
+        assert self._read is not None
+        self._read.wait()
+        return self._buffer.memory[: self.mapped.nbytes].view(self.mapped.dtype)
+
+    def release(self) -> None:
+        """Give the buffer back, when what was taken is copied, or is not needed."""
+        if self._buffer is not None and self._read is not None:
+            self._read.wait()
+            self._buffer.release()
+            self._buffer = self._read = None
