@@ -340,23 +340,63 @@ def test_a_disk_that_fails_is_told_with_rank_unit_and_folder_and_the_last_checkp
 
 
 def fill_the_disk(rank: int, world_size: int, folder: Path) -> None:
-    """No space after two units of the first step: refused until a load, then as ever."""
+    """No space for the third unit's state: nothing has changed, and the step can be taken again."""
+    place = f"nvme:{folder}"
+    for name in OPTIMIZERS:
+        expected, model, optimizer = None, *make(3, "bf16", place, name)
+        for again in (False, True):
+            model(torch.linspace(-1, 1, 24).view(3, 8)).square().mean().backward()
+            before = [param.full_tensor() for param in model.parameters()]
+            if again and name != "sgd":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(System, "reserve", full_after(2))
+                    with pytest.raises(StorageError, match="are needed in"):
+                        optimizer.step()
+                    assert_same([param.full_tensor() for param in model.parameters()], before)
+            optimizer.step()
+            expected = expected or everything(model, optimizer)
+            assert_same(everything(model, optimizer), expected)
+            model, optimizer = make(3, "bf16", place, name)
+
+
+def full_after(num_files: int) -> Any:
+    """Return what reserves space as a disk that is full after some files does."""
+    reserve, made = System.reserve, list[int]()
+
+    def fill(self: System, fd: int, num_bytes: int) -> None:
+        if len(made) == num_files:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        made.append(num_bytes)
+        reserve(self, fd, num_bytes)
+
+    return fill
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_disk_that_is_full_at_the_first_step_is_told_before_anything_changes(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(fill_the_disk, world_size, tmp_path)
+
+
+def fail_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:
+    """The third unit's state cannot be written: refused until a load, then as ever."""
     place = f"nvme:{folder}"
     model, optimizer = make(3, "fp32", place, "adamw")
     save(folder / "saved", model, optimizer)
     expected = train(*make(3, "fp32", place, "adamw"), 2)
-    reserve, left = System.reserve, [1, 1]
+    store, stored = StateFile.store, list[Any]()
 
-    def fill(self: System, fd: int, num_bytes: int) -> None:
-        if not left:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left.pop()
-        reserve(self, fd, num_bytes)
+    def fail(self: StateFile, held: Any) -> None:
+        if len(stored) == 2:
+            raise StorageError("rank 0: writing failed: Input/output error")
+        stored.append(held)
+        store(self, held)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError, match="are needed in"):
-        patch.setattr(System, "reserve", fill)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError, match="writing failed"):
+        patch.setattr(StateFile, "store", fail)
         train(model, optimizer, 1)
-    with pytest.raises(StateError, match=r"failed part of the way: rank .* are needed in"):
+    with pytest.raises(StateError, match=r"failed part of the way: rank .* writing failed"):
         model(torch.ones(3, 8))
     optimizer.zero_grad()
     load(folder / "saved", model, optimizer)
@@ -364,10 +404,10 @@ def fill_the_disk(rank: int, world_size: int, folder: Path) -> None:
     assert_same(train(model, optimizer, 2), expected)
 
 
-def test_a_disk_that_is_full_at_the_first_step_leaves_a_model_that_is_refused_until_a_load(
+def test_a_first_step_that_fails_part_of_the_way_leaves_a_model_that_is_refused_until_a_load(
     tmp_path: Path,
 ) -> None:
-    run_ranks(fill_the_disk, 2, tmp_path)
+    run_ranks(fail_at_the_first_step, 2, tmp_path)
 
 
 def store_at_the_first_step(rank: int, world_size: int, folder: Path) -> None:

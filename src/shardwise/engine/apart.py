@@ -251,6 +251,24 @@ def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> 
     return made
 
 
+@torch.no_grad()
+def sizes_of_state(optimizer: Any, group: int, dtype: torch.dtype) -> list[int]:
+    """Return the bytes of an element of each part of the state that is cut like a parameter.
+
+    The optimizer is asked with a parameter of its own, of two elements, in a group like that one.
+    """
+    options = {
+        key: value for key, value in optimizer.param_groups[group].items() if key != "params"
+    }
+    param = torch.zeros(2, 1, dtype=dtype)
+    param.grad = torch.zeros_like(param)
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    made = optimizer_like(optimizer, [{**options, "params": [param]}], state)
+    type(made).step.__wrapped__(made)
+    row = _Row(0, param, param, param.grad, {})
+    return [v.element_size() for key, v in state[param].items() if row.is_cut_alike(key, v)]
+
+
 def _kept(value: Any) -> Any:
     """Return an option as it is now: a learning rate that is a tensor is changed in place."""
     if isinstance(value, list | tuple):

@@ -260,6 +260,7 @@ class _Overlap:
         See Note [State in files] and Note [Steps on the device].
         """
         found = _by_unit(optimizer)
+        self._stored.reserve(optimizer, found)
         try:
             for unit, params in found.items():
                 step, _ = self._part_at_home(optimizer, unit, params)

@@ -9,20 +9,22 @@ What is written is in its file before anybody may read it: the tensors of the st
 write as parameters wait for the step.
 
 The step that makes the state, or finds it changed, goes unit by unit, and waits: a unit's state is
-stored, and its memory given back, before the next unit's is made.
+stored, and its memory given back, before the next unit's is made. The space for all of it is taken
+before the first unit is stepped, so a disk that is full has changed nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.apart import Apart
+from shardwise.engine.apart import Apart, sizes_of_state
 from shardwise.errors import StorageError
 from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
@@ -39,6 +41,7 @@ class StoredState:
 
     def __init__(self) -> None:
         self._files: dict[Unit, StateFile] = {}
+        self._reserved: dict[Unit, StateFile] = {}
 
     def has(self, unit: Unit) -> bool:
         """Tell whether a unit's state rests in a file."""
@@ -52,12 +55,34 @@ class StoredState:
         held = {key: elements_of(t) for key, t in _held_of(optimizer, unit).items()}
         return file is None or not file.fits(held)
 
+    def reserve(self, optimizer: Any, by_unit: Mapping[Unit | None, Params]) -> None:
+        """Take the space of all that a step is going to store.
+
+        **Raises** StorageError, with nothing changed, where it is not there.
+        """
+        sizes_of = cache(partial(sizes_of_state, optimizer))
+        self._reserved.clear()
+        try:
+            for unit, params in by_unit.items():
+                if unit is None or not self.needs_storing(optimizer, unit):
+                    continue
+                assert unit.home is not None and unit.home.files.optimizer is not None
+                file = StateFile(unit.home.files.optimizer, unit.name)
+                numels = [(elements_of(param).numel(), param.dtype, n) for n, param in params]
+                file.reserve(
+                    [m * size for m, dtype, n in numels if m for size in sizes_of(n, dtype)]
+                )
+                self._reserved[unit] = file
+        except BaseException:
+            self._reserved.clear()
+            raise
+
     def step_and_store(self, optimizer: Any, unit: Unit, step: Callable[[], None]) -> None:
         """Step a unit, store what state it has then, and let it rest there."""
         assert unit.home is not None and unit.home.files.optimizer is not None
         step()
         held = _held_of(optimizer, unit)
-        file = StateFile(unit.home.files.optimizer, unit.name)
+        file = self._reserved.pop(unit, None) or StateFile(unit.home.files.optimizer, unit.name)
         file.store({key: elements_of(tensor) for key, tensor in held.items()})
         for key, tensor in held.items():
             set_elements(tensor, file.at_rest(key))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,7 @@ class StateFile:
         self._unit = unit
         self._rows: dict[Key, _Row] = {}
         self._file: DiskFile | None = None
+        self._reserved: DiskFile | None = None
         self._mapped = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -58,10 +59,16 @@ class StateFile:
     def _alike(self, key: Key) -> tuple[torch.dtype, torch.Size]:
         return self._rows[key].dtype, self._rows[key].shape
 
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Take the space for tensors of so many bytes, which are to be stored."""
+        self._reserved = self.disk.file(self._unit, regions_of(sizes).num_bytes)
+
     def store(self, held: Held) -> None:
         """Write tensors into a new file, whatever the old one has, and wait for it."""
         sizes = regions_of([tensor.nbytes for tensor in held.values()])
-        file = self.disk.file(self._unit, sizes.num_bytes)
+        file, self._reserved = self._reserved, None
+        if file is None or file.num_bytes != sizes.num_bytes:
+            file = self.disk.file(self._unit, sizes.num_bytes)
         places = zip(sizes.begins, held.items(), strict=True)
         rows = {key: _Row(begin, t.nbytes, t.dtype, t.shape) for begin, (key, t) in places}
         for key, tensor in held.items():
