@@ -62,6 +62,11 @@ class ShardConfig:
     reduces_in_flight: int = 2
     offload: Offload | None = None
 
+    @property
+    def state_offload(self) -> Offload | None:
+        """Where state rests that is away; None where all of it is on the device."""
+        return self.offload if self.offload is not None and self.offload.moves_state else None
+
 
 def resolve_config(
     stage: int,

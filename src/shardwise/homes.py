@@ -19,7 +19,9 @@ class Offload:
     bytes. ``fraction`` of the bytes are away, rounded up to whole units; the first units stay on
     the device, as the next forward pass waits for their step. ``step_on`` is where the optimizer
     steps; None is "host". On the "device", what a unit's step takes passes it in loads of a fixed
-    size, for optimizers that work element by element.
+    size, for optimizers that work element by element. ``activations`` are the inputs of
+    checkpointed blocks: in "cpu" they are between their forward and their recomputation, the last
+    block's apart.
     """
 
     params: str = "device"
@@ -27,13 +29,19 @@ class Offload:
     optimizer: str = "device"
     fraction: float = 1.0
     step_on: Literal["host", "device"] | None = None
+    activations: str = "device"
 
     @property
-    def tiers(self) -> tuple[str, str, str, float, str]:
+    def moves_state(self) -> bool:
+        """Tell whether anything but activations is away."""
+        return self.optimizer != "device" and self.fraction > 0
+
+    @property
+    def tiers(self) -> tuple[str, str, str, float, str, str]:
         """What must be alike on all ranks: everything but the folders."""
         places = (self.params, self.grads or "", self.optimizer)
         params, grads, optimizer = (place.partition(":")[0] for place in places)
-        return params, grads, optimizer, self.fraction, self.step_on or "host"
+        return params, grads, optimizer, self.fraction, self.step_on or "host", self.activations
 
 
 def folders_of(place: str | None) -> tuple[str, ...]:
@@ -68,16 +76,19 @@ def resolve_offload(asked: OffloadLike) -> Offload | None:
         place = getattr(asked, name)
         if place is not None and _tier(place) is None:
             raise ConfigError(f"offload: {name}={place!r}: expected {_EXPECTED}")
+    if asked.activations not in ("device", "cpu"):
+        raise ConfigError(
+            f"offload: activations={asked.activations!r}: expected 'device' or 'cpu' (host memory)"
+        )
     fraction: object = asked.fraction
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise ConfigError(f"offload: fraction={asked.fraction!r}: expected a number from 0 to 1")
     if asked.step_on not in (None, "host", "device"):
         raise ConfigError(f"offload: step_on={asked.step_on!r}: expected 'host' or 'device'")
     _check_combination(asked)
-    is_away = asked.optimizer != "device" and asked.fraction > 0
-    if not is_away:
-        return None
-    return replace(asked, grads=asked.grads or "cpu", step_on=asked.step_on or "host")
+    if asked.moves_state:
+        return replace(asked, grads=asked.grads or "cpu", step_on=asked.step_on or "host")
+    return Offload(activations="cpu") if asked.activations == "cpu" else None
 
 
 def _tier(place: object) -> str | None:

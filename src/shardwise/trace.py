@@ -39,7 +39,8 @@ class Stats:
     now beyond those (where the slices lie inside the full copy they are counted once, as slices),
     ``param_full_peak_bytes`` their peak; ``grad_shard_bytes`` reduced, ``grad_partial_bytes``
     unreduced gradients. ``bytes_by_place`` has where slices, reduced gradients, full copies and, if
-    it was given, the optimizer's state rest: "device", "host", "files". ``sent_bytes`` and
+    it was given, the optimizer's state rest: "device", "host", "files"; of activations, what they
+    have of the host. ``sent_bytes`` and
     ``num_collectives`` count payloads sent by this rank since ``shard()``, by ``axis.kind``; of
     those that torch sends, what was sent in `counting`.
     """

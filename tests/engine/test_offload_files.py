@@ -610,6 +610,7 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_changed(
         (Offload(optimizer="cpu", grads="device"), "use 'cpu' or 'nvme:FOLDER'"),
         (Offload(grads="cpu"), "leave it out, or use 'device'"),
         (Offload(step_on="host"), "the step is where its state is"),
+        (Offload(activations="nvme:/a"), "activations='nvme:/a': expected 'device' or 'cpu'"),
         (Offload(optimizer="cpu", step_on="gpu"), "expected 'host' or 'device'"),  # type: ignore[arg-type]
     ],
 )

@@ -29,6 +29,8 @@ from shardwise import Offload, accumulate, gathered, optim, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.device import follow_current
+from shardwise.engine import activations
+from shardwise.engine.activations import _Input
 from shardwise.engine.streamed import StreamedStep
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.offload.lane import Lane
@@ -109,6 +111,19 @@ class Checkpointed(Stack):
         x = x.clone().requires_grad_()  # a reentrant one asks for it
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class Shared(Stack):
+    """Blocks that run again, and take what another one takes too, with its graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        x = self.blocks[0](x)
+        both = x + 1  # which autograd does not save for itself
+        for block in self.blocks[1:]:
+            x = checkpoint(lambda x, y, block=block: block(x + y), x, both, use_reentrant=False)
         return self.head(x)
 
 
@@ -333,6 +348,16 @@ add(
 add("by block, cut along other dims", partial(by_block, shard_placement_fn=along_the_longer_dim))
 add("by block, spread over two ranks", partial(by_block, reshard_after_forward=2))
 add("by block, checkpointing", partial(by_block, make=partial(Checkpointed, False)))
+inputs_away = {"offload": Offload(activations="cpu")}
+for kind, reentrant in (("", False), (", reentrant", True)):
+    options = {"make": partial(Checkpointed, reentrant)}
+    add(f"inputs on the host{kind}", partial(sharded, **options, **inputs_away))
+add("inputs on the host, on a stream", partial(SCENARIOS["inputs on the host"], on_own_stream=True))
+add("inputs on the host, shared", partial(sharded, make=Shared, **inputs_away))
+add(
+    "by block, inputs on the host",
+    partial(by_block, make=partial(Checkpointed, False), offload_policy=Offload(activations="cpu")),
+)
 
 
 @contextmanager
@@ -495,6 +520,31 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         blind(StreamedStep, "finish"),
         ON_DEVICE,
         r"while copy_ \(lane.py:\d+\), on stream \d+, writes it",
+    ),
+    "inputs are evicted before they are computed": (
+        blind(_Input, "start_evict"),
+        "inputs on the host",
+        r"copy_ .*, on the evict stream, reads .* the compute stream, writes it",
+    ),
+    "inputs are freed while they are evicted": (
+        blind(_Input, "give_up"),
+        "inputs on the host",
+        r"memory .* was freed while copy_ \(activations.py:\d+\), on the evict stream, uses it",
+    ),
+    "inputs of two blocks are freed while they are evicted": (
+        blind(_Input, "stay"),
+        "inputs on the host, shared",
+        r"was freed while copy_ \(activations.py:\d+\), on the evict stream, uses it",
+    ),
+    "inputs are computed with before they are fetched": (
+        blind(_Input, "unpack"),
+        "inputs on the host",
+        r"on the compute stream, reads .* while copy_ .*, on the fetch stream, writes it",
+    ),
+    "inputs are fetched into memory that may be in use": (
+        replaced(activations, "follow_current", beside),
+        "inputs on the host",
+        r"copy_ \(activations.py:\d+\), on the fetch stream, uses .* while the allocation",
     ),
     "slices are cast on the host before they are stepped": (
         blind(BackgroundStep, "wait"),

@@ -300,6 +300,7 @@ OFFLOADS: list[tuple[int, Any, dict[str, Any], str]] = [
     (2, {"optimizer": "cpu", "fraction": 0.5}, {"offload_optimizer": "cpu"}, "fraction is left"),
     (1, {"params": "nvme:/a", "optimizer": "cpu"}, {"offload_optimizer": "cpu"}, "params stay"),
     (3, {"grads": "nvme:/a", "optimizer": "cpu"}, {"offload_optimizer": "cpu"}, "grads are left"),
+    (3, {"activations": "cpu"}, {}, "activations are left"),
 ]
 
 
@@ -328,3 +329,7 @@ def test_fsdp2_has_all_in_host_memory_or_nothing(offload: Any, is_told: bool) ->
     assert ("no other home" in report.mapped["offload"]) == is_told
     content, _ = to_accelerate(TrainConfig(stage=3), "x.yaml")
     assert content["fsdp_config"]["fsdp_offload_params"] is False
+    config = TrainConfig(stage=3, offload={"activations": "cpu"})
+    content, report = to_accelerate(config, "x.yaml")
+    assert content["fsdp_config"]["fsdp_offload_params"] is False
+    assert "activations are left out" in report.mapped["offload"]

@@ -308,10 +308,13 @@ def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters
         (1, "cpu", Offload("device", "host")),
         (2, "nvme:/disk", Offload("host", "nvme")),
         (3, "cpu", Offload("device", "host")),
+        (3, None, Offload(activations="host")),
+        (1, "cpu", Offload("host", "host", 0.5, "host")),
+        (3, {"activations": "cpu"}, Offload()),
     ],
 )
 def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(
-    stage: int, asked: str, planned: Offload
+    stage: int, asked: Any, planned: Offload
 ) -> None:
     candidate: Any = SimpleNamespace(stage=3, offload=planned)
     found = _written_offload(candidate, TrainConfig(stage=stage, offload=asked))

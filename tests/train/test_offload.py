@@ -7,6 +7,10 @@ import pytest
 
 from ranks import run_ranks
 from resumes import lines_of, train, write_text
+from shardwise import Offload
+from shardwise.errors import ConfigError
+from shardwise.train.checks import check_run
+from shardwise.train.config import load_config
 
 FLAGS: list[dict[str, Any]] = [
     {"stage": 3, "precision": "bf16", "accumulation": 2, "activation_checkpointing": True},
@@ -25,7 +29,8 @@ def train_each_way(rank: int, world_size: int, folder: Path) -> None:
         output = folder / str(number)
         train(rank, world_size, {**made, "output": output / "plain"})
         train(rank, world_size, {**made, "output": output / "overlap", "overlap_step": True})
-        offload = ("cpu", {"optimizer": "cpu", "fraction": 0.5})[number % 2]
+        with_inputs = {"params": "cpu", "optimizer": "cpu", "activations": "cpu"}
+        offload: Any = (with_inputs, {"optimizer": "cpu", "fraction": 0.5})[number % 2]
         if number > 1:
             offload = f"nvme:{folder}"
         ours = {**made, "output": output / "host", "offload": offload, "replay_every": 3}
@@ -50,3 +55,14 @@ def test_a_run_has_the_same_bits_wherever_its_state_rests_and_its_step_goes_on(
         assert figures(tmp_path / str(number) / "overlap") == plain
         theirs = [row for row in figures(tmp_path / str(number) / "host") if "bytes" not in row[1]]
         assert theirs == [row for row in plain if "bytes" not in row[1]]
+
+
+def test_inputs_move_where_blocks_are_checkpointed(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    flags = {"data": tmp_path / "text.txt", "offload": "{activations: cpu}"}
+    with pytest.raises(
+        ConfigError, match=r"offload: activations='cpu' .* none is; add activation_"
+    ):
+        check_run(load_config(None, flags), 1)
+    config = load_config(None, {**flags, "activation_checkpointing": True})
+    assert check_run(config, 1).offloaded == Offload(activations="cpu")

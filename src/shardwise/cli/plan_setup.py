@@ -161,6 +161,8 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         offloads=(base.offload,) if to_train else _offloads(setup),
         degrees=degrees,
         fills_pipelines=to_train,
+        may_move_inputs=not given & {"offload", "offload_activations"}
+        and setup.cluster.node.accelerator.asynchronous,
     )
 
 
@@ -201,11 +203,12 @@ def _offloads(setup: Setup) -> tuple[Offload, ...]:
     is_given = setup.given & {"offload", "offload_params", "offload_optimizer"}
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (setup.candidate.offload,)
+    inputs = setup.candidate.offload.activations
     return (
-        Offload(),
-        Offload(optimizer="host", optimizer_fraction=0.5),
-        Offload(optimizer="host"),
-        Offload(params="host", optimizer="host"),
+        Offload(activations=inputs),
+        Offload(optimizer="host", optimizer_fraction=0.5, activations=inputs),
+        Offload(optimizer="host", activations=inputs),
+        Offload(params="host", optimizer="host", activations=inputs),
     )
 
 
@@ -262,7 +265,13 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
         params=values.get("offload_params", offload.params),
         optimizer=values.get("offload_optimizer", offload.optimizer),
         optimizer_fraction=values.get("offload_fraction", offload.optimizer_fraction),
+        activations=values.get("offload_activations", offload.activations),
     )
+    if offload.activations != "device" and chosen["activation_checkpointing"] != "full":
+        raise ConfigError(
+            "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
+            "checkpointed whole; add --activation-checkpointing full"
+        )
     if "offload_fraction" in values and offload.optimizer == "device":
         raise ConfigError(SHARE_OF_NOTHING)
     if offload.params != "device" and not STAGES[chosen["stage"]].frees_after_backward:

@@ -101,7 +101,10 @@ def planned_offload(config: TrainConfig, stage: int) -> Offload:
         return Offload()
     params = _HOMES[found.params.partition(":")[0]] if STAGES[stage].frees_after_backward else None
     return Offload(
-        params or "device", _HOMES[found.optimizer.partition(":")[0]], float(found.fraction)
+        params or "device",
+        _HOMES[found.optimizer.partition(":")[0]],
+        float(found.fraction),
+        "host" if found.activations == "cpu" else "device",
     )
 
 
@@ -113,10 +116,15 @@ def _written_offload(candidate: Candidate, config: TrainConfig) -> str | dict[st
     if offload == Offload():
         return None
     places = {"device": "device", "host": "cpu"}
-    return {
+    state = {
         "params": places[offload.params],
         "optimizer": places[offload.optimizer],
         "fraction": offload.optimizer_fraction,
+    }
+    inputs = {"activations": places[offload.activations]}
+    return {
+        **(state if offload.optimizer != "device" else {}),
+        **(inputs if offload.activations != "device" else {}),
     }
 
 
@@ -206,7 +214,8 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     if candidate.optimizer != planned_optimizer(config):
         kind, options = _WRITABLE[candidate.optimizer]
         other = {"optimizer": kind, "optimizer_options": options}
-    offloads = candidate.offload != Offload()
+    moves_state = replace(candidate.offload, activations="device") != Offload()
+    moves = candidate.offload != Offload()
     made = _for_stages(candidate, config).model_copy(
         update={
             **other,
@@ -220,8 +229,8 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
             "seq": plan.seq,
             "predicted_step_s": plan.step_s,
             # These are of the device, and a run counts what is in host memory too.
-            "predicted_state_bytes": None if offloads else _state_bytes(plan),
-            "predicted_peak_bytes": None if offloads else plan.played.peak.ledger.total,
+            "predicted_state_bytes": None if moves_state else _state_bytes(plan),
+            "predicted_peak_bytes": None if moves else plan.played.peak.ledger.total,
         }
     )
     return dump_config(made)

@@ -326,7 +326,7 @@ def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> S
         param_full_peak_bytes=max(engine.ledger.peak, kept),
         grad_shard_bytes=sum(grads) + engine.grad_bytes_under_way,
         grad_partial_bytes=sum(t.nbytes for t in partials),
-        bytes_by_place=bytes_by_place(engine.units, optimizer),
+        bytes_by_place=bytes_by_place(engine.units, optimizer, engine.activations),
         sent_bytes=dict(traffic.sent_bytes),
         num_collectives=dict(traffic.num_collectives),
     )

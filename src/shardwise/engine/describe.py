@@ -82,6 +82,7 @@ class Description:
     num_shards: int
     num_replicas: int
     units: tuple[UnitDescription, ...]
+    activation_bytes: int | None = None  # on the host; None where activations stay on the device
 
     @property
     def full_bytes(self) -> int:
@@ -114,6 +115,9 @@ class Description:
             for unit in self.units
             if unit.layout == "rows" and unit.padding_share > _PADDING_TO_MENTION
         ]
+        if self.activation_bytes is not None:
+            held = format_bytes(self.activation_bytes)
+            lines.append(f"inputs of checkpointed blocks: {held} of host memory so far")
         return "\n".join(lines)
 
     def _line(self, unit: UnitDescription, branch: str, label: str) -> str:
@@ -138,6 +142,7 @@ def describe(model: nn.Module) -> Description:
         axes.shard.size,
         axes.replicate.size if axes.replicate else 1,
         tuple(_describe_unit(u) for u in engine.units),
+        None if engine.activations is None else engine.activations.host_bytes,
     )
 
 

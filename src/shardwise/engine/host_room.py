@@ -34,7 +34,7 @@ def check_host_room(
     **Cost** one exchange of 32 bytes, with offload only. **Raises** ConfigError, the same on all
     ranks, with what is needed, what is free and what would do.
     """
-    if config.offload is None:
+    if config.state_offload is None:
         return
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
     needed = bytes_in_host_memory(specs, config, num_shards)
@@ -53,7 +53,7 @@ def check_host_room(
                 "or let them rest in files (params= and grads='nvme:FOLDER')"
             )
     cores = len(os.sched_getaffinity(0)) // sum(row[0] == host for row in rows)
-    is_on_host = config.offload.step_on == "host"
+    is_on_host = config.state_offload.step_on == "host"
     if is_on_host and torch.get_num_threads() == 1 < cores and control.rank == 0:
         _LOG.warning(
             "the optimizer steps on the host, with 1 thread where each rank has %d cores: call "
@@ -64,7 +64,7 @@ def check_host_room(
 
 def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, num_shards: int) -> int:
     """Return what slices and reduced gradients of one rank take in host memory, without padding."""
-    offload = config.offload
+    offload = config.state_offload
     if offload is None:
         return 0
     slices_are_there = not folders_of(offload.params)

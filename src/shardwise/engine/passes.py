@@ -41,6 +41,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.engine.activations import Activations
 from shardwise.engine.calls import Call, CallState, ForwardPass
 from shardwise.engine.misuse import changed_since_forward
 from shardwise.engine.tree import tensors_in
@@ -121,8 +122,9 @@ class _Progress:
 class Passes:
     """The calls of a model's units under way, forward and backward."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, activations: Activations | None = None) -> None:
         self._listener = listener
+        self._activations = activations
         self._root: Any = None
         self._inside: dict[int, frozenset[int]] = {}  # the modules inside each unit, when asked for
         self._progress: list[_Progress] = []
@@ -159,6 +161,8 @@ class Passes:
     def enter(self, unit: PassUnit) -> Call:
         """Begin a call."""
         inside = in_backward()
+        if self._activations is not None and not inside and self._is_outermost(unit):
+            self._activations.open()
         recomputes = inside and self._progress[unit.index].in_backward
         call = Call(unit, tuple(c.unit for c in self._stack), inside, recomputes)
         self._stack.append(call)
@@ -191,7 +195,13 @@ class Passes:
         call = self._stack.pop()
         if not self._stack:
             self._forward_pass = None
+        if self._activations is not None and self._is_outermost(call.unit):
+            self._activations.close()
         return call
+
+    def _is_outermost(self, unit: PassUnit) -> bool:
+        """Tell whether a call is in no other; a pass that was interrupted may have left some."""
+        return not self._stack or unit is self._root
 
     def watch_outputs(self, call: Call, output: Any) -> bool:
         """Hear when autograd reaches a recorded call; tell whether it can."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.activations import Activations
 from shardwise.engine.overlap import is_elementwise
 from shardwise.offload.disk import Disk
 from shardwise.unit.home import NO_FILES, Files
@@ -15,13 +16,18 @@ from shardwise.unit.unit import Unit
 
 
 def bytes_by_place(
-    units: Iterable[Unit], optimizer: torch.optim.Optimizer | None = None
+    units: Iterable[Unit],
+    optimizer: torch.optim.Optimizer | None = None,
+    activations: Activations | None = None,
 ) -> dict[str, int]:
     """Return bytes by "device", "host" and "files": slices, their copies, means, full parameters.
 
-    With the ``optimizer`` its state too. Of a model without offload all is on the device.
+    With the ``optimizer`` its state too, with the ``activations`` what they take of the host. Of a
+    model without offload all is on the device.
     """
     found: Counter[str] = Counter()
+    if activations is not None:
+        found["host"] += activations.host_bytes
     for unit in units:
         files = _files_of(unit)
         for storage in unit.storages:

@@ -15,6 +15,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
+from shardwise.engine.activations import activations_of
 from shardwise.engine.calls import Call
 from shardwise.engine.conditions import Conditions
 from shardwise.engine.misuse import (
@@ -44,12 +45,7 @@ class Engine:
     where_full = where_stays = "inside `with shardwise.gathered(model):`"
     each_unit_alone = False  # its collectives come when it runs, whatever the other ranks run
 
-    def __init__(
-        self,
-        config: ShardConfig,
-        comm: Comm,
-        ledger: FullParamLedger,
-    ) -> None:
+    def __init__(self, config: ShardConfig, comm: Comm, ledger: FullParamLedger) -> None:
         self.config = config
         self.comm = comm
         self.ledger = ledger
@@ -58,7 +54,8 @@ class Engine:
         self.mates: Sequence[Engine] = (self,)  # of the stages that this rank has
         self.num_reduced = 0  # backward passes, or windows, whose gradients were all reduced
         self.window_open = False  # a micro-batch that is not the last one went through backward
-        self._passes = Passes(self)
+        self.activations = activations_of(config.offload, comm, lambda: self.units)
+        self._passes = Passes(self, self.activations)
         self._runs_grad_hooks = False
         self._num_calls = 0
         self.take_units([])

@@ -1,6 +1,6 @@
 """One way to run a model: everything that a search may vary, as one frozen value."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
@@ -17,11 +17,15 @@ ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where state rests; ``optimizer_fraction`` of the optimizer state is at ``optimizer``."""
+    """Where state rests; ``optimizer_fraction`` of the optimizer state is at ``optimizer``.
+
+    ``activations`` are the inputs of checkpointed blocks, until they are computed again.
+    """
 
     params: OffloadHome = "device"
     optimizer: OffloadHome = "device"
     optimizer_fraction: float = 1.0
+    activations: Literal["device", "host"] = "device"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,13 @@ class Candidate:
         return self.offload.params == "device" or self.offload.optimizer != "device"
 
     @property
+    def with_inputs_away(self) -> "tuple[Candidate, ...]":
+        """The same with inputs of its blocks on the host; none where no block is checkpointed."""
+        if self.activation_checkpointing != "full" or self.offload.activations != "device":
+            return ()
+        return (replace(self, offload=replace(self.offload, activations="host")),)
+
+    @property
     def label(self) -> str:
         """Write what tells this candidate from others in one line; defaults are left out."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
@@ -131,4 +142,6 @@ class Candidate:
                 else ""
             )
             parts.append(f"{share}optimizer on {offload.optimizer}")
+        if offload.activations != "device":
+            parts.append(f"inputs of blocks on {offload.activations}")
         return ", ".join(parts).replace(", x ", " x ")

@@ -44,8 +44,8 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
 class Space:
     """What is varied, each as the values to try; everything else is as in ``base``.
 
-    ``micro_batches`` empty: powers of two from 1 for as long as they fit. ``fills_pipelines``: a
-    pipeline has as many micro-batches as stages at least, as a run has to.
+    ``micro_batches`` empty: powers of two from 1 for as long as they fit. ``fills_pipelines``: with
+    as many micro-batches as stages, as a run. ``may_move_inputs`` to the host: where needed to fit.
     """
 
     base: Candidate
@@ -61,6 +61,7 @@ class Space:
     offloads: Sequence[Offload] = (Offload(),)
     degrees: Sequence[tuple[int, int, int]] = ((1, 1, 1),)  # tensor, pipeline, context
     fills_pipelines: bool = False
+    may_move_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,14 +282,15 @@ def _play_family(
         if ahead is not None:
             largest = max((full_bytes(u, tape.compute_dtype) for u in tape.units[1:]), default=0)
             candidate = replace(candidate, prefetch_bytes=None if ahead == 1 else ahead * largest)
-        prices = prices_of(candidate) if prices_of else None
-        made = plan(model, cluster, candidate, prices=prices, tape=tape)
-        if made.memory.high_bytes <= capacity:
-            yield made
-            continue
-        yield Rejected(candidate, _why_too_large(made, capacity), was_played=True)
-        is_too_large = True
-        if limits.tokens_per_step is None and not micro_batches:
+        for each in (candidate, *(candidate.with_inputs_away if space.may_move_inputs else ())):
+            made = plan(model, cluster, each, prices=prices_of and prices_of(each), tape=tape)
+            if made.memory.high_bytes <= capacity:
+                yield made
+                break
+            yield Rejected(each, _why_too_large(made, capacity), was_played=True)
+        else:
+            is_too_large = True
+        if is_too_large and limits.tokens_per_step is None and not micro_batches:
             return
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import step_name, steps_in
 from shardwise.errors import ConfigError
+from shardwise.homes import resolve_offload
 from shardwise.train.config import TrainConfig
 from shardwise.train.text import find_documents, load_tokenizer
 
@@ -67,10 +68,16 @@ def check_run(config: TrainConfig, world_size: int) -> TrainConfig:
     """Find what would stop a run before anything is started; return the config fully decided.
 
     **Raises** ConfigError: degrees or the batch do not divide, there is no text, the tokenizer does
-    not load, the vocabulary is too small.
+    not load, the vocabulary is too small, inputs of blocks are to move and none is checkpointed.
     """
     config = resolve_batch(config, world_size)
     check_micro_batches(config.pp, config.accumulation or 1)
+    offload = resolve_offload(config.offloaded)
+    if offload and offload.activations != "device" and not config.activation_checkpointing:
+        raise ConfigError(
+            "offload: activations='cpu' moves the inputs of checkpointed blocks, and none is; add "
+            "activation_checkpointing: true (--activation-checkpointing), or leave it out"
+        )
     find_documents(config.data)
     tokenizer = load_tokenizer(config.tokenizer)
     vocab = config.vocab or tokenizer.vocab

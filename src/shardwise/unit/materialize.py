@@ -112,7 +112,7 @@ class Materializer:
         reason = None
         if not config.stage.shards_state:
             reason = f"nothing is gathered at stage {config.stage.number}; use stage 1, 2 or 3"
-        elif config.offload is not None:
+        elif config.state_offload is not None:
             reason = "offload= takes plain parameters alone; leave it out"
         elif spec.dim or isinstance(spec.param, DTensor):
             reason = "it can be cut along dim 0 alone, by data parallelism alone"
@@ -133,14 +133,15 @@ class Materializer:
         """
         config, comm = self._config, self._comm_of(spec)
         home = None
-        if config.offload is not None and index >= self._first_away:
-            leaves_copy = config.offload.params == "device"
+        offload = config.state_offload
+        if offload is not None and index >= self._first_away:
+            leaves_copy = offload.params == "device"
             home = Home(
                 torch.device("cpu"),
                 self._device,
                 comm.time,
                 leaves_copy=leaves_copy,
-                steps_on_device=config.offload.step_on == "device",
+                steps_on_device=offload.step_on == "device",
                 files=self._files,
                 unit=spec.name,
                 slab=self._slab,
@@ -350,8 +351,8 @@ class Materializer:
 
 def first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
     """Return how many units stay on the device, where others do not: the first, in whole units."""
-    if config.offload is None:
+    if config.state_offload is None:
         return len(specs)
     numels = [sum(param.param.numel() for param in spec.params) for spec in specs]
-    stay = (1 - config.offload.fraction) * sum(numels)
+    stay = (1 - config.state_offload.fraction) * sum(numels)
     return sum(total <= stay for total in accumulate(numels))

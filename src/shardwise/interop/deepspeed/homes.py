@@ -137,10 +137,12 @@ def _spelled(offload: str | Offload | None) -> str:
 def blocks_of(asked: OffloadLike, stage: int) -> tuple[dict[str, Any], list[str]]:
     """Return DeepSpeed's blocks for an offload, and what they leave out."""
     offload = resolve_offload(asked)
-    if offload is None:
-        return {}, []
-    blocks = {"offload_optimizer": _block(offload.optimizer)}
     lost = []
+    if offload is not None and offload.activations != "device":
+        lost.append("activations are left out: deepspeed.checkpointing has cpu_checkpointing")
+    if offload is None or not offload.moves_state:
+        return {}, lost
+    blocks = {"offload_optimizer": _block(offload.optimizer)}
     if stage == 3 and offload.params != "device":
         blocks["offload_param"] = _block(offload.params)
     elif folders_of(offload.params):

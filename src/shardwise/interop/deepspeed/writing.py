@@ -178,8 +178,11 @@ def to_accelerate(
         out["fsdp_config"] = _fsdp(config)
         note("stage", "fsdp_config.fsdp_reshard_after_forward")
         note("units", "fsdp_config.fsdp_transformer_layer_cls_to_wrap")
-        is_other = resolve_offload(config.offloaded) not in (None, resolve_offload("cpu"))
+        found = resolve_offload(config.offloaded)
+        is_other = found is not None and found.moves_state and found != resolve_offload("cpu")
         only = ": all in host memory, as FSDP2 has no other home" if is_other else ""
+        if found is not None and found.activations != "device":
+            only += "; activations are left out, as FSDP2 keeps them on the device"
         note("offload", f"fsdp_config.fsdp_offload_params{only}")
         note("activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
     else:
@@ -189,11 +192,12 @@ def to_accelerate(
 
 
 def _fsdp(config: TrainConfig) -> dict[str, Any]:
+    offload = resolve_offload(config.offloaded)
     block: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": config.stage == 3,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_offload_params": resolve_offload(config.offloaded) is not None,
+        "fsdp_offload_params": offload is not None and offload.moves_state,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_activation_checkpointing": config.activation_checkpointing,
     }

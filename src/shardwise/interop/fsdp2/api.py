@@ -19,6 +19,7 @@ from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload, resolve_offload
 from shardwise.interop.fsdp2.meshes import (
     ShardingMesh,
     chosen_placement,
@@ -43,7 +44,10 @@ _NO_OFFLOAD = OffloadPolicy()
 _KINDS = {
     "mesh": (DeviceMesh | Axes | None, "shardwise.Axes, torch's DeviceMesh or None"),
     "mp_policy": (MixedPrecisionPolicy, "torch's MixedPrecisionPolicy"),
-    "offload_policy": (OffloadPolicy | None, "torch's OffloadPolicy or None"),
+    "offload_policy": (
+        OffloadPolicy | Offload | None,
+        "shardwise.Offload, torch's OffloadPolicy or None",
+    ),
 }
 
 
@@ -74,7 +78,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = _NO_CASTS,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    offload_policy: OffloadPolicy | Offload | None = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: "DataParallelMeshDims | None" = None,
 ) -> Any:
@@ -82,7 +86,8 @@ def fully_shard(
 
     It means what ``torch.distributed.fsdp.fully_shard`` means, and takes torch's policy objects:
     call it from the inside out, last on the model. Parameters become DTensors, every rank keeping
-    its chunk of its own values.
+    its chunk of its own values. ``offload_policy`` may be a `shardwise.Offload` too, for its
+    ``activations``; any call of a model says it for the whole model.
 
     **Cost** nothing is sent.
 
@@ -90,6 +95,7 @@ def fully_shard(
     not fit; NotImplementedError for parameters that cannot be cut.
     """
     _check_container(module)
+    offload, moves = _state_and_activations(offload_policy)
     warn_if_untested("torch")
     spread = spread_over(mesh or default_mesh(), dp_mesh_dims)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
@@ -99,8 +105,7 @@ def fully_shard(
     managed = list(_managed_modules(modules, ignored_params))
     params = list(_managed_params(managed, ignored_params or set()))
     _move(managed, params, device)
-    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-    asked = Asked(device, mp_policy, offload, frees_unless_root=reshard_after_forward is None)
+    asked = Asked(device, mp_policy, offload, reshard_after_forward is None, moves)
     units: dict[ShardingMesh, Unit] = {}
     uses = _uses_of(modules, params)
 
@@ -123,6 +128,26 @@ def fully_shard(
     state.attach(modules, list(units.values()), asked)
     _mark(managed, modules)
     return module
+
+
+def _state_and_activations(
+    policy: OffloadPolicy | Offload | None,
+) -> tuple[CPUOffloadPolicy | None, bool]:
+    """Return torch's policy for the state of a rank, and whether activations are away.
+
+    **Raises** ConfigError for an `Offload` of a part of the state, or to files.
+    """
+    if not isinstance(policy, Offload):
+        return policy if isinstance(policy, CPUOffloadPolicy) else None, False
+    asked = resolve_offload(policy)
+    if asked is None or not asked.moves_state:
+        return None, asked is not None
+    if asked.tiers[:4] != ("cpu", "cpu", "cpu", 1):
+        raise ConfigError(
+            f"offload_policy={policy!r}: fully_shard has all state of a rank in host memory or "
+            "none; let params=, grads= and optimizer= be 'cpu', leave them out, or use shard()"
+        )
+    return CPUOffloadPolicy(), asked.activations == "cpu"
 
 
 def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:

@@ -23,11 +23,13 @@ from shardwise.engine.overlap import overlap_offloaded
 from shardwise.engine.runtime import Engine
 from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError, StateError
+from shardwise.homes import Offload
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.units import ParamUse
 from shardwise.trace import FullParamLedger
 from shardwise.unit.unit import Unit
 
+_ACTIVATIONS = Offload(activations="cpu")
 _LOG = logging.getLogger("torch.distributed.fsdp.fully_shard")  # what TORCH_LOGS=+fsdp shows
 
 
@@ -44,6 +46,7 @@ class GroupEngine(Engine):
             stage.reduce_every,
             bucket_bytes=0,
             reduces_in_flight=max(state.max_in_flight for state in states),
+            offload=_ACTIVATIONS if any(s.asked.moves_activations for s in states) else None,
         )
         super().__init__(config, units[0].comm, FullParamLedger())
         self.all_states = states

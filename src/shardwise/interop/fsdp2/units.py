@@ -47,12 +47,14 @@ class Asked:
     """What one call asks for, beside what its units hold.
 
     ``frees_unless_root``: whether the root's parameters are freed after forward was left open.
+    ``moves_activations``: inputs of checkpointed blocks rest in host memory.
     """
 
     device: torch.device
     mp: MixedPrecisionPolicy
     offload: CPUOffloadPolicy | None
     frees_unless_root: bool = False
+    moves_activations: bool = False
 
 
 def make_unit(

@@ -55,7 +55,7 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     events: list[Work | Visit] = [Visit("before_forward", unit) for unit in whole]
     events += _called(begin, _enter(live))
     for layer, numbers in passes:
-        events += _called(numbers, layer.forward)
+        events += _called(numbers, layer.forward, input_bytes=_saved_input(live))
     events += _called(end, _head_forward(live))
     events += [*(Visit("after_forward", unit) for unit in reversed(whole)), _loss(live)]
     events += [Visit("before_backward", unit) for unit in reversed(whole)]
@@ -77,6 +77,7 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
         buffer_bytes=live.buffer_bytes,
         first_bytes=live.first_bytes,
         end_bytes=live.end_bytes,
+        in_flight=run.in_flight,
     )
 
 
@@ -117,10 +118,18 @@ class _Layer:
         )
 
 
-def _called(units: range, work: Work, recomputes: bool = False) -> list[Work | Visit]:
+def _saved_input(live: FormulaLive) -> int:
+    """Return the bytes that a checkpoint around a layer saves: the stream that comes in."""
+    saves = live.run.activation_checkpointing in ("full", "per_op")
+    return live.stream if saves else 0
+
+
+def _called(
+    units: range, work: Work, recomputes: bool = False, input_bytes: int = 0
+) -> list[Work | Visit]:
     """Return a forward pass of one module, and of all units that it is; none: it is the root's."""
     return [
-        *(Visit("before_forward", unit, recomputes) for unit in units),
+        *(Visit("before_forward", n, recomputes, input_bytes * (n == units[0])) for n in units),
         replace(work, unit=units[0] if units else 0),
         *(Visit("after_forward", unit, recomputes) for unit in reversed(units)),
     ]

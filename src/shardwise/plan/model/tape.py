@@ -125,11 +125,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Visit:
-    """The engine is called for a unit; ``recomputes``: a forward inside backward, checkpointing."""
+    """The engine is called for a unit; ``recomputes``: a forward inside backward, checkpointing.
+
+    ``input_bytes`` are what a checkpoint saves for the block that begins here, of what was computed
+    before it; 0 everywhere else.
+    """
 
     kind: VisitKind
     unit: int
     recomputes: bool = False
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ class Tape:
     are alive from begin to end, ``buffer_bytes`` (module buffers) for the whole run;
     ``first_bytes`` are activations that are alive in the first micro-batch of a step alone,
     ``end_bytes`` those that are when a pipeline's stage is reduced after its last one.
+    ``in_flight`` micro-batches of a pipeline are between their forward and their backward.
     """
 
     model: str
@@ -153,6 +159,7 @@ class Tape:
     buffer_bytes: int = 0
     first_bytes: int = 0
     end_bytes: int = 0
+    in_flight: float = 1
 
     @property
     def num_params(self) -> int:

@@ -13,7 +13,7 @@ from the first of its parts on, which autograd holds until the last has come.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -287,6 +287,7 @@ class _Run:
 
     def events(self) -> tuple[Work | Visit, ...]:
         """Return visits and works in order, each byte under its kind."""
+        self._keep_inputs_of_checkpoints()
         root_end = self._place_of(lambda v: v == Visit("after_forward", 0))
         body = self._place_of(lambda v: v.kind == "before_backward" and v.unit != 0)
         begin, end, input_grad = self._head.stretch(root_end, body)
@@ -299,6 +300,18 @@ class _Run:
             if isinstance(item, _Span) and item.unit == 0 and item.phase == "forward":
                 item.phase = "loss" if item.hi > begin else "forward"
         return tuple(i if isinstance(i, Visit) else self._work(i, logits) for i in self._items)
+
+    def _keep_inputs_of_checkpoints(self) -> None:
+        """Let blocks alone that run again have bytes of inputs: a checkpoint saves theirs.
+
+        One is around them or, where no unit's forward was seen again, inside.
+        """
+        seen = {v.unit for v in self._items if isinstance(v, Visit) and v.recomputes}
+        again = {s.unit for s in self._items if isinstance(s, _Span) and s.phase == "recompute"}
+        saved = (again - seen) | self._visitor.first_in_checkpoint
+        for place, item in enumerate(self._items):
+            if isinstance(item, Visit) and item.input_bytes and item.unit not in saved:
+                self._items[place] = replace(item, input_bytes=0)
 
     def _place_of(self, is_it: Callable[[Visit], bool]) -> int:
         """Return the place in the log of the first such visit, or of the end."""

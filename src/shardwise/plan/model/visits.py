@@ -4,6 +4,7 @@
 reduced.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from shardwise.engine.calls import Call
 from shardwise.engine.hooks import register_hooks
 from shardwise.engine.passes import Passes
-from shardwise.engine.tree import map_tensors
+from shardwise.engine.tree import map_tensors, tensors_in
 from shardwise.layout.units import UnitSpec
 from shardwise.plan.model.tape import Phase, Visit, VisitKind
 
@@ -58,6 +59,8 @@ class Visitor:
         self._visit = visit
         self._take_grads = take_grads
         self._written = written
+        self.first_in_checkpoint: set[int] = set()  # units by index
+        self._region: Callable[[], Any] = lambda: None
         self._backward: list[_Unit] = []
         self._begun = False
         self._passes = Passes(self)
@@ -83,19 +86,34 @@ class Visitor:
             return (self._backward[-1].index if self._backward else 0), "backward"
         return 0, "loss"
 
-    def _say(self, kind: VisitKind, unit: _Unit, recomputes: bool = False) -> None:
-        self._visit(Visit(kind, unit.index, recomputes))
+    def _say(
+        self, kind: VisitKind, unit: _Unit, recomputes: bool = False, input_bytes: int = 0
+    ) -> None:
+        self._visit(Visit(kind, unit.index, recomputes, input_bytes))
 
     # -- forward (hooks.Watcher)
     def before_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
         """Record the visit, cast the inputs, watch them for backward."""
         call = self._passes.enter(unit)
-        self._say("before_forward", unit, call.recomputes)
+        taken = 0 if call.in_backward or unit is self.units[0] else _computed_bytes(args)
+        self._say("before_forward", unit, call.recomputes, taken)
+        if not call.in_backward:
+            self._note_checkpoint(unit)
         args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
         if torch.is_grad_enabled() and not call.recomputes:
             self._passes.record(call)
             self._passes.watch_inputs(call, (args, kwargs))
         return args, kwargs
+
+    def _note_checkpoint(self, unit: _Unit) -> None:
+        """Note that a checkpoint is around a unit, and no unit before it was inside the same one.
+
+        It is known by its hooks on saved tensors, which live as long as its graph.
+        """
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0] is not self._region():
+            self._region = weakref.ref(hooks[0])
+            self.first_in_checkpoint.add(unit.index)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._cast_to is None or not tensor.is_floating_point():
@@ -149,3 +167,8 @@ class Visitor:
 
     def on_double(self) -> None:
         """Do nothing: a pass with create_graph=True is not traced."""
+
+
+def _computed_bytes(args: Any) -> int:
+    """Return the bytes of a module's inputs that were computed; masks and tables were not."""
+    return sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)

@@ -21,6 +21,7 @@ from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, Setting, footprint, setting_of
+from shardwise.plan.step.inputs import Inputs
 from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.ledger import Ledger, Meter, Played
 from shardwise.plan.step.messages import Message
@@ -88,6 +89,7 @@ class _Player:
         self._buffers = self._kept_buffers()
         self._meter = Meter(self._rest())
         self._issue = Issuer()
+        self._inputs = Inputs(tape, candidate, self._meter, self._issue)
         frees = setting.stage.frees_after_forward and not self._is_stage
         self._row = replace(
             setting.stage, reduce_every=self._reduce_every, frees_after_forward=frees
@@ -150,16 +152,18 @@ class _Player:
         self._in_backward = False
         meter.phase = "forward"
         meter.add("inputs", self._tape.input_bytes)
-        meter.add("activations", 0 if number else self._tape.first_bytes)
+        there = (0 if number else self._tape.first_bytes) - self._inputs.others(number)
+        meter.add("activations", there)
         for event in self._tape.events:
             if isinstance(event, Work):
                 self._work(event)
             else:
                 meter.unit = event.unit
                 self._visit(event)
+                self._inputs.visit(event, self._in_backward)
         self._end_backward()
         meter.add("inputs", -self._tape.input_bytes)
-        meter.add("activations", 0 if number else -self._tape.first_bytes)
+        meter.add("activations", -there)
         if self._is_stage and ends:
             self._end_schedule()
 
@@ -330,7 +334,7 @@ class _Player:
             peak=max(peaks, key=lambda m: m.ledger.total),
             peaks=peaks,
             resting=self._meter.ledger(),
-            host_bytes=host + pinned,
+            host_bytes=host + pinned + self._inputs.host_bytes,
             nvme_bytes=nvme,
             program=self._issue.program(tuple(u.name for u in self._tape.units)),
             pinned_bytes=pinned,

@@ -1,0 +1,199 @@
+"""Inputs of checkpointed blocks on the host, planned: bytes as of a run, the way, the search."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from shardwise import Offload as Away
+from shardwise import shard, stats
+from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.model.presets import find_model
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.model.tape import Tape, Visit
+from shardwise.plan.model.tracing import trace
+from shardwise.plan.planning import plan
+from shardwise.plan.searching import Limits, Space, search
+from shardwise.plan.sizes import PRECISIONS
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
+from shardwise.plan.step.program import Transfer
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+
+BLOCKS, DIM, SEQ, VOCAB, ROWS = 5, 32, 16, 64, 2
+HOST = Offload(activations="host")
+
+
+def decoder() -> nn.Module:
+    sizes: dict[str, Any] = {"dim": DIM, "layers": BLOCKS, "heads": 2, "seq": SEQ, "vocab": VOCAB}
+    return Decoder(TrainConfig(data="-", activation_checkpointing=True, **sizes), VOCAB)
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": DIM, "intermediate_size": 48, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": BLOCKS}
+    made: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    name = "activation_checkpointing_enable"  # and of transformers 4 the other
+    getattr(made, name, made.gradient_checkpointing_enable)({"use_reentrant": False})
+    return made.train()
+
+
+def batch() -> Tensor:
+    return torch.zeros(ROWS, SEQ, dtype=torch.long)
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    found = model(tokens)
+    logits: Tensor = getattr(found, "logits", found)
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def candidate_of(precision: str, units: tuple[str, ...] | None, offload: Offload) -> Candidate:
+    return Candidate(
+        precision=precision,
+        micro_batch=ROWS,
+        units=units,
+        activation_checkpointing="full",
+        offload=offload,
+        transport="point_to_point",
+    )
+
+
+def tape_of(make: Any, precision: str, units: tuple[str, ...] | None) -> Tape:
+    return trace(
+        make(),
+        batch,
+        loss_of,
+        name="model",
+        micro_batch=ROWS,
+        seq=SEQ,
+        compute_dtype=PRECISIONS[precision].compute,
+        activation_checkpointing="full",
+        units=units,
+    )
+
+
+def host_bytes_of_a_run(
+    rank: int, world_size: int, make: Any, precision: str, units: tuple[str, ...] | None
+) -> int:
+    model = shard(make(), precision=precision, units=units, offload=Away(activations="cpu"))
+    for _ in range(2):
+        loss_of(model, batch()).backward()
+    return stats(model).bytes_by_place["host"]
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "units"),
+    [
+        (decoder, "fp32", None),
+        (decoder, "bf16", ("Attention", "FeedForward")),
+        (llama, "bf16", None),
+    ],
+)
+def test_planned_host_bytes_are_those_of_a_run(
+    make: Any, precision: str, units: tuple[str, ...] | None
+) -> None:
+    if make is llama:
+        pytest.importorskip("transformers")
+    tape = tape_of(make, precision, units)
+    planned = play(tape, candidate_of(precision, units, HOST)).host_bytes
+    size = 2 if precision == "bf16" else 4
+    assert planned == (BLOCKS - 1) * ROWS * SEQ * DIM * size
+    assert run_ranks(host_bytes_of_a_run, 1, make, precision, units) == [planned]
+
+
+def test_formulas_have_the_inputs_that_a_trace_has() -> None:
+    traced = [e.input_bytes for e in tape_of(decoder, "bf16", None).events if isinstance(e, Visit)]
+    config = TrainConfig(data="-", dim=DIM, layers=BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
+    model = ShapedModel("decoder", config.shape(VOCAB), SEQ, is_built_in=True)
+    tape = model.tape(candidate_of("bf16", None, HOST))
+    formulas = [e.input_bytes for e in tape.events if isinstance(e, Visit)]
+    assert sorted(filter(None, formulas)) == sorted(filter(None, traced)) != []
+
+
+def transfers(played: Played) -> list[tuple[str, int, int]]:
+    return [
+        (op.work.link, op.work.num_bytes, op.unit)
+        for op in played.program.ops
+        if isinstance(op.work, Transfer)
+    ]
+
+
+def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two() -> None:
+    tape = tape_of(decoder, "fp32", None)
+    each = ROWS * SEQ * DIM * 4
+    plain, away = (
+        play(tape, replace(candidate_of("fp32", None, offload), accumulation=2))
+        for offload in (Offload(), HOST)
+    )
+    out = [("to_host", each, unit) for unit in range(1, BLOCKS)]
+    back = [("to_device", each, unit) for unit in range(BLOCKS - 1, 0, -1)]
+    assert transfers(plain) == [] and transfers(away) == 2 * (out + back)
+    assert away.resting == plain.resting
+    at_loss = [
+        next(m.ledger.total for m in played.peaks if m.phase == "loss") for played in (plain, away)
+    ]
+    assert at_loss[0] - at_loss[1] == (BLOCKS - 1) * each  # the last block's stays
+    forward = [
+        next(m.ledger.total for m in played.peaks if m.phase == "forward")
+        for played in (plain, away)
+    ]
+    assert (BLOCKS - 3) * each <= forward[0] - forward[1] <= (BLOCKS - 1) * each
+
+
+def test_micro_batches_in_flight_have_memory_each() -> None:
+    config = TrainConfig(data="-", dim=DIM, layers=2 * BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
+    model = ShapedModel("decoder", config.shape(VOCAB), SEQ, is_built_in=True)
+    two = replace(candidate_of("fp32", None, HOST), pp=2, accumulation=4)
+    stages = model.stages(two)
+    each = (BLOCKS - 1) * ROWS * SEQ * DIM * 4
+    assert [play(tape, two).host_bytes for tape in stages.values()] == [2 * each, each]
+    plain = replace(two, offload=Offload())
+    for number, tape in stages.items():
+        begins = [
+            next(m.ledger.activations for m in play(tape, c).peaks if m.phase == "loss")
+            for c in (plain, two)
+        ]
+        assert begins[0] - begins[1] == (2 - number) * each
+
+
+def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
+    source = find_model("llama-3.2-1b")
+    assert source.shape is not None
+    model = ShapedModel(source.name, source.shape, 4096)
+    cluster = make_cluster("h100-sxm", 8)
+    base = Candidate(num_shards=8, activation_checkpointing="full")
+    space = Space(
+        base,
+        stages=(3,),
+        activation_checkpointing=("none", "full"),
+        prefetch_units=(1,),
+        micro_batches=(1, 4, 16),
+        may_move_inputs=True,
+    )
+    found = search(model, cluster, space)
+    met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
+    moved = [c for c in met if c.offload.activations == "host"]
+    without = [replace(c, offload=Offload()) for c in moved]
+    lost = {r.candidate: r.reason for r in found.rejected}
+    assert all(c.activation_checkpointing == "full" for c in moved)
+    assert all("needs up to" in lost[c] for c in without)
+    wide = search(model, cluster, space, Limits(max_memory_bytes=1 << 50))
+    capacity = min(cluster.node.accelerator.memory_bytes, 1 << 50)
+    for each in wide.pareto:
+        fits = plan(model, cluster, replace(each.candidate, offload=Offload()))
+        is_moved = each.candidate.offload.activations == "host"
+        assert is_moved == (fits.memory.high_bytes > capacity)
+    never = search(model, cluster, replace(space, may_move_inputs=False))
+    assert not [p for p in never.pareto if p.candidate.offload.activations == "host"]
+    best = found.winner
+    assert best is not None and never.winner is not None
+    assert best.tokens_per_s >= never.winner.tokens_per_s
+    assert moved
