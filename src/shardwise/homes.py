@@ -5,6 +5,8 @@ from typing import Literal
 
 from shardwise.errors import ConfigError
 
+LOAD_BYTES = 128 << 20  # of what passes the device at once: long copies, and little memory there
+LOADS = 3  # at once: one comes, one is worked on, one goes back
 _EXPECTED = "'device', 'cpu' (host memory) or 'nvme:FOLDER' (files in a folder of this machine)"
 
 

@@ -20,6 +20,8 @@ from shardwise.engine import apart, streamed
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardError
 from shardwise.offload.lane import Lane, Load, cut
+from shardwise.plan import candidate as planned
+from shardwise.plan.accounting import account
 from shardwise.unit.home import Home
 
 LOAD_BYTES = 4096
@@ -102,6 +104,8 @@ def count_bytes(rank: int, world_size: int) -> None:
         train(model, optimizer, 1, clip=None)
         optimizer.state_dict()
         assert sum(sizes) == 16 * numel  # and both moments
+    where = planned.Offload(optimizer="host", step_on="device")
+    assert account(numel, 1, 3, "fp32", "adamw", where).traffic.to_device_bytes == sum(sizes)
     assert max(sizes) <= LOAD_BYTES < sum(sizes) / 5
     lane = vars(optimizer)["_shardwise_overlap"]._streaming._lane
     assert lane.num_bytes <= 3 * (LOAD_BYTES + 20 * 256)  # what alignment takes

@@ -176,6 +176,9 @@ HOMES = [
     Offload(params="host", optimizer="host"),
     Offload(params="nvme", optimizer="host"),
     Offload(params="host", optimizer="nvme"),
+    Offload(optimizer="host", step_on="device"),
+    Offload(params="host", optimizer="host", optimizer_fraction=0.5, step_on="device"),
+    Offload(optimizer="nvme", step_on="device"),
 ]
 
 
@@ -192,7 +195,8 @@ def test_what_rests_is_what_the_accounting_says(
     count = sum(prod(s) for u in EVEN for s in u)
     sums = account(count, 3, stage, precision, "sgd_momentum", offload)
     resting = played.resting
-    assert resting.total - resting.buffers == sums.between_steps.device
+    state = resting.total - resting.buffers - resting.state_staging
+    assert state == sums.between_steps.device
     moved = [
         sum(
             op.work.num_bytes

@@ -79,6 +79,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
             request.offload_params or "device",
             request.offload_optimizer or "device",
             request.offload_fraction,
+            step_on=request.offload_step_on or "host",
         ),
         replicas=request.dp_replicate,
         accumulation=request.accumulation or 1,

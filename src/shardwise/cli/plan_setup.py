@@ -200,7 +200,7 @@ def limits_of(setup: Setup, request: PlanRequest) -> Limits:
 
 def _offloads(setup: Setup) -> tuple[Offload, ...]:
     """Return where state may rest; a device that is the host has nowhere else."""
-    is_given = setup.given & {"offload", "offload_params", "offload_optimizer"}
+    is_given = setup.given & {"offload", "offload_params", "offload_optimizer", "offload_step_on"}
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (setup.candidate.offload,)
     inputs = setup.candidate.offload.activations
@@ -209,6 +209,8 @@ def _offloads(setup: Setup) -> tuple[Offload, ...]:
         Offload(optimizer="host", optimizer_fraction=0.5, activations=inputs),
         Offload(optimizer="host", activations=inputs),
         Offload(params="host", optimizer="host", activations=inputs),
+        Offload(optimizer="host", activations=inputs, step_on="device"),
+        Offload(params="host", optimizer="host", activations=inputs, step_on="device"),
     )
 
 
@@ -271,6 +273,11 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
         raise ConfigError(
             "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
+        )
+    if offload.step_on == "device" and offload.optimizer == "device":
+        raise ConfigError(
+            "offload_step_on: what is offloaded steps there, and the optimizer's state is on the "
+            "device; add --offload-optimizer host"
         )
     if "offload_fraction" in values and offload.optimizer == "device":
         raise ConfigError(SHARE_OF_NOTHING)

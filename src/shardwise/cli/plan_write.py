@@ -105,6 +105,7 @@ def planned_offload(config: TrainConfig, stage: int) -> Offload:
         _HOMES[found.optimizer.partition(":")[0]],
         float(found.fraction),
         "host" if found.activations == "cpu" else "device",
+        found.step_on if found.step_on and found.optimizer != "device" else "host",
     )
 
 
@@ -122,6 +123,7 @@ def _written_offload(candidate: Candidate, config: TrainConfig) -> str | dict[st
         "fraction": offload.optimizer_fraction,
     }
     inputs = {"activations": places[offload.activations]}
+    state |= {"step_on": "device"} if offload.step_on == "device" else {}
     return {
         **(state if offload.optimizer != "device" else {}),
         **(inputs if offload.activations != "device" else {}),

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.device import Event
 from shardwise.engine.apart import Apart
-from shardwise.offload.lane import LOAD_BYTES, Lane
+from shardwise.homes import LOAD_BYTES
+from shardwise.offload.lane import Lane
 from shardwise.unit.home import Home
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.stepping import elements_of, set_elements

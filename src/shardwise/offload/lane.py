@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.device import DeviceTime, Event
+from shardwise.homes import LOAD_BYTES, LOADS
 
-LOAD_BYTES = 128 << 20  # of one buffer: long copies, and still little beside a device's memory
-_NUM_BUFFERS = 3
 _ALIGNMENT = 256  # bytes; as the allocators of accelerators have it
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # what is on the device, and where it goes
@@ -135,7 +134,7 @@ class Lane:
 
     def _next(self, num_bytes: int) -> _Buffer:
         """Return the buffer whose turn it is, with room for so many bytes."""
-        turn = self._num_loads % _NUM_BUFFERS
+        turn = self._num_loads % LOADS
         self._num_loads += 1
         if turn == len(self._buffers):
             self._buffers.append(_Buffer(self._memory(num_bytes)))

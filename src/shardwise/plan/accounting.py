@@ -289,8 +289,11 @@ def _gradients(sums: _Sums) -> Bytes:
 def _optimizer_state(sums: _Sums) -> Bytes:
     master, home = sums.dtypes.master, sums.setup.offload.optimizer
     resting = sums.optimizer.state_bytes(sums.state - sums.moved, master)
-    away = sums.optimizer.state_bytes(sums.moved, master)
-    return Bytes(device=resting) + Bytes(**{home: away})
+    return Bytes(device=resting) + Bytes(**{home: _optimizer_state_of_moved(sums)})
+
+
+def _optimizer_state_of_moved(sums: _Sums) -> int:
+    return sums.optimizer.state_bytes(sums.moved, sums.dtypes.master)
 
 
 def _share(numel: int, ranks: int) -> int:
@@ -311,6 +314,12 @@ def _traffic(sums: _Sums) -> Traffic:
     if setup.offload.params != "device":
         to_host += (sums.state - sums.moved) * compute  # what the device has updated
         to_device = sums.uses * sums.shard * compute
+    if setup.offload.step_on == "device" and sums.moved:
+        taken_back = _optimizer_state_of_moved(sums) + sums.moved * DTYPE_BYTES[dtypes.master]
+        if setup.offload.params == "device":
+            to_device = 0
+        to_device += taken_back + sums.moved * reduced
+        to_host += taken_back
     nvme_read, nvme_written = _disk_traffic(sums)
     return Traffic(
         num_gathers=num_gathers,
@@ -354,9 +363,10 @@ def _left_out(sums: _Sums) -> tuple[str, ...]:
         ),
         "One step counter of 4 bytes per tensor.": sums.optimizer.has_step,
         f"{sums.optimizer.note[:1].upper()}{sums.optimizer.note[1:]}.": bool(sums.optimizer.note),
-        "Pinned buffers through which offloaded state is copied. Offload is in numbers only, but "
-        'for shard(offload="cpu"), which keeps in host memory all that a rank owns.': sums.moved > 0
-        or setup.offload.params != "device",
+        "Pinned buffers through which offloaded state is copied. Offloaded parameters have their "
+        "masters beside them here; the engine casts the masters on the device instead.": (
+            sums.moved > 0 or setup.offload.params != "device"
+        ),
         f"Precision {setup.precision!r} is how another system keeps its state; the engine does not "
         "run it.": not sums.dtypes.engine_runs_it,
     }

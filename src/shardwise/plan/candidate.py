@@ -19,13 +19,15 @@ ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the 
 class Offload:
     """Where state rests; ``optimizer_fraction`` of the optimizer state is at ``optimizer``.
 
-    ``activations`` are the inputs of checkpointed blocks, until they are computed again.
+    ``activations`` are the inputs of checkpointed blocks, until they are computed again;
+    ``step_on``: on the device, what is offloaded passes it in its step.
     """
 
     params: OffloadHome = "device"
     optimizer: OffloadHome = "device"
     optimizer_fraction: float = 1.0
     activations: Literal["device", "host"] = "device"
+    step_on: Literal["host", "device"] = "host"
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Candidate:
                 else ""
             )
             parts.append(f"{share}optimizer on {offload.optimizer}")
+        if offload.step_on != "host":
+            parts.append("stepped on the device")
         if offload.activations != "device":
             parts.append(f"inputs of blocks on {offload.activations}")
         return ", ".join(parts).replace(", x ", " x ")

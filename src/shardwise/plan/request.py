@@ -93,6 +93,9 @@ class ModelRequest(BaseModel):
     offload_params: OffloadHome | None = key(None, "Offload", "where parameter shards rest")
     offload_optimizer: OffloadHome | None = key(None, "Offload", "where optimizer state rests")
     offload_fraction: float = key(1.0, "Offload", "share of the optimizer offloaded", ge=0, le=1)
+    offload_step_on: Literal["host", "device"] | None = key(
+        None, "Offload", "where the offloaded part of the optimizer steps; unset: host"
+    )
     offload_activations: Literal["device", "host"] | None = key(
         None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
     )

@@ -22,6 +22,7 @@ _LINE_COLOURS = {
     "grad_shards": "#b3560b",
     "optimizer_state": "#27864b",
     "optimizer_temporary": "#6dc48c",
+    "state_staging": "#a5dcb8",
     "gather_staging": "#8f6bd6",
     "reduce_staging": "#c0a6f0",
     "activations": "#d1487a",

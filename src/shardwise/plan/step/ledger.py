@@ -12,7 +12,8 @@ class Ledger:
 
     ``param_shards`` are the persistent slices with padding, ``param_full`` full copies beyond
     them, ``gather_staging`` and ``reduce_staging`` buffers of collectives under way,
-    ``grad_full`` gradients of full parameters that are not reduced, ``grad_shards`` reduced ones.
+    ``grad_full`` gradients of full parameters that are not reduced, ``grad_shards`` reduced ones,
+    ``state_staging`` buffers that state on the host passes in its step.
     """
 
     param_shards: int = 0
@@ -21,6 +22,7 @@ class Ledger:
     grad_shards: int = 0
     optimizer_state: int = 0
     optimizer_temporary: int = 0
+    state_staging: int = 0
     gather_staging: int = 0
     reduce_staging: int = 0
     activations: int = 0

@@ -6,10 +6,12 @@ optimizer's state, with the master weights and the reduced gradients of the same
 the device; gradients go there as soon as a bucket is reduced; the host's cores step unit by unit,
 and each unit's new parameters go back in the computing dtype while the next one steps
 (ZeRO-Offload, arXiv 2101.06840; per unit as in torchao's CPU offload). State on disk is read
-before the unit's step and written after it. Offloaded parameters are fetched for every gather
-(ZeRO-Infinity, arXiv 2104.07857).
+before the unit's step and written after it. Stepped on the device, it passes three buffers there,
+and so do gradients; parameters that stay on the device are written there. Offloaded parameters are
+fetched for every gather (ZeRO-Infinity, arXiv 2104.07857).
 """
 
+from shardwise.homes import LOAD_BYTES, LOADS
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import DTYPE_BYTES, PRECISIONS
@@ -102,23 +104,41 @@ class Offloading:
             self._arrived[unit] = arrived
         return num_bytes
 
-    def step_on_host(self, weights: list[Footprint], issue: Issuer, moved: list[int]) -> None:
-        """Issue the host's part of the optimizer's step, unit by unit; ``moved``: bytes of each."""
+    def staging_bytes(self, weights: list[Footprint]) -> int:
+        """Return the buffers on the device that state passes, if it is stepped there."""
+        if not self.fraction or self.candidate.offload.step_on == "host":
+            return 0
+        sizes = [self._brought(weight) for weight in weights if weight.num_updated]
+        return LOADS * min(LOAD_BYTES, max(sizes, default=0))
+
+    def _stored(self, weight: Footprint) -> int:
+        return self.share(weight.state_bytes + weight.local_numel * self._master)
+
+    def _brought(self, weight: Footprint) -> int:
+        """Return what comes to the device for a unit's step: state, masters and gradients."""
+        return self._stored(weight) + self.share(weight.reduce.out if weight.reduce else 0)
+
+    def step(self, weights: list[Footprint], issue: Issuer, moved: list[int]) -> None:
+        """Issue the step of what is offloaded, unit by unit; ``moved``: bytes of each."""
         ready = issue.inputs
         for unit, weight in enumerate(weights):
             if not self.fraction or not weight.num_updated:
                 continue
             after = [*ready, self._arrived[unit]]
-            stored = self.share(weight.state_bytes + weight.local_numel * self._master)
             if self.candidate.offload.optimizer == "nvme":
-                after.append(issue.transfer("disk_read", stored, unit, ()))
+                after.append(issue.transfer("disk_read", self._stored(weight), unit, ()))
             copy = self.share(weight.local_numel * self._compute)
             cost = Cost("memory", self._row.master, 0, self.share(moved[unit]) + copy, 1)
-            stepped = issue.on_cpu((cost,), unit, after)
+            if self.candidate.offload.step_on == "device":
+                issue.wait(issue.transfer("to_device", self._brought(weight), unit, after))
+                there = issue.compute((cost,), unit, "optimizer")
+                stepped = issue.transfer("to_host", self._stored(weight), unit, (there,))
+            else:
+                stepped = issue.on_cpu((cost,), unit, after)
+                if not self.params_away:
+                    issue.transfer("to_device", copy, unit, (stepped,))
             if self.candidate.offload.optimizer == "nvme":
-                issue.transfer("disk_write", stored, unit, (stepped,))
-            if not self.params_away:
-                issue.transfer("to_device", copy, unit, (stepped,))
+                issue.transfer("disk_write", self._stored(weight), unit, (stepped,))
 
     def return_params(self, weights: list[Footprint], issue: Issuer) -> None:
         """Copy to the host, where parameters lie there, what the device has updated."""

@@ -65,6 +65,7 @@ def _state(weights: list[Footprint], offloading: Offloading, buffer_bytes: int) 
         param_shards=sum(offloading.params_on_device(w) for w in weights),
         param_full=sum(w.kept_bytes for w in weights),
         optimizer_state=state - offloading.share(state),
+        state_staging=offloading.staging_bytes(weights),
         buffers=buffer_bytes,
     )
 
@@ -262,7 +263,7 @@ class _Player:
         meter.touch({"optimizer_temporary": self._temporary_bytes()})
         moved = [self._step_bytes(w) for w in self._weights]
         away = [self._offloading.share(m) for m in moved]
-        self._offloading.step_on_host(self._weights, issue, moved)
+        self._offloading.step(self._weights, issue, moved)
         on_device = sum(moved) - sum(away)
         if on_device:
             issue.compute((self._memory(on_device, self._num_kernels()),), 0, "optimizer")
