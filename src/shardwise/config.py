@@ -50,7 +50,8 @@ class ShardConfig:
     largest unit; 0: none, which makes every gather blocking). ``bucket_bytes`` is how many bytes
     of gradients are collected before a reduction starts. ``reduces_in_flight`` bounds reductions
     that run behind the backward pass. ``offload="cpu"`` keeps what each rank owns in host memory:
-    slices, their gradients, the optimizer's state and its step; `Offload` says it for each kind.
+    slices, their gradients, the optimizer's state and its step; `Offload` says it for each kind,
+    and for inputs of checkpointed blocks (two copies of each, which win nothing where all fits).
     """
 
     stage: Stage

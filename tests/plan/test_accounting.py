@@ -453,6 +453,7 @@ def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
         ({"optimizer": "adam_w"}, "optimizer='adam_w': .*did you mean 'adamw'"),
         ({"reduce_every": "never"}, "reduce_every='never': "),
         ({"offload": Offload(optimizer="cpu")}, "offload.optimizer='cpu': .*host, nvme"),
+        ({"offload": Offload(activations="nvme")}, "offload.activations='nvme': .*device, host"),
         ({"offload": Offload(params="hots")}, "offload.params='hots': .*did you mean 'host'"),
         ({"offload": Offload(params="host"), "stage": 2}, "offload.params='host' with stage=2"),
         ({"offload": Offload("device", "host", 1.5)}, "offload.optimizer_fraction=1.5: "),

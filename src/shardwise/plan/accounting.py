@@ -167,6 +167,7 @@ def check_setup(setup: Setup) -> None:
     offload = setup.offload
     for name, home in (("params", offload.params), ("optimizer", offload.optimizer)):
         row_of(dict.fromkeys(_HOMES), home, f"offload.{name}")
+    row_of(dict.fromkeys(_HOMES[:2]), offload.activations, "offload.activations")
     if offload.params != "device" and setup.stage != len(STAGES) - 1:
         raise ConfigError(
             f"offload.params={offload.params!r} with stage={setup.stage}: expected stage 3, where "
