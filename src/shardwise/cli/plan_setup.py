@@ -204,14 +204,10 @@ def _offloads(setup: Setup) -> tuple[Offload, ...]:
     if is_given or not setup.cluster.node.accelerator.asynchronous:
         return (setup.candidate.offload,)
     inputs = setup.candidate.offload.activations
-    return (
-        Offload(activations=inputs),
-        Offload(optimizer="host", optimizer_fraction=0.5, activations=inputs),
-        Offload(optimizer="host", activations=inputs),
-        Offload(params="host", optimizer="host", activations=inputs),
-        Offload(optimizer="host", activations=inputs, step_on="device"),
-        Offload(params="host", optimizer="host", activations=inputs, step_on="device"),
-    )
+    wholly = Offload(optimizer="host"), Offload("host", "host")
+    found = [Offload(), Offload(optimizer="host", optimizer_fraction=0.5), *wholly]
+    found += [replace(each, step_on="device") for each in wholly]
+    return tuple(replace(each, activations=inputs) for each in found)
 
 
 def _foreign(request: ModelRequest) -> ForeignSettings | None:
@@ -274,11 +270,8 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
             "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
         )
-    if offload.step_on == "device" and offload.optimizer == "device":
-        raise ConfigError(
-            "offload_step_on: what is offloaded steps there, and the optimizer's state is on the "
-            "device; add --offload-optimizer host"
-        )
+    if offload.step_on == "device" == offload.optimizer:
+        raise ConfigError("offload_step_on: nothing is offloaded; add --offload-optimizer host")
     if "offload_fraction" in values and offload.optimizer == "device":
         raise ConfigError(SHARE_OF_NOTHING)
     if offload.params != "device" and not STAGES[chosen["stage"]].frees_after_backward:
