@@ -7,6 +7,9 @@ again (`ranks`).
 
 All ranks must take the same groups, so what is kept depends on nothing but what all have opened:
 groups over the whole world, and those that torch opens on all ranks alike (`dist.new_group`).
+
+`share_device()` gives all groups of a rank one thread that waits for the network, not one each:
+it wakes a hundred times a second, idle or not, and many idle ranks stay open.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from shardwise.comm import control
 
-KEPT = 4  # so many groups stay open between calls: their threads wake a hundred times a second
+KEPT = 4  # so many groups stay open between calls
 
 
 @dataclass(slots=True)
@@ -55,6 +58,25 @@ class KeptGroups:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         return bool(surplus) or len(others) > 1
+
+
+def share_device() -> None:
+    """Open this process's groups of gloo on one device from now on; on theirs, where torch's API
+    does not say how.
+    """
+    gloo = dist.ProcessGroupGloo
+    if not hasattr(gloo, "_Options") or not hasattr(gloo._Options(), "_devices"):
+        return
+    device = gloo.create_device(interface="lo")
+
+    class OnOneDevice(gloo):  # type: ignore[valid-type, misc]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            super().__init__(store, rank, size, options)
+
+    for home in (dist, distributed_c10d):
+        home.ProcessGroupGloo = OnOneDevice  # type: ignore[attr-defined, misc]
 
 
 def install() -> KeptGroups:

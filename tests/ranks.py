@@ -361,6 +361,8 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     gc.freeze()  # what was imported before the fork need not be looked at by every collection
     try:
+        if not fresh:  # a launched process has a device for each group
+            kept_groups.share_device()
         store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
         timeout = timedelta(minutes=5)
         dist.init_process_group(
@@ -447,6 +449,7 @@ def _clean_up(groups: kept_groups.KeptGroups) -> None:
         ):
             getattr(owner, clear, lambda: None)()  # not all versions have all
     gc.collect()
+    gc.freeze()  # what stays after a call stays: later collections need not look at it
 
 
 def die_with_the_parent() -> None:
