@@ -29,42 +29,55 @@ settings.register_profile(
 settings.load_profile("shardwise")
 
 
-# Files that take long; a worker that is left alone with one at the end would be late.
+# Files that take long, longest first: none is left for one worker alone at the end.
 FIRST = (
-    "checkpoint/test_any_to_any.py",
-    "checkpoint/test_crashes.py",
-    "checkpoint/test_hostile.py",
-    "checkpoint/test_kills.py",
-    "checkpoint/test_parallel_models.py",
-    "engine/test_models_compile.py",
-    "engine/test_parity.py",
-    "engine/test_parity_precision.py",
-    "engine/test_placements.py",
-    "engine/test_skipped_layers.py",
+    "plan/test_composed_memory.py",
+    "test_docs.py",
+    "engine/test_overlap.py",
+    "parallel/test_experts.py",
+    "engine/test_offload_files.py",
     "engine/test_stream_order.py",
-    "engine/test_tensor_parallel.py",
-    "interop/test_accelerate.py",
-    "interop/test_fully_shard.py",
+    "plan/test_counted_traffic.py",
+    "interop/test_pipeline_schedules.py",
+    "engine/test_skipped_layers.py",
     "interop/test_lightning.py",
-    "interop/test_peft_adapters.py",
-    "interop/test_pipelining.py",
-    "interop/test_torch_features.py",
-    "interop/test_transformers_generate.py",
-    "interop/test_transformers_loading.py",
-    "interop/test_transformers_trainer.py",
-    "plan/test_memory_matrix.py",
-    "plan/test_play_ranks.py",
-    "test_plain_state.py",
-    "test_shard_tensor.py",
-    "test_shard_tensor_draws.py",
-    "test_shard_tensor_optimizers.py",
-    "test_shard_tensor_steps.py",
-    "test_shard_tensor_sweep.py",
-    "test_traffic_memory.py",
-    "test_zero_from_scratch.py",
+    "engine/test_models_parameters.py",
     "train/test_command.py",
     "train/test_resume.py",
-    "train/test_same_losses.py",
+    "train/test_degrees_of_runs.py",
+    "checkpoint/test_save_load.py",
+    "plan/test_expert_degrees.py",
+    "engine/test_parity.py",
+    "interop/test_transformers_trainer.py",
+    "interop/test_transformers_parallel.py",
+    "checkpoint/test_pieces.py",
+    "plan/test_play_ranks.py",
+    "engine/test_models_calls.py",
+    "interop/test_accelerate.py",
+    "checkpoint/test_any_to_any.py",
+    "checkpoint/test_crashes.py",
+    "interop/test_transformers_loading.py",
+    "checkpoint/test_errors.py",
+    "train/test_offload.py",
+    "test_shard_tensor_sweep.py",
+    "plan/test_memory_matrix.py",
+    "checkpoint/test_kills.py",
+    "interop/test_peft_adapters.py",
+    "test_offload_disk.py",
+    "test_optim_checkpoints.py",
+    "interop/test_fully_shard.py",
+    "engine/test_models_compile.py",
+    "test_zero_from_scratch.py",
+    "test_shard_tensor_optimizers.py",
+    "engine/test_counting.py",
+    "interop/test_own_gather.py",
+    "checkpoint/test_parallel_models.py",
+    "plan/test_plan_command.py",
+    "test_traffic_memory.py",
+    "interop/test_torch_features.py",
+    "plan/test_calibration.py",
+    "engine/test_parity_precision.py",
+    "test_shard_tensor_steps.py",
 )
 
 
@@ -88,10 +101,10 @@ def _sort_for_workers(items: list[pytest.Item]) -> None:
     """Put the longest files first, then those of most tests."""
     folder = Path(__file__).parent
     num_tests = Counter(item.path for item in items)
+    turns = {folder / name: number for number, name in enumerate(FIRST)}
 
-    def turn(item: pytest.Item) -> tuple[bool, int]:
-        is_long = item.path.relative_to(folder).as_posix() in FIRST
-        return not is_long, -num_tests[item.path]
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        return turns.get(item.path, len(turns)), -num_tests[item.path]
 
     items.sort(key=turn)
 
