@@ -120,6 +120,16 @@ def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_pat
     stages.test_a_rank_saves_and_loads_its_stages_as_one_model(num_ranks, by, tmp_path)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_optimizer_in_every_setting_steps_in_the_background(world_size: int) -> None:
+    run_ranks(overlap.takes_the_plain_steps, world_size, every=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_kind_of_state_in_files_at_every_stage(world_size: int, tmp_path: Path) -> None:
+    run_ranks(offload_files.in_every_kind, world_size, tmp_path, every=True)
+
+
 def test_a_thousand_steps_with_delays_in_the_thread_that_steps() -> None:
     run_ranks(overlap.with_delays, 3, 1000)
 
