@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
     from shardwise.engine.api import stats as stats
+    from shardwise.engine.breadth_first import layer_by_layer as layer_by_layer
     from shardwise.engine.counting import counting as counting
     from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
@@ -86,6 +87,7 @@ _HOMES = {
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
     "join": "shardwise.engine.uneven",
+    "layer_by_layer": "shardwise.engine.breadth_first",
     "load": "shardwise.checkpoint.save_load",
     "mean_loss": "shardwise.engine.losses",
     "optim": "shardwise.optim",

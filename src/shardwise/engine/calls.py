@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from shardwise.unit.states import State, check_transition
@@ -60,7 +61,8 @@ class Call:
 
     ``enclosing`` are the units whose calls it was made in. Where units may be skipped, ``inside``
     are the calls made in this one, in order, ``num_passed`` counts the units in it that have run or
-    were passed over, and a call may be none: ``was_skipped``.
+    were passed over, and a call may be none: ``was_skipped``. ``mates`` are those of all micro-
+    batches that go through the unit together (`breadth_first`).
     """
 
     __slots__ = (
@@ -71,6 +73,7 @@ class Call:
         "has_input_hook",
         "in_backward",
         "inside",
+        "mates",
         "num_passed",
         "parent",
         "recomputes",
@@ -96,6 +99,7 @@ class Call:
         self.num_passed = 0
         self.inside: list[Call] = []
         self.parent: weakref.ref[Call] | None = None
+        self.mates: Collection[Call] = ()
 
     @property
     def is_recorded(self) -> bool:

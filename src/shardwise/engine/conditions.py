@@ -5,8 +5,26 @@ Each begins and ends in a context or by a call here; everybody else only asks.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from shardwise.errors import StateError
+
+
+class Alone:
+    """One micro-batch at a time, as ever; `breadth_first` puts something else in its place."""
+
+    others_follow = False  # other micro-batches are yet to run what this one runs
+
+    def arrive(self, unit: Any) -> None:
+        """Let others come to the unit that this micro-batch is about to run."""
+
+    def visit(self, schedule: Any, call: Any) -> bool:
+        """Gather the unit of a call; tell whether its backward comes next."""
+        is_next: bool = schedule.before_forward(call.unit, in_backward=call.in_backward)
+        return is_next
+
+    def check_backward(self) -> None:
+        """Refuse a backward pass where it would be wrong. **Raises** StateError."""
 
 
 class Conditions:
@@ -18,6 +36,7 @@ class Conditions:
         self._unusable: str | None = None
         self._half_loaded: set[str] = set()
         self._checks: list[Callable[[], None]] = []
+        self.rounds = Alone()
 
     # -- full parameters in the modules
     @property
@@ -48,6 +67,16 @@ class Conditions:
             yield
         finally:
             self._is_last = before
+
+    # -- micro-batches in rounds
+    @contextmanager
+    def in_rounds(self, rounds: Alone) -> Iterator[None]:
+        """Run the forward passes of several micro-batches unit by unit."""
+        before, self.rounds = self.rounds, rounds
+        try:
+            yield
+        finally:
+            self.rounds = before
 
     # -- parameters of two origins
     @property

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import StateError
+from shardwise.errors import ShardError, StateError
 from shardwise.unit.tensor import ShardTensor
 
 
@@ -42,6 +42,23 @@ def refuse_strangers(unit: str, module: nn.Module) -> None:
                 f"parameter '{where}' was added or replaced after shard(), so its gradient "
                 "would stay this rank's own; change the model before shard()"
             )
+
+
+def written_in_forward(name: str) -> ShardError:
+    """Return the error of a full parameter that a forward pass has written."""
+    return ShardError(
+        f"parameter '{name}' was written inside the forward pass (max_norm=, or in place under "
+        "no_grad); it is a copy there and the change would be lost. Change it between steps, on "
+        "model.parameters()"
+    )
+
+
+def written_while_full(what: str, name: str) -> ShardError:
+    """Return the error of ``what``, where a parameter was written that `unshard()` holds."""
+    return ShardError(
+        f"{what}: parameter '{name}' was written while unshard() held it in full; it is a copy "
+        "there and the change is lost. Change it after reshard()"
+    )
 
 
 def changed_since_forward(unit: str) -> StateError:

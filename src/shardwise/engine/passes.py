@@ -170,24 +170,33 @@ class Passes:
 
     def record(self, call: Call) -> None:
         """Note that autograd records the innermost call."""
-        if self._forward_pass is None:
+        if self._forward_pass is None and call.in_backward:
             self._forward_pass = ForwardPass()
-            if call.in_backward:
-                self._reached.append(self._forward_pass)
-            else:
-                self._forward_passes.append(self._forward_pass)
-                del self._forward_passes[:-_MAX_FORWARD_PASSES]
+            self._reached.append(self._forward_pass)
+        elif self._forward_pass is None:
+            self._forward_pass = self.begin_forward()
         if not call.in_backward:
             self._forward_pass.order.append(call.unit.index)
         call.forward_pass = self._forward_pass
         call.versions = call.unit.read_versions()
         self._progress[call.unit.index].calls.add(call)
 
+    def begin_forward(self) -> ForwardPass:
+        """Return a forward pass that calls may be recorded in."""
+        made = ForwardPass()
+        self._forward_passes.append(made)
+        del self._forward_passes[:-_MAX_FORWARD_PASSES]
+        return made
+
+    def go_on(self, stack: list[Call], forward_pass: ForwardPass | None) -> None:
+        """Go on inside of other calls under way, and record those that follow in this pass."""
+        self._stack, self._forward_pass = stack, forward_pass
+
     def watch_inputs(self, call: Call, inputs: Any) -> None:
         """Hear when autograd is through with a call, from the tensors that it is given."""
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.end_call(call))
+                tensor.register_hook(lambda _: self._end_calls(call))
                 call.has_input_hook = True
 
     def leave(self) -> Call:
@@ -336,6 +345,12 @@ class Passes:
                 self._unhooked.append((call, at))
             else:
                 self.end_call(call)
+
+    def _end_calls(self, call: Call) -> None:
+        """Close a call and its mates: their nodes are later than the one that made its input."""
+        begun = [mate for mate in call.mates if mate.state is CallState.BACKWARD]
+        for each in dict.fromkeys((call, *begun)):
+            self.end_call(each)
 
     def end_call(self, call: Call) -> None:
         """Close one call; the last open one closes the unit."""

@@ -24,15 +24,18 @@ from shardwise.engine.misuse import (
     refuse_strangers,
     refuse_transform,
     warn_of_dropped_window,
+    written_in_forward,
+    written_while_full,
 )
 from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.tree import map_tensors
-from shardwise.errors import CollectiveError, ShardError, StateError
+from shardwise.engine.tree import cast_floating
+from shardwise.errors import CollectiveError, StateError
 from shardwise.trace import FullParamLedger, mark
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
+from shardwise.unit.param import sum_as_they_come
 from shardwise.unit.states import GradState
 from shardwise.unit.unit import Unit
 
@@ -87,6 +90,11 @@ class Engine:
             "pickling a sharded model: each rank holds only slices. Pickle model.state_dict() "
             "inside `with shardwise.gathered(model):`"
         )
+
+    @property
+    def passes(self) -> Passes:
+        """The calls that are under way."""
+        return self._passes
 
     @property
     def suspended(self) -> bool:
@@ -149,21 +157,19 @@ class Engine:
         """End what `unshard()` has begun. **Raises** ShardError for a full parameter written."""
         written = [name for unit in units if (name := unit.unpin())]
         if written:
-            raise ShardError(
-                f"{what}: parameter '{written[0]}' was written while unshard() held it in full; it "
-                "is a copy there and the change is lost. Change it after reshard()"
-            )
+            raise written_while_full(what, written[0])
 
     # -- forward
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unshard the unit, start gathering the next ones, bind the full parameters."""
+        self.conditions.rounds.arrive(unit)
         self.forget_cut_pass()
         records = torch.is_grad_enabled()
         if not self._passes.stack and not in_backward():
             self._check_call(unit, records)
         self._optional.visit_forward(unit)
         call = self._passes.enter(unit)
-        call.backward_is_next = self._schedule.before_forward(unit, in_backward=call.in_backward)
+        call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)
         mark("recompute" if call.in_backward else "forward", unit.name)
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
@@ -193,18 +199,14 @@ class Engine:
 
     def check_parameters(self, unit: Unit) -> None:
         """Refuse trainable parameters below a unit that no unit owns."""
-        if not any(each.is_pinned for each in self.units):  # full ones may stand there
+        if not any(each.is_pinned or each.shows_full for each in self.units):
             refuse_strangers(unit.name, unit.module)
 
     def _cast(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         dtype = unit.precision.param
         if dtype is None or not unit.precision.cast_inputs:
             return args, kwargs
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        return map_tensors(args, cast), map_tensors(kwargs, cast)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
     def after_forward(self, unit: Unit, output: Any, *, goes_on: bool = False) -> None:
         """Unbind the full parameters, watch the outputs for backward, free what may be freed.
@@ -221,23 +223,19 @@ class Engine:
         mark("recompute_end" if in_backward() else "forward_end", unit.name)
         written = unit.unbind()
         if output is not None and written:
-            raise ShardError(
-                f"parameter '{written}' was written inside the forward pass (max_norm=, or in "
-                "place under no_grad); it is a copy there and the change would be lost. Change it "
-                "between steps, on model.parameters()"
-            )
+            raise written_in_forward(written)
         if output is None and isinstance(sys.exc_info()[1], CollectiveError):
             return  # other gathers may never end: whoever sends them may have stopped as this rank
-        expects_backward = call.is_recorded and self._passes.watch_outputs(call, output)
+        others_follow = output is not None and self.conditions.rounds.others_follow
         if goes_on and unit.settings.stage.frees_after_forward:
             self._schedule.note_ahead(unit)
         self._schedule.after_forward(
             unit,
             in_backward=in_backward(),
-            expects_backward=expects_backward,
+            expects_backward=call.is_recorded and self._passes.watch_outputs(call, output),
             backward_is_next=call.backward_is_next,
-            still_runs=goes_on or any(c.unit is unit for c in stack),
-            at_root=not stack,
+            still_runs=goes_on or others_follow or any(c.unit is unit for c in stack),
+            at_root=not stack and not others_follow,
         )
 
     # -- what parameters ask (unit.Scheduler)
@@ -275,6 +273,7 @@ class Engine:
     # -- what happens in a backward pass (passes.Listener)
     def on_pass(self, order: list[int]) -> None:
         """Begin: nothing of the pass before is under way."""
+        self.conditions.rounds.check_backward()
         self.finish_reductions()
         self._schedule.begin_backward(order)
 
@@ -282,6 +281,7 @@ class Engine:
         """Refuse gradients of parameters that have a graph."""
         if torch.is_grad_enabled():
             raise graph_of_means(self.where_full)
+        sum_as_they_come(leaf)
 
     def on_reached(self, call: Call) -> None:
         """Refuse a second pass over freed parameters; visit what was skipped after the call."""

@@ -29,6 +29,11 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
         )
 
 
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with the floating-point tensors in tuples, lists and dicts cast."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return ``value`` with ``change`` applied to the tensors in tuples, lists and dicts.
 

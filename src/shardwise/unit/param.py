@@ -21,6 +21,8 @@ from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
 from shardwise.unit.tensor import ShardTensor
 
+_SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they come
+
 
 class Scheduler(Protocol):
     """What a parameter asks of the engine: things that concern more than its own unit."""
@@ -108,6 +110,19 @@ class ShardedParam:
         if self.full.requires_grad:
             engine.watch_grad(self.unit, self.full)
             self._watched = True
+
+    def another_leaf(self) -> nn.Parameter:
+        """Return another leaf of the same memory, whose gradients are summed as they come."""
+        made = nn.Parameter(self.full.detach())
+        vars(made)[_SUMS] = self
+        self.unit.scheduler.watch_grad(self.unit, made)
+        return made
+
+    def read_through(self, leaf: nn.Parameter) -> None:
+        """Let the layers, and those that run now, read this leaf of the same memory."""
+        self.full = leaf
+        if self.unit.shows_full:
+            self.put(leaf)
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -246,13 +261,14 @@ class ShardedParam:
         if self.full is not None:
             self.full.grad = None
 
-    def keep_partial(self) -> None:
-        """Add the micro-batch's gradient to the unreduced sum."""
-        grad = None if self.full is None else self.full.grad
+    def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
+        """Add the micro-batch's gradient, or what another leaf has got, to the unreduced sum."""
+        leaf = self.full if leaf is None else leaf
+        grad = None if leaf is None else leaf.grad
         dtype = self.reduce_dtype
-        if grad is None or (self.partial is None and dtype in (None, grad.dtype)):
+        if leaf is None or grad is None or (self.partial is None and dtype in (None, grad.dtype)):
             return
-        self.full.grad = None
+        leaf.grad = None
         self.partial = grad.to(dtype) if self.partial is None else self.partial.add_(grad)
 
     def take_partial(self) -> torch.Tensor | None:
@@ -271,3 +287,10 @@ class ShardedParam:
             grad = grad.to_dense()
         found: torch.Tensor = grad
         return found
+
+
+def sum_as_they_come(leaf: torch.Tensor) -> None:
+    """Add what a leaf has got to its parameter's unreduced sum, if it is `another_leaf`."""
+    param: ShardedParam | None = vars(leaf).get(_SUMS)
+    if param is not None:
+        param.keep_partial(leaf)

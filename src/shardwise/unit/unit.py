@@ -291,6 +291,13 @@ class Unit:
             params[attribute] = param.full
         self._versions = [param.full._version for _, _, param in self._bindings]
 
+    @property
+    def shows_full(self) -> bool:
+        """Tell whether the full parameters stand in the modules now."""
+        if self.settings.stands_while_full:
+            return self.is_unsharded
+        return self._bind_depth > 0
+
     def unbind(self) -> str | None:
         """Put the ShardTensors back; return the name of a parameter that was written meanwhile."""
         if self._bind_depth == 0:

@@ -1,0 +1,496 @@
+"""`layer_by_layer()`: one gather per unit for all micro-batches, and the bits of accumulation."""
+
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models import Block, OddModel, Stack
+from ranks import run_ranks
+from shardwise import Axes, accumulate, clip_grad_norm_, fully_shard, layer_by_layer, shard, stats
+from shardwise.engine.api import engine_of
+from shardwise.errors import ConfigError, StateError
+
+NUM = 3  # micro-batches
+
+
+class Checkpointed(Stack):
+    """Each block is computed again in backward; `log` says which one, for which micro-batch."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+class Dropping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.dropout(self.up(x), 0.5, self.training))
+
+
+class Twice(Stack):
+    """One block runs twice, around another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, _ = self.blocks
+        return self.head(first(second(first(x))))
+
+
+def batches_of(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(4, 8, generator=generator) for _ in range(NUM)]
+
+
+def loss_of(model: Any, x: Tensor) -> Any:
+    out = model(x)
+    return (out.float() if out.dtype == torch.bfloat16 else out).square().mean() / NUM
+
+
+def vertically(model: Any, batches: list[Any]) -> Any:
+    loss = layer_by_layer(model, partial(loss_of, model), batches)
+    loss.backward()
+    return loss.detach()
+
+
+def one_by_one(model: Any, batches: list[Any]) -> Any:
+    losses = []
+    for number, x in enumerate(batches):
+        with accumulate(model, last=number == len(batches) - 1):
+            losses.append(loss_of(model, x))
+            losses[-1].backward()
+    return sum(losses[1:], losses[0]).detach()
+
+
+def train(make: Callable[[], Any], passes: Callable[..., Any], rank: int) -> list[Tensor]:
+    """Take three clipped steps; return losses, and parameters at the end."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        losses.append(passes(model, batches_of(rank, step)))
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(p.detach().full_tensor() for p in model.parameters())]
+
+
+def by_block(model: Any, **options: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def ways() -> list[Callable[[], Any]]:
+    """Return ways to shard: every stage and precision, with and without activation checkpoints."""
+    spread = itertools.product((0, 1, 2, 3, 3), ("fp32", "bf16"))
+    return [
+        lambda s=stage, p=precision, n=number: shard(  # type: ignore[misc]
+            (Stack, Checkpointed)[(n // 2 + n) % 2](),
+            stage=s,
+            precision=p,
+            reduce_every="step",
+            layout=("rows", "flat")[n // 2 % 2],
+        )
+        for number, (stage, precision) in enumerate(spread)
+    ]
+
+
+def as_accumulated(rank: int, world_size: int) -> None:
+    for number, make in enumerate(ways()):
+        found, expected = train(make, vertically, rank), train(make, one_by_one, rank)
+        assert all(map(torch.equal, found, expected)), number
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_losses_and_steps_have_the_bits_of_an_accumulation_window(world_size: int) -> None:
+    run_ranks(as_accumulated, world_size)
+
+
+def with_offload(rank: int, world_size: int, folder: Path) -> None:
+    for offload, precision in itertools.product(("cpu", f"nvme:{folder}"), ("fp32", "bf16")):
+        options: Any = {"precision": precision, "reduce_every": "step"}
+        found = train(lambda o=options, p=offload: shard(Stack(), offload=p, **o), vertically, rank)  # type: ignore[misc]
+        expected = train(lambda o=options: shard(Stack(), **o), one_by_one, rank)  # type: ignore[misc]
+        assert all(map(torch.equal, found, expected)), (offload, precision)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_offloaded_parameters_and_state_give_the_same_bits(world_size: int, tmp_path: Path) -> None:
+    run_ranks(with_offload, world_size, tmp_path)
+
+
+def of_fully_shard(rank: int, world_size: int) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    for policy in (None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
+        options: Any = {} if policy is None else {"mp_policy": policy}
+
+        def keep(model: Any, batches: list[Tensor]) -> Any:
+            """As torch's own interface accumulates: gradients stay until the last one."""
+            losses = []
+            for number, x in enumerate(batches):
+                model.set_requires_gradient_sync(number == len(batches) - 1)
+                losses.append(loss_of(model, x))
+                losses[-1].backward()
+            return sum(losses[1:], losses[0]).detach()
+
+        make = lambda o=options: by_block(Stack(), **o)  # noqa: E731
+        found, expected = train(make, vertically, rank), train(make, keep, rank)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_models_of_fully_shard_give_the_same_bits(world_size: int) -> None:
+    run_ranks(of_fully_shard, world_size)
+
+
+def counts_of(model: Any, run: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
+    before = stats(model)
+    run()
+    after = stats(model)
+    return (
+        Counter(after.num_collectives) - Counter(before.num_collectives),
+        Counter(after.sent_bytes) - Counter(before.sent_bytes),
+    )
+
+
+def count(rank: int, world_size: int, kind: type[nn.Module], precision: str) -> None:
+    """What all micro-batches send together is what one alone sends."""
+    for stage in range(4):
+        model = shard(kind(), stage=stage, precision=precision, bucket_bytes=0)
+        batches = batches_of(rank, 0)
+        one_by_one(model, batches[:1])  # what comes once
+        for p in model.parameters():
+            p.grad = None
+        alone = counts_of(model, lambda m=model, b=batches: one_by_one(m, b[:1]))  # type: ignore[misc]
+        peak = stats(model).param_full_peak_bytes
+        found = counts_of(model, lambda m=model, b=batches: vertically(m, b))  # type: ignore[misc]
+        apart = counts_of(model, lambda m=model, b=batches: one_by_one(m, b))  # type: ignore[misc]
+        assert found[0] == alone[0], (stage, found, alone)
+        if precision == "fp32":  # else sums in fp32 are sent as such
+            assert found[1] == alone[1]
+        assert stats(model).param_full_peak_bytes == peak
+        if stage == 3:
+            gathers = alone[0]["shard.all_gather"]
+            assert gathers == 4 + 3 - 1  # the root and the last block stay for backward
+            assert apart[0]["shard.all_gather"] == NUM * gathers
+
+
+@pytest.mark.parametrize("kind", [Stack, Checkpointed])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_micro_batches_together_gather_and_reduce_what_one_does(
+    kind: type[nn.Module], precision: str
+) -> None:
+    run_ranks(count, 3, kind, precision)
+
+
+def fetch(rank: int, world_size: int) -> None:
+    """Slices on the host are fetched once per unit in forward, once in backward."""
+    from shardwise.unit.home import Home
+
+    model = shard(Stack(), offload="cpu")
+    fetched: list[int] = []
+    plain = Home.start_fetch
+
+    def counted(self: Home, places: Any, slices: Any) -> Any:
+        fetched.append(sum(s.nbytes for s in slices))
+        return plain(self, places, slices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Home, "start_fetch", counted)
+        found = []
+        for run in (vertically, one_by_one):
+            for num in (1, NUM):
+                model.zero_grad()
+                engine_of(model).finish_steps()
+                with torch.no_grad():
+                    next(model.parameters()).add_(0)  # the root is not fresh
+                fetched.clear()
+                run(model, batches_of(rank, 0)[:num])
+                found.append(sum(fetched))
+    assert found[0] == found[1] == found[2] > 0
+    assert found[3] > found[2]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_slices_on_the_host_are_fetched_once_for_all_micro_batches(world_size: int) -> None:
+    run_ranks(fetch, world_size)
+
+
+class Watched(Block):
+    """Notes each call, and how many of its inner tensors are alive then."""
+
+    log: list[tuple[int, int, int]]
+    alive: "weakref.WeakSet[Tensor]"
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.tanh(self.up(x))
+        if torch._C._current_graph_task_id() != -1:
+            self.log.append((self.number, int(x.shape[0]), len(self.alive)))  # type: ignore[arg-type]
+            self.alive.add(inner)
+        return x + self.down(inner)
+
+
+class WatchedStack(Checkpointed):
+    block_class = Watched
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[int, int, int]] = []
+        alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        for number, block in enumerate(self.blocks):
+            block.number, block.log, block.alive = number, self.log, alive  # type: ignore[assignment]
+
+
+def recompute(rank: int, world_size: int) -> None:
+    model = shard(WatchedStack())
+    batches = [torch.randn(rows, 8) for rows in (2, 3, 4)]
+    for _ in range(2):
+        model.log.clear()
+        vertically(model, batches)
+        calls = [(block, rows) for block, rows, _ in model.log]
+        assert calls == [(block, rows) for block in (2, 1, 0) for rows in (2, 3, 4)]
+        assert [alive for _, _, alive in model.log] == [0] * 9
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_backward_takes_the_units_in_turn_and_recomputes_one_block_at_a_time(
+    world_size: int,
+) -> None:
+    run_ranks(recompute, world_size)
+
+
+def sum_in_another_order(rank: int, world_size: int) -> None:
+    """Tied weights get gradients at both ends of the model, in float64 all but equal."""
+    results = []
+    for passes in (vertically, one_by_one):
+        torch.manual_seed(0)
+        model = shard(OddModel().double(), stage=3)
+        tokens = [
+            torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(s))
+            for s in range(NUM)
+        ]
+        passes(model, tokens)
+        results.append(
+            {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        )
+    assert results[0].keys() == results[1].keys()
+    for name, grad in results[0].items():
+        torch.testing.assert_close(grad, results[1][name], rtol=1e-13, atol=1e-15)
+    shared = []
+    for passes in (vertically, one_by_one):
+        torch.manual_seed(0)
+        twice = shard(Twice().double(), stage=3)
+        passes(twice, [x.double() for x in batches_of(rank, 0)])
+        shared.append([p.grad.full_tensor() for p in twice.parameters() if p.grad is not None])
+    assert len(shared[0]) == len(shared[1]) > 0
+    for found, expected in zip(*shared, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_used_at_several_places_get_the_same_gradient_up_to_rounding(
+    world_size: int,
+) -> None:
+    run_ranks(sum_in_another_order, world_size)
+
+
+def window(rank: int, world_size: int) -> None:
+    results = []
+    batches = batches_of(rank, 0) + batches_of(rank, 1)
+    for vertical in (True, False):
+        torch.manual_seed(0)
+        model = shard(Stack(), precision="bf16", reduce_every="step")
+        if vertical:
+            for part, last in ((batches[:NUM], False), (batches[NUM:], True)):
+                with accumulate(model, last=last):
+                    vertically(model, part)
+        else:
+            one_by_one(model, batches)
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_accumulation_window_works_around_it(world_size: int) -> None:
+    run_ranks(window, world_size)
+
+
+class CheckpointedInside(Stack):
+    """The reentrant way, inside a unit's forward, where no hook sees what is computed again."""
+
+    class _Block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    block_class = _Block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.requires_grad_())
+
+
+def inside(rank: int, world_size: int) -> None:
+    results = []
+    for passes in (vertically, one_by_one):
+        torch.manual_seed(0)
+        model = shard(CheckpointedInside(), reduce_every="step")
+        passes(model, [x.clone() for x in batches_of(rank, 0)])
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_checkpoints_inside_of_units_give_the_same_bits(world_size: int) -> None:
+    run_ranks(inside, world_size)
+
+
+def draw(rank: int, world_size: int) -> None:
+    results, states = [], []
+    for kind in (Stack, Checkpointed):
+        torch.manual_seed(0)
+        model = kind()
+        model.blocks = nn.ModuleList(Dropping() for _ in range(3))
+        model = shard(model)
+        torch.manual_seed(7)
+        vertically(model, [torch.ones(4, 8)] * NUM)
+        states.append(torch.get_rng_state())
+        results.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *results))  # what is recomputed draws what was drawn
+    torch.manual_seed(7)
+    first = loss_of(model, torch.ones(4, 8)).detach()
+    states.append(torch.get_rng_state())
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+    torch.manual_seed(7)
+    seen: list[Tensor] = []
+
+    def forward(x: Tensor) -> Any:
+        seen.append(loss_of(model, x))
+        return seen[-1]
+
+    layer_by_layer(model, forward, [torch.ones(4, 8)] * NUM)
+    assert torch.equal(seen[-1].detach(), first)  # the first is called last
+    assert len({float(loss.detach()) for loss in seen}) == NUM  # each draws for itself
+    before = torch.get_rng_state()
+    layer_by_layer(model, partial(loss_of, model.eval()), [torch.ones(4, 8)] * 2)
+    assert torch.equal(before, torch.get_rng_state())  # where nobody draws, nothing is drawn
+
+
+def test_each_micro_batch_draws_for_itself_and_recomputes_what_it_has_drawn() -> None:
+    run_ranks(draw, 1)
+
+
+def surround(rank: int, world_size: int) -> None:
+    model = shard(Stack())
+    batches = batches_of(rank, 0)
+    packed: list[int] = []
+    with torch.no_grad():
+        counts = counts_of(model, lambda: layer_by_layer(model, partial(loss_of, model), batches))
+        assert not layer_by_layer(model, partial(loss_of, model), batches).requires_grad
+        expected = sum(loss_of(model, x) for x in reversed(batches))
+        assert counts[0]["shard.all_gather"] == 4 * (world_size > 1)
+        torch.testing.assert_close(
+            layer_by_layer(model, partial(loss_of, model), batches), expected
+        )
+
+    def forward(x: Tensor) -> Any:
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.empty(()).device.type == "meta"
+        assert model(x).dtype == torch.bfloat16
+        return model(x).float().sum()
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        with torch.device("meta"):
+            layer_by_layer(model, forward, batches)
+        assert torch.ones(2, requires_grad=True).exp().requires_grad
+    assert len(packed) > NUM * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_torch_keeps_for_the_callers_thread_holds_in_forward(world_size: int) -> None:
+    run_ranks(surround, world_size)
+
+
+class Failing(Block):
+    calls_left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise KeyError("no such key")
+        return super().forward(x)
+
+
+def fail(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model: Any = Stack()
+    model.blocks[1].__class__ = Failing
+    shard(model, reduce_every="step")
+    batches = batches_of(rank, 0)
+    vertically(model, batches)
+    expected = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+
+    def forward(x: Tensor, wrong: str) -> Any:
+        is_second = x is batches[1]
+        if is_second and wrong == "at once":
+            raise KeyError("no such key")
+        y = model(x)
+        if is_second and wrong == "late":
+            raise KeyError("no such key")
+        if is_second and wrong == "backward":
+            y.sum().backward()
+        if is_second and wrong == "once more":
+            y = model(x)
+        return y if wrong == "shape" else y.square().mean() / NUM
+
+    for wrong in ("at once", "inside", "late"):
+        model.blocks[1].calls_left = 2 if wrong == "inside" else -1
+        with pytest.raises(KeyError, match="no such key") as caught:
+            layer_by_layer(model, lambda x, w=wrong: forward(x, w), batches)  # type: ignore[misc]
+        assert "micro-batch 2 of 3" in caught.value.__notes__[0]
+        assert not any(unit.is_unsharded for unit in engine_of(model).units[1:3])
+        assert not [t for t in threading.enumerate() if "micro-batch" in t.name]
+    with pytest.raises(StateError, match=r"backward\(\) inside of the forward"):
+        layer_by_layer(model, lambda x: forward(x, "backward"), batches)
+    with pytest.raises(StateError, match=r"2 runs unit '\(root\)' where micro-batch 3 is through"):
+        layer_by_layer(model, lambda x: forward(x, "once more"), batches)
+    with pytest.raises(ConfigError, match=r"returned \[4, 5\] for micro-batch 1 of 3"):
+        layer_by_layer(model, lambda x: forward(x, "shape"), batches)
+    with pytest.raises(ConfigError, match="one micro-batch or more"):
+        layer_by_layer(model, lambda x: forward(x, ""), [])
+    with pytest.raises(ConfigError, match="not sharded"):
+        layer_by_layer(Stack(), lambda x: x, batches)
+    vertically(model, batches)
+    assert all(map(torch.equal, (p.grad.full_tensor() for p in model.parameters()), expected))
+    optional = shard(Stack(), optional=["Block"])
+    with pytest.raises(StateError, match=r"some ranks may skip unit .blocks.0."):
+        layer_by_layer(optional, partial(loss_of, optional), batches)
+    stage = shard(Stack(), mesh=Axes(pp=world_size))
+    if world_size > 1:
+        with pytest.raises(StateError, match="a stage of a pipeline, whose schedule"):
+            layer_by_layer(stage, partial(loss_of, stage), batches)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(world_size: int) -> None:
+    run_ranks(fail, world_size)
