@@ -136,6 +136,9 @@ class TrainConfig(ModelKeys):
     global_batch: int | None = key(
         None, "Batch", "windows per step over all ranks; decides accumulation", gt=0
     )
+    accumulation_order: Literal["depth_first", "breadth_first"] = key(
+        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
+    )
 
     steps: int = key(200, "Optimizer", "optimizer updates to take", gt=0)
     optimizer: OptimizerName = key("adamw", "Optimizer", "what updates the parameters")
@@ -248,6 +251,11 @@ class TrainConfig(ModelKeys):
             raise ValueError("layout: expected rows with pp and tied_head, got flat")
         if self.pp > 1 and self.precision == "fp16":
             raise ValueError("precision: expected bf16 or fp32 with pp, got fp16")
+        if self.pp > 1 and self.accumulation_order == "breadth_first":
+            raise ValueError(
+                "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
+                "a pipeline's passes, got breadth_first"
+            )
         if self.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps: expected at most steps {self.steps}, got {self.warmup_steps}"

@@ -275,6 +275,8 @@ def _passes(run: Run, step: int) -> Tensor:
     if run.pipeline is not None:
         with shardwise.accumulate(run.model, last=True), run.cut(*run.rows_of_step(step)) as inputs:
             return run.pipeline.step(*inputs)
+    if run.config.accumulation_order == "breadth_first":
+        return _breadth_first(run, step)
     loss_sum = torch.zeros((), device=run.device)
     for number in range(run.accumulation):
         last = number == run.accumulation - 1
@@ -284,6 +286,19 @@ def _passes(run: Run, step: int) -> Tensor:
             run.scaler.scale(loss / run.accumulation).backward()
         loss_sum += loss.detach()
     return loss_sum / run.accumulation
+
+
+def _breadth_first(run: Run, step: int) -> Tensor:
+    """Run all micro-batches through each layer before the next, as `_passes` otherwise."""
+    num = run.accumulation
+    rows = run.cut(*run.rows_of_step(step))
+    with shardwise.accumulate(run.model, last=True), rows as (ids, targets, positions):
+        batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
+        loss_sum = shardwise.layer_by_layer(
+            run.model, lambda batch: run.model(*batch, positions), batches
+        )
+        run.scaler.scale(loss_sum / num).backward()
+    return loss_sum.detach() / num
 
 
 @torch.no_grad()
