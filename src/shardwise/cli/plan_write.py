@@ -29,7 +29,7 @@ _WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
 _OF_MOMENTS = {options["moments"]: name for name, (_, options) in _WRITABLE.items() if options}
 ALIKE = (  # settings of a candidate that a run has under the same names
     *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
-    *("micro_batch", "accumulation", "pp_schedule", "cp_method"),
+    *("micro_batch", "accumulation", "accumulation_order", "pp_schedule", "cp_method"),
 )
 
 
@@ -227,6 +227,7 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,
             "global_batch": None,
+            "accumulation_order": "breadth_first" if candidate.in_rounds else "depth_first",
             "ranks": candidate.world_size,
             "seq": plan.seq,
             "predicted_step_s": plan.step_s,

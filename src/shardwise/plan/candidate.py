@@ -10,6 +10,7 @@ from shardwise.quantities import format_bytes
 OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 PipelineSchedule = Literal["1f1b", "gpipe"]
+AccumulationOrder = Literal["depth_first", "breadth_first"]
 ContextMethod = Literal["gather", "heads", "ring"]
 DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the same names
@@ -36,7 +37,8 @@ class Candidate:
 
     ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
-    experts. ``pp_schedule`` and ``cp_method`` are the keys of `shardwise train`.
+    experts. ``pp_schedule``, ``cp_method`` and ``accumulation_order`` are the keys of `shardwise
+    train`.
     ``prefetch_bytes`` None: the largest unit, as the engine does.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
     """
@@ -53,6 +55,7 @@ class Candidate:
     reduces_in_flight: int = 2
     micro_batch: int = 1
     accumulation: int = 1
+    accumulation_order: AccumulationOrder = "depth_first"
     activation_checkpointing: str = "none"
     optimizer: str = "adamw"
     optimizer_kernel: Literal["fused", "foreach", "loop"] = "fused"
@@ -77,6 +80,12 @@ class Candidate:
     def world_size(self) -> int:
         """Number of ranks in all."""
         return self.data_parallel * prod(self.degrees)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Tell whether several micro-batches go through each unit before the next."""
+        several = self.accumulation > 1 and self.pp == 1
+        return several and self.accumulation_order == "breadth_first"
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -110,7 +119,7 @@ class Candidate:
         """Write what tells this candidate from others in one line; defaults are left out."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
         if self.accumulation > 1:
-            parts.append(f"x {self.accumulation}")
+            parts.append(f"x {self.accumulation}" + " layer by layer" * self.in_rounds)
         if self.num_replicas > 1:
             parts.append(f"{self.num_shards} shards x {self.num_replicas} replicas")
         if self.layout != "rows":

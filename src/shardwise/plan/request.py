@@ -8,7 +8,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, mo
 
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of, key
-from shardwise.plan.candidate import ContextMethod, OffloadHome, PipelineSchedule
+from shardwise.plan.candidate import (
+    AccumulationOrder,
+    ContextMethod,
+    OffloadHome,
+    PipelineSchedule,
+)
 from shardwise.precisions import plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
 
@@ -106,6 +111,9 @@ class ModelRequest(BaseModel):
     accumulation: int | None = key(
         None, "Batch", "micro-batches per step; unset: 1", gt=0, le=_MOST
     )
+    accumulation_order: AccumulationOrder = key(
+        "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
+    )
     tokens_per_step: int | str | None = key(
         None, "Batch", "tokens of all ranks in a step (4Mi = 4194304); decides accumulation"
     )
@@ -131,6 +139,8 @@ class ModelRequest(BaseModel):
     def _check_keys_together(self) -> Self:
         if self.accumulation is not None and self.tokens_per_step is not None:
             raise ValueError("accumulation: leave it out beside tokens_per_step, which decides it")
+        if self.pp > 1 and self.accumulation_order == "breadth_first":
+            raise ValueError("accumulation_order: leave it out with pp, which has pp_schedule")
         shares = "offload_fraction" in self.model_fields_set
         if shares and self.offload_optimizer in (None, "device") and not self._has_file:
             raise ValueError(SHARE_OF_NOTHING)

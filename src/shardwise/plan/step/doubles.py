@@ -163,7 +163,7 @@ class ReductionDouble:
         summed = bool(unit.sums)
         reduce = weight.reduce_sums if summed else weight.reduce
         assert reduce is not None
-        if summed and weight.sums_apart:
+        if summed and weight.sums_apart and unit.grads:
             add_micro_batch(unit, self._context)
         missing = reduce.grads - unit.grads - unit.sums
         if missing > 0:  # parameters without a gradient contribute zeros

@@ -2,9 +2,10 @@
 
 Note [The step that is played]
 The second one and all after it: the order of the units is known, gradient buffers of the CPU are
-there, optimizer state exists. A step is ``accumulation`` micro-batches, clipping if asked for, the
-optimizer's step and ``zero_grad``. Inside a micro-batch the engine's `Schedule` and `ReduceQueue`
-are called as the engine calls them, at the visits of the tape.
+there, optimizer state exists. A step is ``accumulation`` micro-batches, one after the other or in
+`rounds`, clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the
+engine's `Schedule` and `ReduceQueue` are called as the engine calls them, at the visits of the
+tape.
 
 Note [What an optimizer's step takes]
 Bytes: each of parameter, state and gradient is read once, and all but the gradient written once,
@@ -13,11 +14,12 @@ per tensor, 80 bytes. Temporaries, as torch.optim allocates them: fused none; fo
 roots of all second moments at once; loop two tensors of the size of the largest.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from shardwise.engine.schedule import Schedule
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import Cost, LiveBytes, Tape, Visit, Work
+from shardwise.plan.model.tape import Cost, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
 from shardwise.plan.step.footprint import Footprint, Setting, footprint, setting_of
@@ -27,6 +29,7 @@ from shardwise.plan.step.ledger import Ledger, Meter, Played
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
 from shardwise.plan.step.program import AxisName
+from shardwise.plan.step.rounds import Rounds, added, rounds_of
 from shardwise.stages import Stage, UnitSettings
 
 _UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
@@ -46,8 +49,7 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
     row_of(PRECISIONS, candidate.precision, "precision")
     row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
     player = _Player(tape, candidate, setting_of(candidate))
-    for micro_batch in range(candidate.accumulation):
-        player.run_micro_batch(micro_batch)
+    player.run()
     player.step(clips)
     return player.result()
 
@@ -122,10 +124,14 @@ class _Player:
         self._order: list[int] = []
         self._is_last = True
         self._adds = False
+        row = PRECISIONS[candidate.precision]
+        scale = DTYPE_BYTES[row.reduce] / DTYPE_BYTES[tape.compute_dtype]
+        self._rounds = Rounds(candidate.accumulation if candidate.in_rounds else 1, scale)
 
     def _kept_buffers(self) -> bool:
         """Tell whether the gradient buffers of the step before lie there at its end."""
         window = self._candidate.accumulation if self._reduce_every == "micro_batch" else 1
+        window = 1 if self._candidate.in_rounds else window
         return window == 1 and all(w.keeps_buffer for w in self._weights)
 
     def _rest(self) -> Ledger:
@@ -138,6 +144,38 @@ class _Player:
             if w.reduce and (self._in_turns or w.num_updated or i in self._with_backward)
         )
         return replace(ledger, grad_shards=buffers)
+
+    # -- all micro-batches
+    def run(self) -> None:
+        """Walk the tape for each micro-batch, one after the other or round by round."""
+        if self._candidate.in_rounds:
+            self._run_rounds()
+        else:
+            for number in range(self._candidate.accumulation):
+                self.run_micro_batch(number)
+
+    def _run_rounds(self) -> None:
+        rounds, meter = self._rounds, self._meter
+        meter.phase = "forward"
+        meter.add("inputs", self._tape.input_bytes * rounds.num)
+        meter.add("activations", self._tape.first_bytes)
+        stacks: list[list[tuple[UnitDouble, bool]]] = [[] for _ in range(rounds.num)]
+        for events in rounds_of(self._tape.events):
+            for rounds.number, self._stack in enumerate(stacks):
+                meter.micro_batch = self._issue.micro_batch = rounds.number
+                self._walk(events)
+        self._end_backward()
+        meter.add("inputs", -self._tape.input_bytes * rounds.num)
+        meter.add("activations", -self._tape.first_bytes)
+
+    def _walk(self, events: Iterable[Work | Visit]) -> None:
+        for event in events:
+            if isinstance(event, Work):
+                self._work(event)
+            else:
+                self._meter.unit = event.unit
+                self._visit(event)
+                self._inputs.visit(event, self._in_backward)
 
     # -- a micro-batch
     def run_micro_batch(self, number: int) -> None:
@@ -155,13 +193,7 @@ class _Player:
         meter.add("inputs", self._tape.input_bytes)
         there = (0 if number else self._tape.first_bytes) - self._inputs.others(number)
         meter.add("activations", there)
-        for event in self._tape.events:
-            if isinstance(event, Work):
-                self._work(event)
-            else:
-                meter.unit = event.unit
-                self._visit(event)
-                self._inputs.visit(event, self._in_backward)
+        self._walk(self._tape.events)
         self._end_backward()
         meter.add("inputs", -self._tape.input_bytes)
         meter.add("activations", -there)
@@ -186,22 +218,32 @@ class _Player:
         meter.phase, meter.unit = work.phase, work.unit
         # Where sums and gradients have one dtype, autograd adds to what is there, one by one.
         # Gradients in a unit that has no parameters are those of another one.
+        in_rounds = self._candidate.in_rounds and work.net.grads > 0
         is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
-        adds = is_sum and not unit.weight.sums_apart
-        peak, net = _summed(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
-        meter.touch(peak.lines())
-        for line, num_bytes in net.lines().items():
+        is_sum = not self._rounds.is_first if in_rounds else is_sum
+        apart = any(w.sums_apart for w in self._weights) if in_rounds else unit.weight.sums_apart
+        if in_rounds and apart:
+            peak, net = self._rounds.sum_grads(work, self._units)
+        else:
+            adds = is_sum and not apart
+            shown = added(work, unit.weight.largest_grad) if adds else (work.peak, work.net)
+            peak, net = (each.lines() for each in shown)
+            unit.grads += 0 if adds else shown[1].grads
+        meter.touch(peak)
+        for line, num_bytes in net.items():
             meter.add(line, num_bytes)
-        if not adds:
-            unit.grads += net.grads
         self._issue.compute(work.costs, work.unit, work.phase)
 
     def _visit(self, visit: Visit) -> None:
-        unit = self._units[visit.unit]
+        unit, rounds = self._units[visit.unit], self._rounds
+        others_follow = not (self._in_backward or rounds.is_last)
         if visit.kind == "before_forward":
-            is_next = self._schedule.before_forward(unit, in_backward=self._in_backward)
-            if not self._in_backward:
-                self._order.append(unit.index)
+            is_next = rounds.backward_is_next
+            if self._in_backward or rounds.is_first:
+                is_next = self._schedule.before_forward(unit, in_backward=self._in_backward)
+                rounds.backward_is_next = is_next
+                if not self._in_backward:
+                    self._order.append(unit.index)
             self._stack.append((unit, is_next))
         elif visit.kind == "after_forward":
             _, is_next = self._stack.pop()
@@ -210,10 +252,12 @@ class _Player:
                 in_backward=self._in_backward,
                 expects_backward=not visit.recomputes and visit.unit in self._with_backward,
                 backward_is_next=is_next,
-                still_runs=any(u is unit for u, _ in self._stack),
-                at_root=not self._stack,
+                still_runs=others_follow or any(u is unit for u, _ in self._stack),
+                at_root=not self._stack and not others_follow,
             )
         elif visit.kind == "before_backward":
+            if not rounds.is_first:
+                return
             if not self._in_backward:
                 self._reductions.finish()
                 self._schedule.begin_backward(self._order)
@@ -221,7 +265,7 @@ class _Player:
                 self._in_backward = True
             unit.in_backward = True
             self._schedule.before_backward(unit)
-        else:
+        elif rounds.is_last:
             self._close(unit)
 
     def _close(self, unit: UnitDouble) -> None:
@@ -341,11 +385,3 @@ class _Player:
             pinned_bytes=pinned,
             padding_bytes=sum(w.padding_bytes for w in self._weights),
         )
-
-
-def _summed(work: Work, largest_grad: int) -> tuple[LiveBytes, LiveBytes]:
-    """Return peak and net of a work whose gradients are added to sums and freed, one by one."""
-    if work.summed_peak is not None and work.summed_net is not None:
-        return work.summed_peak, work.summed_net
-    peak = replace(work.peak, grads=min(work.peak.grads, largest_grad))
-    return peak, replace(work.net, grads=0)

@@ -4,7 +4,8 @@ Note [Long windows]
 The micro-batches of an accumulation window are alike but for the first and the last. A window
 longer than three is played with two and with three, and each further one adds the difference. What
 is read from disks from the step's begin on hides behind the whole window, not behind each of its
-micro-batches: there the window is played up to 32 of them.
+micro-batches: there the window is played up to 32 of them. Where all micro-batches go through a
+unit before the next, each adds to the peak of memory, and all are played.
 
 Note [Noise and long windows]
 The difference of two noisy steps is mostly noise. With jitter the difference is that of two quiet
@@ -59,6 +60,7 @@ def play_window(
 
     disks = "nvme" in (candidate.offload.params, candidate.offload.optimizer)
     shown = min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
+    shown = candidate.accumulation if candidate.in_rounds else shown
     played, simulated = run(shown)
     more = candidate.accumulation - shown
     if not more and candidate.pp == 1:
