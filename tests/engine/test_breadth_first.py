@@ -1,6 +1,8 @@
 """`layer_by_layer()`: one gather per unit for all micro-batches, and the bits of accumulation."""
 
+import gc
 import itertools
+import signal
 import threading
 import weakref
 from collections import Counter
@@ -494,3 +496,41 @@ def fail(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_an_error_ends_all_micro_batches_and_says_which_one_it_was(world_size: int) -> None:
     run_ranks(fail, world_size)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(rank: int, world_size: int) -> None:
+    """A signal reaches the thread that waits for the micro-batches; nothing is left of them."""
+
+    def raise_it(*_: Any) -> None:
+        raise Interrupted
+
+    model = shard(Stack())
+    batches = [x.clone() for x in batches_of(rank, 0)]
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    try:
+        with pytest.raises(Interrupted):
+            layer_by_layer(
+                model,
+                lambda x: (signal.raise_signal(signal.SIGUSR1), loss_of(model, x))[1],
+                batches,
+            )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not [t for t in threading.enumerate() if "micro-batch" in t.name]
+    gc.collect()
+    gc.disable()
+    try:
+        vertically(model, batches)
+        alive = [weakref.ref(x) for x in batches]
+        del batches
+        assert not any(ref() is not None for ref in alive)  # nor by a cycle of references
+    finally:
+        gc.enable()
+
+
+def test_an_interrupt_ends_all_micro_batches_and_none_is_kept() -> None:
+    run_ranks(interrupt, 1)

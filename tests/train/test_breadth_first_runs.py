@@ -17,10 +17,13 @@ FLAGS: list[dict[str, Any]] = [
     {"stage": 3, "experts": 3, "expert_bias": True},
 ]
 SAME = ("loss", "grad_norm", "state_bytes", "eval_loss")
+COMPOSED: list[dict[str, Any]] = [{"tp": 2}, {"cp": 2, "activation_checkpointing": True}]
 
 
-def train_both_ways(rank: int, world_size: int, folder: Path) -> None:
-    for number, flags in enumerate(FLAGS):
+def train_both_ways(
+    rank: int, world_size: int, folder: Path, settings: list[dict[str, Any]]
+) -> None:
+    for number, flags in enumerate(settings):
         made = {**flags, "data": folder / "text.txt", "steps": 3, "reduce_every": "step"}
         for order in ("depth_first", "breadth_first"):
             ours = {"accumulation": 3, "accumulation_order": order}
@@ -39,7 +42,7 @@ def test_a_run_has_the_same_bits_in_either_order_and_sends_what_one_micro_batch_
     world_size: int, tmp_path: Path
 ) -> None:
     write_text(tmp_path)
-    run_ranks(train_both_ways, world_size, tmp_path)
+    run_ranks(train_both_ways, world_size, tmp_path, FLAGS)
     for number in range(len(FLAGS)):
         depth, breadth, alone = (
             tmp_path / str(number) / name for name in ("depth_first", "breadth_first", "alone")
@@ -49,6 +52,16 @@ def test_a_run_has_the_same_bits_in_either_order_and_sends_what_one_micro_batch_
         if FLAGS[number] == {"stage": 3}:
             # In half precision sums over micro-batches are sent in float32; routers send for each.
             assert figures(breadth, ("sent_bytes",)) == figures(alone, ("sent_bytes",))
+
+
+def test_tensor_and_context_parallel_runs_have_the_same_bits_in_either_order(
+    tmp_path: Path,
+) -> None:
+    write_text(tmp_path)
+    run_ranks(train_both_ways, 2, tmp_path, COMPOSED)
+    for number in range(len(COMPOSED)):
+        orders = [tmp_path / str(number) / name for name in ("depth_first", "breadth_first")]
+        assert figures(orders[0], SAME) == figures(orders[1], SAME)
 
 
 def test_a_pipeline_has_an_order_of_its_own() -> None:
