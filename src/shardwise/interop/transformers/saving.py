@@ -77,12 +77,13 @@ def save_pretrained(
         stock(model, save_directory, state_dict=state_dict, **options)
         return
     _check(model, options)
+    max_bytes = _bytes_of(max_shard_size)  # asked first: transformers' own removes earlier weights
     engine.rest("save_pretrained()")
     writes = model.should_save_on_this_rank(is_main_process is not False)  # a rank 0 only
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
     with _no_progress_bar():  # of the weights, of which there are none
         on_all_ranks(engine.comm.control, lambda: stock(model, save_directory, **options))
-    _write(_Plan(model, _bytes_of(max_shard_size), save_original_format), save_directory, writes)
+    _write(_Plan(model, max_bytes, save_original_format), save_directory, writes)
 
 
 def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
