@@ -443,6 +443,12 @@ def test_a_run_with_its_state_in_host_memory_is_planned_so_and_written_again(
     assert run_plan([*asked, "--write", str(written)]) == 0
     wanted = {"params": "device", "optimizer": "cpu", "fraction": 0.5}
     assert load_config(written, {}).offload == wanted
+    assert run_plan([*asked, "--offload-step-on", "device", "--write", str(written)]) == 0
+    assert load_config(written, {}).offload == wanted | {"step_on": "device"}
+    capsys.readouterr()
+    assert run_plan([str(written), *call[1:6]]) == 0
+    found = json.loads(capsys.readouterr().out)["candidate"]["offload"]
+    assert (found["step_on"], found["optimizer_fraction"]) == ("device", 0.5)
     path.write_text(f"{tiny.read_text()}\noffload: nvme:/ssd\n")
     capsys.readouterr()
     assert run_plan(call) == 0

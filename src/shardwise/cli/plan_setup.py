@@ -264,6 +264,7 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
         optimizer=values.get("offload_optimizer", offload.optimizer),
         optimizer_fraction=values.get("offload_fraction", offload.optimizer_fraction),
         activations=values.get("offload_activations", offload.activations),
+        step_on=values.get("offload_step_on", offload.step_on),
     )
     if offload.activations != "device" and chosen["activation_checkpointing"] != "full":
         raise ConfigError(

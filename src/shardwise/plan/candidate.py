@@ -110,7 +110,8 @@ class Candidate:
     @property
     def with_inputs_away(self) -> "tuple[Candidate, ...]":
         """The same with inputs of its blocks on the host; none where no block is checkpointed."""
-        if self.activation_checkpointing != "full" or self.offload.activations != "device":
+        moves = self.offload.activations != "device"
+        if self.activation_checkpointing != "full" or moves or self.in_rounds:
             return ()
         return (replace(self, offload=replace(self.offload, activations="host")),)
 
