@@ -16,22 +16,26 @@ CELLS = {
         ComposedCell({"cp": 2, "activation_checkpointing": True}),
         ComposedCell({"pp": 2, "accumulation": 3, "stage": 2}),
         ComposedCell({"ep": 2, "vocab": 64, "micro_batch": 4}, mixed=True),
-        ComposedCell({"pp": 2, "accumulation": 3, "activation_checkpointing": True}, mixed=True),
-        ComposedCell({"pp": 2, "accumulation": 3, "layers": 2}),
         ComposedCell({"pp": 2, "accumulation": 4, "pp_schedule": "gpipe"}),
         ComposedCell({"cp": 2, "cp_method": "heads", "kv_heads": 2, "vocab": 64}),
         ComposedCell({"cp": 2, "cp_method": "ring", "kv_heads": 2, "vocab": 64}),
     ],
     4: [
-        ComposedCell({"pp": 2, "tp": 2, "accumulation": 3}),
-        ComposedCell({"cp": 2, "tp": 2, "precision": "bf16"}),
-        ComposedCell({"ep": 2, "pp": 2, "accumulation": 2, "stage": 1}, mixed=True),
-        ComposedCell({"pp": 2, "ep": 2, "accumulation": 2, "layers": 2, "dense_layers": 0}, True),
         ComposedCell(
-            {"pp": 4, "accumulation": 4, "pp_schedule": "gpipe", "activation_checkpointing": True}
+            {"pp": 2, "tp": 2, "accumulation": 3, "precision": "bf16", "pp_schedule": "gpipe"}
         ),
-        ComposedCell({"cp": 2, "cp_method": "ring", "tp": 2}),
-        ComposedCell({"ep": 4, "tp": 2, "activation_checkpointing": True}, mixed=True),
+        ComposedCell({"cp": 2, "tp": 2, "precision": "bf16"}),
+        ComposedCell({"cp": 2, "tp": 2, "ep": 2}, mixed=True),
+        ComposedCell({"pp": 2, "ep": 2, "accumulation": 2, "layers": 2, "dense_layers": 0}, True),
+        ComposedCell({"pp": 4, "accumulation": 4, "activation_checkpointing": True}),
+        ComposedCell(
+            {"pp": 2, "cp": 2, "accumulation": 3, "activation_checkpointing": True}, mixed=True
+        ),
+        ComposedCell(
+            {"ep": 4, "tp": 2, "micro_batch": 4, "activation_checkpointing": True}, mixed=True
+        ),
+        ComposedCell({"ep": 4, "tp": 4, "activation_checkpointing": True}, mixed=True),
+        ComposedCell({"ep": 4, "tp": 4, "vocab": 64, "precision": "bf16"}, mixed=True),
     ],
 }
 

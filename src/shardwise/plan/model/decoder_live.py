@@ -10,11 +10,12 @@ Note [Moments of a layer's backward]
 Autograd frees what a node kept as soon as the node has run, so the largest moment is not the one
 with most temporaries. Those that may be it: the gradients of the product of gate and up; those of
 gate and up, when the weights' gradients of the feed-forward are there; the gradients of query, key
-and value; the last norm, when all gradients are there. With routed experts also the moment at which
-all their weights' gradients are there, one by one, and are stacked.
+and value; the last norm, when all gradients are there. With routed experts also those of the first
+and last expert, and that at which all their weights' gradients are there, one by one, and are
+stacked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.plan.model.execution import ffn_columns, layer_bytes
 from shardwise.plan.model.live import FormulaLive, Live, Moments, run_again
@@ -90,16 +91,27 @@ class DecoderLive(FormulaLive):
         return self.stream * ((not self.run.first) + (not self.run.last))
 
     @property
+    def left_output(self) -> int:
+        """Bytes of the output that a stage has sent: its schedule has it till backward ends."""
+        return 0 if self.run.last else self.stream
+
+    @property
     def _sent(self) -> int:
         """Bytes that a stage has sent when a micro-batch is under way, and still has.
 
-        Its output, till its backward has ended, and the gradient that was sent last. GPipe keeps
-        all that it sends until the schedule ends. So after the first one, the second backward pass
-        has most, or the last, where a pass frees less than it sends.
+        1F1B keeps the gradient that it sent last, and to its end the output of the last
+        micro-batch but one of those before its first backward. That is beside all that are in
+        flight once its own backward is over, if then as many still come. GPipe keeps all that it
+        sends until the schedule ends. So after the first one, the second backward pass has most,
+        or the last, where a pass frees less than it sends.
         """
         run = self.run
-        if run.pipeline == 1 or not run.all_forward_first:
-            return self._crossing if run.pipeline > 1 else 0
+        if run.pipeline == 1:
+            return 0
+        if not run.all_forward_first:
+            behind = run.pipeline - run.pipeline_rank
+            stays = behind > 1 and run.micro_batches >= 2 * behind - 1
+            return self.stream * ((not run.first) + stays)
         grows = max(0, self._crossing - self._kept_bytes())
         return self._crossing + (run.micro_batches - 2) * grows if run.micro_batches > 1 else 0
 
@@ -120,17 +132,16 @@ class DecoderLive(FormulaLive):
         """Bytes of logits that the last stage of a pipeline has until its backward has ended."""
         return self._logits if self.run.last and self.run.pipeline > 1 else 0
 
-    def _others(self) -> int:
+    @property
+    def beside(self) -> int:
+        """Bytes of the other micro-batches in flight, and of what is sent and still there."""
         run = self.run
-        return round((run.in_flight - run.first_in_flight - 1) * self._kept_bytes())
-
-    def _passes(self) -> int:
-        """Bytes of a micro-batch under way, and of what is sent beside it."""
-        return self._others() + self._own() + self._sent
+        others = run.in_flight - run.first_in_flight - 1
+        return round(others * self._kept_bytes()) + self._sent
 
     def enter(self) -> Live:
         """Return the stream, what it is made of, and other micro-batches in flight."""
-        there = LiveBytes(activations=self._passes())
+        there = LiveBytes(activations=self.beside + self._own())
         temporary = self._gathered if self.run.first else 0
         return LiveBytes(there.activations, temporary), there
 
@@ -154,15 +165,20 @@ class DecoderLive(FormulaLive):
         made = layer_bytes(shape, self.run)
         to_come = made["output of experts"] + sum(made[name] for name in _FEED_FORWARD)
         copies = 5 if self.run.ep > 1 else 2
-        temporary = copies * made["routed rows"] + self._gathered
+        temporary = copies * made["routed rows"]
         temporary += 0 if self._is_float32 else 2 * self.stream
+        # Beside what was gathered of the stream its parts are there, and those that are sent.
+        parts = (self.run.tp > 1) + (self.run.tp > 1 and self.run.ep > 1)
+        temporary += parts * self.stream
         return LiveBytes(self._layer(shape) - to_come, temporary)
 
     def recompute(self, shape: DecoderShape) -> Live:
-        """Return what a layer makes once more."""
+        """Return what a layer makes once more; the gradient of its output is there, gathered."""
         made = LiveBytes(activations=self._layer(shape))
         if shape.experts is not None:
-            made = max(made, self._at_experts(shape), key=lambda moment: moment.total)
+            making = self._at_experts(shape)
+            making = LiveBytes(making.activations, making.temporary + self._gathered)
+            made = max(made, making, key=lambda moment: moment.total)
         return made, LiveBytes(activations=self._recomputed(shape))
 
     def _recomputed(self, shape: DecoderShape) -> int:
@@ -174,11 +190,17 @@ class DecoderLive(FormulaLive):
         alive = self._kept(shape) + run_again(self.run) * self._recomputed(shape)
         begin = [*self._feed_forward(shape)]
         begin += self._experts(shape) if shape.experts is not None else ()
-        end = [*self._attention(shape, grads[0])]
-        freed = LiveBytes(activations=-alive, grads=grads[0])
         if len(grads) == 1:
-            return [_largest([*begin, *end], freed)]
-        return [_largest(end, freed), _largest(begin, LiveBytes(grads=grads[1]))]
+            end = self._attention(shape, grads[0], 0)
+            return [_largest([*begin, *end], LiveBytes(-alive, grads=grads[0]))]
+        made = layer_bytes(shape, self.run)
+        gone = self._of_shared(made) + made["output of experts"]
+        gone += sum(made[name] for name in _EXPERTS)
+        end = self._attention(shape, grads[0], gone)
+        return [
+            _largest([*end], LiveBytes(gone - alive, grads=grads[0])),
+            _largest(begin, LiveBytes(-gone, grads=grads[1])),
+        ]
 
     def _feed_forward(self, shape: DecoderShape) -> Iterator[Moment]:
         """Yield the moments of a dense or shared feed-forward."""
@@ -193,11 +215,14 @@ class DecoderLive(FormulaLive):
         freed = sum(made[name] for name in _FEED_FORWARD)
         yield _moment(-freed, wide + 2 * self._whole, 3 * matrix, matrix)
 
-    def _attention(self, shape: DecoderShape, grads: int) -> Iterator[Moment]:
-        """Yield the moments of query, key and value, and of the first norm."""
+    def _attention(self, shape: DecoderShape, grads: int, gone: int) -> Iterator[Moment]:
+        """Yield the moments of query, key and value, and of the first norm.
+
+        ``gone`` are bytes of the layer that another unit's backward has freed.
+        """
         run, made = self.run, layer_bytes(shape, self.run)
         heads = run.tokens * self.size // run.tp
-        all_made = self._layer(shape)
+        all_made = self._layer(shape) - gone
         projections = shape.dim * (shape.q_dim + 2 * shape.kv_dim) * self.size // run.tp
         matrix = shape.dim * shape.q_dim * self.size // run.tp
         # Out of the kernel come gradients of the keys and values of all context ranks.
@@ -241,22 +266,40 @@ class DecoderLive(FormulaLive):
         halves = 2 * (2 * self.run.cp + 2 + 3 + 2 + 2) + 1 + 1
         return halves * own // 2 * self.size + 7 * own * 4 + self.stream
 
+    def _of_shared(self, made: Mapping[str, int]) -> int:
+        """Bytes that the backward of shared experts frees.
+
+        In float32 the router keeps what they do, their input; else it has a copy in float32.
+        """
+        own = 0 if self._is_float32 else made["ffn input"]
+        return own + sum(made[name] for name in _FEED_FORWARD)
+
     def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
-        """Yield the weighing of what experts made, the first expert, and the stacks' gradients."""
+        """Yield the weighing of what experts made, the first and last expert, and the stacks.
+
+        The gradient that comes in lives till the last expert has read its part. What they hand on
+        is joined next, and then each weight's gradients are stacked, which takes as much again.
+        """
         assert shape.experts is not None
         run, made = self.run, layer_bytes(shape, self.run)
         matrix = shape.dim * shape.experts.ffn * self.size
         num, rows = shape.experts.num // run.ep, made["routed rows"]
-        shared = sum(made[name] for name in _FEED_FORWARD)
+        shared = self._of_shared(made)
         of_shared = 3 * shape.experts.shared * matrix // run.tp
-        flow = (self._whole if shape.experts.shared else 0) + self._gathered
-        yield _moment(-shared, flow + 2 * rows, of_shared, 0)
-        one = 3 * made["gate of experts"] // num
+        flow = self._whole if shape.experts.shared else 0
+        yield _moment(-shared, self._gathered + flow + 2 * rows, of_shared, 0)
+        one = made["gate of experts"] // num
         freed = shared + made["output of experts"]
         product = made["last input of experts"] // num
-        yield _moment(-freed - product, flow + rows + one + matrix, of_shared, 0)
+        passing = flow + (rows if num > 1 else 0) + 3 * one
+        yield _moment(-freed - product, passing + matrix, of_shared, 0)
         freed += sum(made[name] for name in _EXPERTS)
-        temporary = flow + 2 * rows + 3 * num * matrix
+        # Of the last expert all is there that it keeps, and all copies of tokens.
+        left = made["routed rows"] + (freed - shared - made["output of experts"] - rows) // num
+        passing = flow + rows + rows * (num - 1) // num + one
+        yield _moment(left - freed, passing + (3 * num - 2) * matrix, of_shared, 0)
+        yield _moment(-freed, flow + 2 * rows + 3 * num * matrix, of_shared, 0)
+        temporary = flow + rows + 3 * num * matrix
         yield _moment(-freed, temporary, of_shared + num * matrix, num * matrix)
 
     def head_forward(self) -> Live:
@@ -304,19 +347,14 @@ class DecoderLive(FormulaLive):
     def leave(self, table: int, grads: int) -> Live:
         """Return the gradient of the table beside the stream's, and what is freed.
 
-        Under tensor parallelism torch writes it for all rows, and copies a rank's out of it when
-        backward is over.
+        Under tensor parallelism torch writes it for all rows; a rank's are copied out of it when
+        they are reduced.
         """
         others = table * (self.run.tp - 1)
-        kept = others if self.run.pipeline > 1 else 0  # by the first sum over micro-batches
-        freed = LiveBytes(-self._passes(), logits=-self._output, grads=grads + kept)
+        freed = LiveBytes(-self._own(), logits=-self._output, grads=grads + others)
         if not self.run.first:
             return LiveBytes(), freed
-        written = LiveBytes(temporary=self._gathered, grads=table + others)
-        if not others or kept:
-            return written, freed
-        copied = LiveBytes(-self._passes(), grads=2 * table + others)
-        return max(written, copied, key=lambda moment: moment.total), freed
+        return LiveBytes(temporary=self._gathered, grads=table + others), freed
 
 
 def _largest(moments: Sequence[Moment], net: LiveBytes) -> Moments:

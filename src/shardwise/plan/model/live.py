@@ -2,7 +2,7 @@
 
 Each method says for one stretch of work what is alive beyond what was there at its begin: at its
 largest moment, and at its end. Activations of the other micro-batches that a pipeline has in flight
-are there from the tape's first work to its last.
+are there from the tape's first work till its units are through with this one.
 """
 
 from collections import Counter
@@ -50,16 +50,22 @@ class FormulaLive:
 
     def enter(self) -> Live:
         """Return what the embedding makes, other micro-batches in flight included."""
-        there = LiveBytes(activations=self._others() + self._mask())
+        there = LiveBytes(activations=self.beside + self._mask())
         temporary = self.stream * (2 if self.run.first else 0)
         return LiveBytes(there.activations, temporary), there
 
-    def _others(self) -> int:
+    @property
+    def beside(self) -> int:
         """Bytes of the other micro-batches in flight, and of the output that this one keeps."""
         run = self.run
         in_flight = run.in_flight - run.first_in_flight - 1
         sent = self.stream if run.keeps_outputs and not run.last else 0
         return round(in_flight * self._kept_bytes() + sent)
+
+    @property
+    def left_output(self) -> int:
+        """Bytes of a stage's output, if it is there when the last layer's backward is over."""
+        return 0
 
     def _kept_bytes(self) -> int:
         """Bytes that one micro-batch keeps from its forward to its backward, logits included."""
@@ -147,15 +153,14 @@ class FormulaLive:
         return LiveBytes(temporary=self.stream, logits=peak), net
 
     def leave(self, table: int, grads: int) -> Live:
-        """Return what the embedding's backward takes, and what the tape ends with: nothing.
+        """Return what the embedding's backward takes and frees.
 
         ``table`` are the bytes of the gradient that the lookup writes.
         """
         if not self.run.first:
-            return LiveBytes(), LiveBytes(activations=-self._others())
-        freed = self._others() + self._mask()
+            return LiveBytes(), LiveBytes()
         peak = LiveBytes(temporary=self.stream, grads=table)
-        return peak, LiveBytes(activations=-freed, grads=grads)
+        return peak, LiveBytes(activations=-self._mask(), grads=grads)
 
 
 def run_again(run: Execution) -> bool:

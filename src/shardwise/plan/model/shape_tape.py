@@ -60,11 +60,14 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     events += [*(Visit("after_forward", unit) for unit in reversed(whole)), _loss(live)]
     events += [Visit("before_backward", unit) for unit in reversed(whole)]
     events += _passed(end, whole, _head_backward(live))
+    left = live.left_output
     for layer, numbers in reversed(passes):
         again = layer.recompute if run_again(run) else None
-        events += _passed(numbers, whole, *layer.backward, again=again)
+        events += _passed(numbers, whole, *_leaving(left, *layer.backward), again=again)
+        left = 0
     events += _passed(begin, whole, _leave(live))
     events += [Visit("after_backward", unit) for unit in reversed(whole)]  # at the pass's end
+    events.append(_end(live))
     return Tape(
         model=name,
         units=tuple(units),
@@ -151,6 +154,12 @@ def _passed(
     ]
 
 
+def _leaving(num_bytes: int, work: Work, *others: Work) -> tuple[Work, ...]:
+    """Return a layer's backward after which so many bytes more are there."""
+    net = replace(work.net, activations=work.net.activations + num_bytes)
+    return replace(work, net=net, summed_net=work.summed_net and replace(net, grads=0)), *others
+
+
 def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
     """Return the largest activations, logits and temporaries of each phase; grads are left out."""
     peaks: dict[Phase, LiveBytes] = {}
@@ -218,7 +227,14 @@ def _leave(live: FormulaLive) -> Work:
     cost = Cost("memory", run.dtype, 0, 2 * table + live.stream, 2)
     # A tied table has one gradient; the lookup's is added to the head's.
     grads = (0 if shape.tied and run.last else table) + shape.positions * shape.dim * live.size
-    return Work(0, "backward", (cost,), *live.leave(table, grads))
+    peak, net = live.leave(table, grads)
+    return Work(0, "backward", (cost,), peak, net, peak, replace(net, grads=0))
+
+
+def _end(live: FormulaLive) -> Work:
+    """What is there beside a micro-batch is counted until its units are through with it."""
+    there = live.beside + live.left_output
+    return Work(0, "backward", (), LiveBytes(), LiveBytes(activations=-there))
 
 
 def _nothing(phase: Phase) -> Work:

@@ -166,9 +166,13 @@ class ReductionDouble:
         if summed and weight.sums_apart and unit.grads:
             add_micro_batch(unit, self._context)
         missing = reduce.grads - unit.grads - unit.sums
-        if missing > 0:  # parameters without a gradient contribute zeros
+        others = self._context.candidate.tp - 1
+        if missing < 0 and others:  # rows of other ranks go when its own are copied out of them
+            meter.touch({"grad_full": -missing // others})
+        if missing > 0 or others:  # parameters without a gradient contribute zeros
             meter.add("grad_full", missing)
-        self._grads += max(missing, 0) + unit.grads + unit.sums
+            self._grads += missing
+        self._grads += unit.grads + unit.sums
         unit.grads = unit.sums = 0
         self._weights.append(reduce)
         if not (weight.keeps_buffer and unit.buffer == "kept"):
@@ -234,10 +238,26 @@ def add_micro_batch(unit: UnitDouble, context: PlayContext) -> None:
         unit.grads = 0
         return
     held, most = weight.keep_next if unit.sums else weight.keep_first
+    held_beside, most_beside = _kept_beside(unit)
+    held, most = held + held_beside, most + most_beside
     context.meter.touch({"grad_full": most})
     context.meter.add("grad_full", held)
     unit.sums += unit.grads + held
     unit.grads = 0
+
+
+def _kept_beside(unit: UnitDouble) -> tuple[int, int]:
+    """Return (bytes held more, at most meanwhile) for gradients of what other ranks have.
+
+    Under tensor parallelism an embedding's gradient has the rows of all ranks until it is reduced.
+    """
+    weight = unit.weight
+    assert weight.reduce is not None and weight.reduce_sums is not None
+    beside = max(unit.grads - weight.written_grads, 0)
+    cast = beside * weight.reduce_sums.grads // weight.reduce.grads
+    if unit.sums:
+        return -beside, cast if weight.keep_next[1] else 0
+    return cast - beside, cast
 
 
 class ReductionsDouble:
