@@ -148,7 +148,9 @@ class DecoderLive(FormulaLive):
     def layer_forward(self, shape: DecoderShape) -> Live:
         """Return what a layer keeps; at its end updates and their sums are there beside it."""
         kept = self._kept(shape)
-        passing = self.stream * (2 if self._is_float32 else 3) + 2 * self._gathered
+        # In other dtypes than float32 a layer's lines have neither its stream nor a part's norm.
+        streams = 2 if self._is_float32 else 3 + (self.run.tp > 1)
+        passing = self.stream * streams + 2 * self._gathered
         if run_again(self.run):
             wide = ffn_columns(shape, self.run) * self.run.tokens * self.size
             passing += 3 * wide + self.stream
@@ -158,7 +160,17 @@ class DecoderLive(FormulaLive):
             if run_again(self.run):  # of what the layer makes, only its copies of tokens are there
                 making = LiveBytes(kept, making.temporary)
             peak = max(peak, making, key=lambda moment: moment.total)
-        return peak, LiveBytes(activations=kept)
+        there = LiveBytes(peak.activations, peak.temporary + self._embedded)
+        return there, LiveBytes(activations=kept)
+
+    @property
+    def _embedded(self) -> int:
+        """Bytes that the embedding made, which who calls the layers has until they return.
+
+        In float32 the first norm keeps them anyway.
+        """
+        is_held = self.run.first and len(self.layers) > 1 and not self._is_float32
+        return self.stream if is_held else 0
 
     def _at_experts(self, shape: DecoderShape) -> LiveBytes:
         """Return the moment at which rows come back: as sent, arrived, made, sorted, received."""
