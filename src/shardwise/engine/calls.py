@@ -2,8 +2,10 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from torch import nn
 
 from shardwise.unit.states import State, check_transition
 
@@ -21,6 +23,25 @@ class CallState(State):
     BACKWARD = "backward"
     PASSED = "passed"
     SPENT = "spent"
+
+
+class PassUnit(Protocol):
+    """A unit, for all that its calls depend on."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the units, the root being 0."""
+
+    @property
+    def name(self) -> str:
+        """Its module's name."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules whose forward passes are its calls."""
+
+    def read_versions(self) -> tuple[int, ...]:
+        """Return numbers that change whenever a parameter is modified."""
 
 
 CALL_TRANSITIONS = frozenset(

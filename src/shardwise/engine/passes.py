@@ -37,12 +37,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.engine.activations import Activations
-from shardwise.engine.calls import Call, CallState, ForwardPass
+from shardwise.engine.calls import Call, CallState, ForwardPass, PassUnit
 from shardwise.engine.misuse import changed_since_forward
 from shardwise.engine.tree import tensors_in
 
@@ -52,25 +51,6 @@ _MAX_FORWARD_PASSES = 256  # micro-batches in flight; others were made and dropp
 def in_backward() -> bool:
     """Tell whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-class PassUnit(Protocol):
-    """A unit, for all that its calls depend on."""
-
-    @property
-    def index(self) -> int:
-        """Its place among the units, the root being 0."""
-
-    @property
-    def name(self) -> str:
-        """Its module's name."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The modules whose forward passes are its calls."""
-
-    def read_versions(self) -> tuple[int, ...]:
-        """Return numbers that change whenever a parameter is modified."""
 
 
 class Listener(Protocol):

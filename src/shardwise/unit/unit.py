@@ -113,11 +113,8 @@ class Unit:
         self.storages = list(storages)
         self.full_bytes = sum(s.full.element_size() * s.layout.full_numel for s in self.storages)
         self._gathered_apart = [param for param in self.params if not param.encoding.in_storage]
-        self._put_together = [
-            param
-            for param in self.params
-            if param.encoding.in_storage and param.encoding.puts_together
-        ]
+        stored = [param for param in self.params if param.encoding.in_storage]
+        self._put_together = [param for param in stored if param.encoding.puts_together]
 
     @property
     def frees_in_backward(self) -> bool:
@@ -129,8 +126,7 @@ class Unit:
 
     def read_ahead(self) -> None:
         """Begin to read slices that rest in files, unless they are stepped just now."""
-        is_still = all(step.is_over for step in self.steps)
-        if self.home is not None and self.param_state is ParamState.SHARDED and is_still:
+        if self.param_state is ParamState.SHARDED and all(step.is_over for step in self.steps):
             for storage in self.storages:
                 storage.read_ahead()
 
@@ -245,9 +241,8 @@ class Unit:
             return False
         if self.settings.stands_while_full:
             return self.param_state is ParamState.FULL
-        fresh = all(s.is_fresh for s in self.storages)
-        apart = self._gathered_apart
-        return fresh and (not apart or all(param.encoding.is_fresh(param) for param in apart))
+        apart = (param.encoding.is_fresh(param) for param in self._gathered_apart)
+        return all(s.is_fresh for s in self.storages) and all(apart)
 
     @property
     def is_resident(self) -> bool:
@@ -294,9 +289,7 @@ class Unit:
     @property
     def shows_full(self) -> bool:
         """Tell whether the full parameters stand in the modules now."""
-        if self.settings.stands_while_full:
-            return self.is_unsharded
-        return self._bind_depth > 0
+        return self.is_unsharded if self.settings.stands_while_full else self._bind_depth > 0
 
     def unbind(self) -> str | None:
         """Put the ShardTensors back; return the name of a parameter that was written meanwhile."""
