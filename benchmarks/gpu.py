@@ -264,7 +264,7 @@ def check_losses(num_steps: int = 6) -> dict[str, Any]:
     return found
 
 
-def _step_of_fp32(value: float) -> float:
+def step_of_fp32(value: float) -> float:
     """Return how far the next number of fp32 is from a positive one."""
     return math.ldexp(1.0, math.frexp(value)[1] - 24)
 
@@ -279,7 +279,7 @@ def report_correct(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
             continue
         pairs = list(zip(losses, reference, strict=True))
         distance = max(abs(a - b) for a, b in pairs)
-        in_steps = max(abs(a - b) / _step_of_fp32(b) for a, b in pairs)
+        in_steps = max(abs(a - b) / step_of_fp32(b) for a, b in pairs)
         said = "-"
         if case in STAGES:
             fell = losses[-1] < losses[0]
