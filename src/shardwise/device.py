@@ -140,15 +140,19 @@ def _locked_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def run_near(device: torch.device) -> None:
-    """Keep this thread on the cores next to a device, and with it the memory that it writes first.
+def run_near(device: torch.device) -> int | None:
+    """Let this thread work for a device: on the cores next to it, of which the number is returned.
 
-    Linux gives a page from the node of the core that writes it first (numa(7)); without what the
-    system tells of the device's place (sysfs, ``local_cpulist``) nothing is done.
+    With it goes the memory that it writes first: Linux gives a page from the node of that core
+    (numa(7)). Without what the system tells of the device's place (sysfs, ``local_cpulist``) the
+    cores stay as they are, and None is returned.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # another thread begins with device 0
     near = cores_near(device) & os.sched_getaffinity(0)
     if near:
         os.sched_setaffinity(0, near)
+    return len(near) or None
 
 
 def cores_near(device: torch.device) -> set[int]:

@@ -467,8 +467,10 @@ def of_fully_shard(rank: int, world_size: int) -> None:
             assert_same(run, runs[0])
     with pytest.raises(ConfigError, match="activations='nvme:/a'"):
         fully_shard(Block(), offload_policy=Offload(activations="nvme:/a"))
-    with pytest.raises(ConfigError, match="all state of a rank in host memory or none"):
+    with pytest.raises(ConfigError, match="all state of a rank in host memory, and"):
         fully_shard(Block(), offload_policy=Offload(optimizer="cpu", activations="cpu"))
+    with pytest.raises(ConfigError, match="steps it there, or none"):
+        fully_shard(Block(), offload_policy=Offload("cpu", "cpu", "cpu", step_on="device"))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -209,6 +209,63 @@ def test_a_step_reads_and_writes_the_state_of_each_unit_once(
     run_ranks(count_transfers, world_size, tmp_path)
 
 
+def fail_while_reading_ahead(rank: int, world_size: int, folder: Path) -> None:
+    """One read that fails is told in the pass that needs it; after a load all is as ever."""
+    place = Offload(f"nvme:{folder}", optimizer="cpu")
+    model, optimizer = make(3, "fp32", place, "adamw")
+    plain, failed = System.read, list[int]()
+
+    def read(system: System, *args: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(system, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "cached_share", lambda _: 0.0)
+        train(model, optimizer, 2)
+        save(folder / "saved", model, optimizer)
+        expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+        patch.setattr(System, "read", read)
+        with pytest.raises(StorageError, match="Input/output error"):
+            train(model, optimizer, 1, first=4)
+        optimizer.zero_grad()
+        load(folder / "saved", model, optimizer)
+        assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
+        disks = {unit.home.files.params for unit in engine_of(model).units}
+        assert all(disk.has_free for disk in disks)
+
+
+def test_a_read_ahead_that_fails_is_told_and_a_load_mends_it(tmp_path: Path) -> None:
+    run_ranks(fail_while_reading_ahead, 1, tmp_path)
+
+
+def train_in_turns(rank: int, world_size: int, folder: Path) -> None:
+    """Weights get gradients in one step, biases in the next: all their state is in files."""
+    runs = []
+    for place in (None, f"nvme:{folder}"):
+        model, optimizer = make(3, "fp32", place, "adamw")
+        for step in range(4):
+            model(torch.linspace(-1, step + 1, 24).view(3, 8)).square().mean().backward()
+            for name, param in model.named_parameters():
+                if ("bias" in name) == (step % 2 == 0):
+                    param.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(everything(model, optimizer))
+    assert_same(*runs)
+    found = stats(model, optimizer).bytes_by_place
+    local = sum(elements_of(param).nbytes for param in model.parameters())
+    assert found["files"] == 2 * local
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_that_are_trained_in_turns_have_all_their_state_in_files(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(train_in_turns, world_size, tmp_path)
+
+
 def read_ahead(rank: int, world_size: int, folder: Path) -> None:
     """Slices that are not in memory come by reads; some change in between, by steps and by hand."""
     reads: list[int] = []

@@ -117,7 +117,7 @@ def everything(model: Any, optimizer: Any) -> list[Tensor]:
 def counted(before: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Count the units' steps by the thread that makes them; call something before each."""
     threads: list[int] = []
-    plain = module._part_of_step
+    plain = module.part_of_step
 
     def part_of_step(*args: Any) -> Any:
         work, tensors = plain(*args)
@@ -130,7 +130,7 @@ def counted(before: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
         return step, tensors
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_part_of_step", part_of_step)
+        patch.setattr(module, "part_of_step", part_of_step)
         yield threads
 
 

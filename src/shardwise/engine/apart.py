@@ -214,7 +214,9 @@ class _Piece:
             if self.row.is_cut_alike(key, value):
                 state[key] = next(rest)
             elif isinstance(value, torch.Tensor):
-                state[key] = value.to(local.device, copy=True) if goes_too else value.clone()
+                state[key] = value.clone()
+                if goes_too:
+                    state[key] = state[key].to(local.device, non_blocking=True)
             else:
                 state[key] = value
         return local, grad, state
@@ -227,7 +229,8 @@ class _Piece:
         for key, value in state.items():
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.shape == local.shape and key not in PLAIN_SCALARS:
-                target = row.values.get(key, row.made.get(key))
+                target = row.made.get(key)
+                target = row.values.get(key) if target is None else target
                 if target is None:
                     target = make_memory(row.local.numel(), value.dtype).view(row.local.shape)
                     row.made[key] = target
@@ -243,6 +246,19 @@ class _Piece:
         return value.reshape(-1)[self.lo : self.hi]
 
 
+def part_of_step(
+    optimizer: Any, params: Sequence[tuple[int, Any]]
+) -> tuple[Callable[[], None], list[DTensor]]:
+    """Return the step of some parameters, named with their groups, and the tensors it takes."""
+    if not hasattr(optimizer, "part_of_step"):
+        apart = Apart(optimizer, params)
+        return apart, apart.sharded
+    chosen = [param for _, param in params]
+    step = optimizer.part_of_step(chosen)  # one of `optim`: it knows how slices are cut
+    held = [each for p in chosen for each in (p, p.grad, *optimizer.state[p].values())]
+    return step, [each for each in held if isinstance(each, DTensor)]
+
+
 def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> Any:
     """Return an optimizer of the same class that has other groups and another state."""
     made = object.__new__(type(optimizer))
@@ -255,11 +271,13 @@ def optimizer_like(optimizer: Any, groups: list[dict[str, Any]], state: Any) -> 
 def sizes_of_state(optimizer: Any, group: int, dtype: torch.dtype) -> list[int]:
     """Return the bytes of an element of each part of the state that is cut like a parameter.
 
-    The optimizer is asked with a parameter of its own, of two elements, in a group like that one.
+    The optimizer is asked with a parameter of its own, of two elements, in a group like that one,
+    on the host.
     """
-    options = {
-        key: value for key, value in optimizer.param_groups[group].items() if key != "params"
-    }
+    options = dict(optimizer.param_groups[group])
+    for key, value in options.items():
+        options[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+    options |= {"capturable": False} if "capturable" in options else {}  # devices alone have it
     param = torch.zeros(2, 1, dtype=dtype)
     param.grad = torch.zeros_like(param)
     state: defaultdict[Any, Any] = defaultdict(dict)

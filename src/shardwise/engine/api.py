@@ -90,7 +90,7 @@ def shard(
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
         specs = place_params(specs, with_experts(specs, placements, experts, mesh), axes, layout)
         adoption = Adoption(optimizer, specs)
-        files = _open_files(config, device)
+        files = _open_files(config, device or current_device(axes.mesh.device_type))
     except (ConfigError, StorageError) as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
@@ -127,7 +127,7 @@ def _build(
     return built
 
 
-def _open_files(config: ShardConfig, device: torch.device | None) -> Files:
+def _open_files(config: ShardConfig, device: torch.device) -> Files:
     """Open the folders that are to have state in files. **Raises** ConfigError if one has none.
 
     Slices have a disk of their own, whose buffers a step never waits for.
@@ -135,9 +135,9 @@ def _open_files(config: ShardConfig, device: torch.device | None) -> Files:
     rank = dist.get_rank() if dist.is_initialized() else 0
     offload, cpu = config.offload or Offload(), torch.device("cpu")
 
-    def disk(place: str | None, copied_from: torch.device | None) -> Disk | None:
+    def disk(place: str | None, copied_from: torch.device) -> Disk | None:
         folders = [*map(Path, folders_of(place))]
-        buffer = partial(host_buffer, device=copied_from or cpu)
+        buffer = partial(host_buffer, device=copied_from)
         return Disk(folders, 0, NUM_BUFFERS, buffer, rank) if folders else None
 
     optimizer = disk(offload.optimizer, device if offload.step_on == "device" else cpu)

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.device import run_near
-from shardwise.engine.apart import Apart, optimizer_like
+from shardwise.engine.apart import Apart, optimizer_like, part_of_step
 from shardwise.engine.order import in_forward_order
 from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
@@ -150,6 +150,12 @@ def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         made.step_now(optimizer)
 
 
+def staging_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return what buffers take on the device that state on the host passes in its step."""
+    made: _Overlap | None = vars(optimizer).get(_OVERLAP) if optimizer is not None else None
+    return made.streaming.num_bytes if made is not None else 0
+
+
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the optimizer's units may be stepped apart."""
     kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
@@ -183,13 +189,13 @@ class _Overlap:
         self._units: list[Unit] = []  # that were stepped last
         self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
         self._stored = StoredState()
-        self._streaming = Streaming()
+        self.streaming = Streaming()
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
         here = torch.get_num_threads()
-        for home in _homes_of(optimizer)[:1]:
-            self._thread.submit(run_near, home.device)
-        self._thread.submit(torch.set_num_threads, threads or here).result()
+        near = [self._thread.submit(run_near, h.device).result() for h in _homes_of(optimizer)[:1]]
+        own = threads or min([here, *filter(None, near)])
+        self._thread.submit(torch.set_num_threads, own).result()
         torch.set_num_threads(here)  # the call above has also set what later threads begin with
         self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's
 
@@ -264,11 +270,11 @@ class _Overlap:
         try:
             for unit, params in found.items():
                 step, _ = self._part_at_home(optimizer, unit, params)
-                if unit is not None and self._stored.needs_storing(optimizer, unit):
+                if unit is not None and self._stored.needs_storing(optimizer, unit, params):
                     self._stored.step_and_store(optimizer, unit, step)
                 else:
                     step()
-        except Exception as failure:
+        except BaseException as failure:
             why = f"the optimizer's step failed part of the way: {failure} Then load() a checkpoint"
             for engine in {unit.scheduler for unit in found if unit is not None}:
                 conditions = getattr(engine, "conditions", None)
@@ -285,7 +291,7 @@ class _Overlap:
     def _stores(self, optimizer: Any) -> bool:
         """Tell whether a step has to store the state of units anew."""
         found = _by_unit(optimizer)
-        return any(self._stored.needs_storing(optimizer, u) for u in found if u is not None)
+        return any(u and self._stored.needs_storing(optimizer, u, p) for u, p in found.items())
 
     def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
         self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
@@ -313,11 +319,11 @@ class _Overlap:
         self._units = [unit for unit in by_unit if unit is not None]
         units = in_forward_order(self._units)
         # Nothing is begun before all is known to be right.
-        now = [] if alone is None else [_part_of_step(optimizer, alone)[0]]
+        now = [] if alone is None else [part_of_step(optimizer, alone)[0]]
         parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
         taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
         if len(set(taking_part)) < len(taking_part):  # one gradient for two parameters
-            now += [_part_of_step(optimizer, by_unit[unit])[0] for unit in units]
+            now += [part_of_step(optimizer, by_unit[unit])[0] for unit in units]
             units = []
         for (unit, (work, tensors)), (after, _) in zip(
             zip(units, parts, strict=False), [*parts[1:], (None, [])], strict=False
@@ -345,7 +351,8 @@ class _Overlap:
         apart = Apart(optimizer, params)
         take = apart.step_with
         if unit.home is not None and unit.home.steps_on_device:
-            take = partial(self._streaming.step_with, unit, apart)
+            called = unit.home.time.current_stream().record()
+            take = partial(self.streaming.step_with, unit, apart, called)
         step = self._stored.step_of(optimizer, unit, apart, take)
         return step, step.tensors
 
@@ -354,10 +361,11 @@ class _Overlap:
     ) -> tuple[Callable[[], None], list[DTensor]]:
         """Return the step of some parameters, on the device if that is asked for."""
         if unit is None or unit.home is None or not unit.home.steps_on_device:
-            return _part_of_step(optimizer, params)
+            return part_of_step(optimizer, params)
         lock_pages(optimizer, unit)
-        part, tensors = _part_of_step(optimizer, params)
-        return self._streaming.step_of(unit, part), tensors
+        part, tensors = part_of_step(optimizer, params)
+        called = unit.home.time.current_stream().record()
+        return self.streaming.step_of(unit, part, called), tensors
 
 
 def _with_grad(optimizer: Any) -> list[torch.Tensor]:
@@ -382,16 +390,3 @@ def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[i
 
 def _steps_on_device(unit: Unit | None) -> bool:
     return unit is not None and unit.home is not None and unit.home.steps_on_device
-
-
-def _part_of_step(
-    optimizer: Any, params: Sequence[tuple[int, Any]]
-) -> tuple[Callable[[], None], list[DTensor]]:
-    """Return the step of some parameters, named with their groups, and the tensors it takes."""
-    if not hasattr(optimizer, "part_of_step"):
-        apart = Apart(optimizer, params)
-        return apart, apart.sharded
-    chosen = [param for _, param in params]
-    step = optimizer.part_of_step(chosen)  # one of `optim`: it knows how slices are cut
-    held = [each for p in chosen for each in (p, p.grad, *optimizer.state[p].values())]
-    return step, [each for each in held if isinstance(each, DTensor)]

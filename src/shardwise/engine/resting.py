@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.activations import Activations
-from shardwise.engine.overlap import is_elementwise
+from shardwise.engine.overlap import is_elementwise, staging_bytes
 from shardwise.offload.disk import Disk
 from shardwise.unit.home import NO_FILES, Files
 from shardwise.unit.plain_state import owner_of
@@ -50,6 +50,7 @@ def bytes_by_place(
                 found[_place(owner.unit, disk)] += elements_of(value).nbytes
             elif isinstance(value, torch.Tensor):
                 found["device" if owner is None else _place(owner.unit, None)] += value.nbytes
+    found["device"] += staging_bytes(optimizer)
     return dict(+found)
 
 

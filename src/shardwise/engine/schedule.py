@@ -14,7 +14,7 @@ from shardwise.engine.turns import Turns, complete
 from shardwise.stages import UnitSettings
 
 _LOOKAHEAD_UNITS = 16
-_READ_AHEAD_UNITS = 3  # one is gathered ahead, and the memory for reading holds two
+_READ_AHEAD_UNITS = 3  # a disk has buffers for as many, and reads no more than these hold
 
 
 class ScheduledUnit(Protocol):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,36 +41,46 @@ class StoredState:
     def __init__(self) -> None:
         self._files: dict[Unit, StateFile] = {}
         self._reserved: dict[Unit, StateFile] = {}
+        self._sizes: dict[tuple[int, torch.dtype], list[int]] = {}
 
     def has(self, unit: Unit) -> bool:
         """Tell whether a unit's state rests in a file."""
         return unit in self._files
 
-    def needs_storing(self, optimizer: Any, unit: Unit) -> bool:
-        """Tell whether the next step of a unit must store its state anew."""
+    def needs_storing(self, optimizer: Any, unit: Unit, params: Params) -> bool:
+        """Tell whether the next step of a unit, of these parameters, must store its state anew."""
         if unit.home is None or unit.home.files.optimizer is None:
             return False
         file = self._files.get(unit)
         held = {key: elements_of(t) for key, t in _held_of(optimizer, unit).items()}
-        return file is None or not file.fits(held)
+        return file is None or not file.fits(held) or bool(self._sizes_to_come(optimizer, params))
+
+    def _sizes_to_come(self, optimizer: Any, params: Params) -> list[int]:
+        """Return the bytes of each part of the state that parameters without any will get."""
+        sizes = []
+        for group, param in params:
+            local = elements_of(param)
+            if local.numel() and not optimizer.state.get(param):
+                asked = group, local.dtype
+                if asked not in self._sizes:
+                    self._sizes[asked] = sizes_of_state(optimizer, *asked)
+                sizes += [local.numel() * size for size in self._sizes[asked]]
+        return sizes
 
     def reserve(self, optimizer: Any, by_unit: Mapping[Unit | None, Params]) -> None:
         """Take the space of all that a step is going to store.
 
         **Raises** StorageError, with nothing changed, where it is not there.
         """
-        sizes_of = cache(partial(sizes_of_state, optimizer))
         self._reserved.clear()
         try:
             for unit, params in by_unit.items():
-                if unit is None or not self.needs_storing(optimizer, unit):
+                if unit is None or not self.needs_storing(optimizer, unit, params):
                     continue
                 assert unit.home is not None and unit.home.files.optimizer is not None
                 file = StateFile(unit.home.files.optimizer, unit.name)
-                numels = [(elements_of(param).numel(), param.dtype, n) for n, param in params]
-                file.reserve(
-                    [m * size for m, dtype, n in numels if m for size in sizes_of(n, dtype)]
-                )
+                held = [elements_of(t).nbytes for t in _held_of(optimizer, unit).values()]
+                file.reserve([*held, *self._sizes_to_come(optimizer, params)])
                 self._reserved[unit] = file
         except BaseException:
             self._reserved.clear()

@@ -33,13 +33,15 @@ State = dict[tuple[int, str], torch.Tensor]  # see `Apart.step_with`
 class StreamedStep:
     """The step of some parameters on the device: `step` and `finish`, by different threads."""
 
-    def __init__(self, part: Any, unit: Unit, home: Home, lane: Lane, state: State) -> None:
+    def __init__(
+        self, part: Any, unit: Unit, home: Home, lane: Lane, called: Event, state: State
+    ) -> None:
         self._part = part
         self._mirrors = _Mirrors(unit)
         given = (home.memory, state) if isinstance(part, Apart) else ()
         self._loads = part.loads(LOAD_BYTES, self._mirrors.of, *given)
         self._lane = lane
-        self._called = home.time.current_stream().record()  # what may still read the mirrors
+        self._called = called  # what was enqueued before may still read the mirrors
         self._back: Event | None = None
         self._error: BaseException | None = None
         self._is_over = threading.Event()
@@ -106,16 +108,26 @@ class Streaming:
     def __init__(self) -> None:
         self._lane: Lane | None = None
 
-    def step_of(self, unit: Unit, part: Any, state: State | None = None) -> StreamedStep:
-        """Return the step of a part of a unit with a home; ``state`` as in `Apart.step_with`."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its buffers on the device."""
+        return 0 if self._lane is None else self._lane.num_bytes
+
+    def step_of(
+        self, unit: Unit, part: Any, called: Event, state: State | None = None
+    ) -> StreamedStep:
+        """Return the step of a part of a unit with a home; ``state`` as in `Apart.step_with`.
+
+        ``called`` is the moment of the caller's stream at which the optimizer's step was called.
+        """
         assert unit.home is not None
         if self._lane is None:
             self._lane = Lane(unit.home.device, unit.home.time)
-        return StreamedStep(part, unit, unit.home, self._lane, state or {})
+        return StreamedStep(part, unit, unit.home, self._lane, called, state or {})
 
-    def step_with(self, unit: Unit, part: Apart, state: State) -> State:
+    def step_with(self, unit: Unit, part: Apart, called: Event, state: State) -> State:
         """Step as `Apart.step_with` does, which replaces nothing here."""
-        self.step_of(unit, part, state)()
+        self.step_of(unit, part, called, state)()
         return {}
 
 
@@ -125,12 +137,13 @@ def lock_pages(optimizer: Any, unit: Unit) -> None:
     **Cost** a copy of what is not, once; a look at each tensor in every step.
     """
     home = unit.home
-    if home is None or not home.is_pinned or home.files.optimizer is not None:
+    if home is None or not home.is_pinned:
         return
     for param in unit.params:
         state = optimizer.state.get(param.sharded, {})
         for key, value in state.items():
-            if not isinstance(value, torch.Tensor) or not value.ndim:
+            rests_in_file = home.files.optimizer is not None and isinstance(value, DTensor)
+            if not isinstance(value, torch.Tensor) or not value.ndim or rests_in_file:
                 continue
             held = elements_of(value) if isinstance(value, DTensor) else value
             if held.numel() and not home.time.is_page_locked(held):

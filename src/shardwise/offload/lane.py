@@ -29,7 +29,8 @@ class Load:
     """Tensors on the host that are worked on together on the device.
 
     ``work`` gets them there, in the same order, and returns what is to be copied back, and where
-    to. It runs on the lane's stream, and must not wait for the device.
+    to. It runs on the lane's stream, and should not wait for the device. What goes back goes to
+    memory that the caller keeps until it is there.
     """
 
     tensors: Sequence[torch.Tensor]
@@ -72,7 +73,7 @@ def cut(
 class _Buffer:
     memory: torch.Tensor
     left: Event | None = None  # when all that was in it has gone back
-    kept: Copies = ()  # until then
+    kept: Sequence[torch.Tensor] = ()  # what goes back, until then
 
 
 class Lane:
@@ -106,8 +107,9 @@ class Lane:
         self._working.wait(self._fetching.record())
         buffer.kept = ()  # memory of this stream, which now follows what has used it
         with self._working.use():
-            buffer.kept = load.work(brought)
-        buffer.left = self._take_back(buffer.kept)
+            copies = load.work(brought)
+        buffer.kept = [source for source, _ in copies]
+        buffer.left = self._take_back(copies)
         return buffer.left
 
     def _bring(
@@ -135,7 +137,6 @@ class Lane:
     def _next(self, num_bytes: int) -> _Buffer:
         """Return the buffer whose turn it is, with room for so many bytes."""
         turn = self._num_loads % LOADS
-        self._num_loads += 1
         if turn == len(self._buffers):
             self._buffers.append(_Buffer(self._memory(num_bytes)))
         buffer = self._buffers[turn]
@@ -143,6 +144,7 @@ class Lane:
             if buffer.left is not None:
                 self._fetching.wait(buffer.left)  # the stream that it was made on
             buffer.memory = self._memory(num_bytes)
+        self._num_loads += 1
         return buffer
 
     def _memory(self, num_bytes: int) -> torch.Tensor:

@@ -258,7 +258,7 @@ def _kernel(parts: Sequence[_Part], settings: Settings) -> None:
         exp_avgs,
         exp_avg_sqs,
         [],
-        [part.step.to(params[0].device) for part in parts],
+        [part.step.to(params[0].device, non_blocking=True) for part in parts],
         lr=settings.lr,
         beta1=settings.beta1,
         beta2=settings.beta2,

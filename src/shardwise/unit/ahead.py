@@ -9,8 +9,11 @@ where a copy is faster. What was read is taken only if the slices have not chang
 if no buffer was free, the mapped memory is read as ever.
 """
 
+from contextlib import suppress
+
 import torch
 
+from shardwise.errors import StorageError
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import DiskFile
 from shardwise.offload.mapped import cached_share, mapped
@@ -35,27 +38,41 @@ class FileSlices:
     def start_read(self, version: int) -> None:
         """Begin to read the slices of a version, if they are not in memory and there is room."""
         if self._buffer is not None and self._version != version:
-            self.release()
+            with suppress(StorageError):  # of what nobody wants any more
+                self.release()
         is_wanted = self._buffer is None and self._disk.has_free
         if is_wanted and cached_share(self.mapped) < _CACHED:
-            self._buffer, self._version = self._disk.take(), version
-            memory = self._buffer.memory[: self.mapped.nbytes]
-            self._read = self._disk.start_read(self._file, 0, memory)
+            buffer = self._disk.take()
+            try:
+                memory = buffer.memory[: self.mapped.nbytes]
+                self._read = self._disk.start_read(self._file, 0, memory)
+            except BaseException:
+                buffer.release()
+                raise
+            self._buffer, self._version = buffer, version
+
+    def finish_read(self, version: int) -> None:
+        """Wait for a read of this version. **Raises** StorageError where it has failed."""
+        if self._read is not None and self._version == version:
+            try:
+                self._read.wait()
+            except BaseException:
+                with suppress(StorageError):  # the same again
+                    self.release()
+                raise
 
     def take(self, version: int) -> torch.Tensor:
-        """Return memory with the slices: what was read ahead, or the file itself.
-
-        **Raises** StorageError where a read has failed.
-        """
+        """Return memory with the slices: what was read ahead, or the file itself."""
         if self._buffer is None or self._version != version:
             return self.mapped
-        assert self._read is not None
-        self._read.wait()
         return self._buffer.memory[: self.mapped.nbytes].view(self.mapped.dtype)
 
     def release(self) -> None:
         """Give the buffer back, when what was taken is copied, or is not needed."""
-        if self._buffer is not None and self._read is not None:
-            self._read.wait()
-            self._buffer.release()
-            self._buffer = self._read = None
+        buffer, read, self._buffer, self._read = self._buffer, self._read, None, None
+        if buffer is None or read is None:
+            return
+        try:
+            read.wait()
+        finally:
+            buffer.release()

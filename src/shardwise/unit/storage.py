@@ -194,10 +194,14 @@ class Storage:
             slices = [memory[s.storage_offset() :][: s.numel()] for s in slices]
         self._fetch = self.home.start_fetch(places, slices)
 
+    def finish_read(self) -> None:
+        """Wait for slices that are read ahead. **Raises** StorageError where that has failed."""
+        if self._file is not None:
+            self._file.finish_read(self.master._version)
+
     def read_ahead(self) -> None:
         """Begin to read slices from their file, for a gather that is expected."""
-        needs_them = self._memory.fills_first or self._copied_version != self.master._version
-        if self._file is not None and needs_them and not self.is_fresh:
+        if self._file is not None and not self.is_fresh:
             self._file.start_read(self.master._version)
 
     def finish_fetch(self) -> None:

@@ -137,6 +137,8 @@ class Unit:
             self._give_up()
         if self.param_state is not ParamState.SHARDED:
             return
+        for storage in self.storages:
+            storage.finish_read()
         self._enter(ParamState.GATHERING)
         with span("unshard", self.name), torch._C._DisableFuncTorch():
             axis, items = self.comm.axes.shard, self._parts()
@@ -146,11 +148,8 @@ class Unit:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
                         items += storage.prepare_gather()
-            self._arriving = [
-                param
-                for param in self._gathered_apart
-                if self.settings.stands_while_full or not param.encoding.is_fresh(param)
-            ]
+            apart, anew = self._gathered_apart, self.settings.stands_while_full
+            self._arriving = [p for p in apart if anew or not p.encoding.is_fresh(p)]
             for param in self._arriving:
                 items += param.encoding.start(param)
             if not items:

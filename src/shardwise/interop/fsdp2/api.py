@@ -142,10 +142,11 @@ def _state_and_activations(
     asked = resolve_offload(policy)
     if asked is None or not asked.moves_state:
         return None, asked is not None
-    if asked.tiers[:4] != ("cpu", "cpu", "cpu", 1):
+    if asked.tiers[:4] != ("cpu", "cpu", "cpu", 1) or asked.step_on == "device":
         raise ConfigError(
-            f"offload_policy={policy!r}: fully_shard has all state of a rank in host memory or "
-            "none; let params=, grads= and optimizer= be 'cpu', leave them out, or use shard()"
+            f"offload_policy={policy!r}: fully_shard has all state of a rank in host memory, and "
+            "steps it there, or none; let params=, grads= and optimizer= be 'cpu', leave them and "
+            "the others out, or use shard()"
         )
     return CPUOffloadPolicy(), asked.activations == "cpu"
 
