@@ -121,6 +121,41 @@ def test_a_step_on_the_device_brings_each_byte_once_in_a_fixed_amount_of_memory(
     run_ranks(count_bytes, 1)
 
 
+def step_on_a_gpu(rank: int, world_size: int, device: str) -> None:
+    """Kernels of one device give one result, however parameters are cut into loads."""
+    ways: list[Any] = [{"fused": True}, {"foreach": True}, {"fused": True, "amsgrad": True}]
+    for number, options in enumerate(ways):
+        runs = []
+        for place in (None, *places(Path())[:2]):
+            torch.manual_seed(0)
+            made = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).to(device)
+            precision = ("fp32", "bf16")[number % 2]
+            model = shard(made, precision=precision, units=nn.Linear, offload=place)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(streamed, "LOAD_BYTES", 1 << 20)
+                for _ in range(4):
+                    model(torch.randn(64, 512, device=device)).square().mean().backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    with torch.no_grad():
+                        model(torch.ones(1, 512, device=device))
+                found = everything(model, optimizer)
+            runs.append([each.cpu() for each in found])
+            for unit in engine_of(model).units:
+                for storage in unit.storages if unit.home is not None else ():
+                    assert unit.home is not None and storage.master.device.type == "cpu"
+                    assert unit.home.time.is_page_locked(storage.master)
+        for run in runs[1:]:
+            assert_same(run, runs[0])
+
+
+@pytest.mark.gpu
+def test_steps_through_a_gpu_have_the_bits_of_steps_that_rest_there() -> None:
+    run_ranks(step_on_a_gpu, 1, "cuda", fresh=True)
+
+
 def count_fetches(rank: int, world_size: int) -> None:
     """With a copy on the device, slices are fetched before the first step, and when they change."""
     plain = Home.start_fetch
