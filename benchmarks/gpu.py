@@ -88,7 +88,7 @@ def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str
     from shardwise.plan.model.decoder import PlainDecoder
 
     torch.manual_seed(0)
-    device = _device()
+    device = device_here()
     with torch.device(device):
         model: Any = PlainDecoder(_shape(tiny)[0], checkpointed)
     enter: Callable[[], Any] = contextlib.nullcontext
@@ -102,13 +102,21 @@ def build(case: str, layout: str, checkpointed: bool, tiny: bool, precision: str
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.register_comm_hook(None, _leave_bucket)
     elif case == "fsdp2":
-        _apply_fsdp2(model, precision)
+        apply_fsdp2(model, precision)
     elif case in STAGES:
         import shardwise
 
         stage = int(case.removeprefix("stage"))
         shardwise.shard(model, stage=stage, precision=precision, layout=layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    return make_step(model, optimizer, enter)
+
+
+def make_step(
+    model: Any, optimizer: Any, enter: Callable[[], Any] = contextlib.nullcontext
+) -> Step:
+    """Return a step of training, which clips."""
+    import torch
 
     def step(ids: Any, targets: Any) -> Any:
         with enter():
@@ -132,28 +140,30 @@ def _leave_bucket(_, bucket):  # type: ignore[no-untyped-def]  # DDP checks anno
     return future
 
 
-def _apply_fsdp2(model: Any, precision: str) -> None:
+def apply_fsdp2(model: Any, precision: str, **options: Any) -> None:
+    """Shard a decoder by torch's own, each block by itself."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(_device().type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device_here().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **options)
 
 
-def _device() -> Any:
+def device_here() -> Any:
+    """Return the GPU, or the CPU where there is none."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -170,13 +180,12 @@ def _shape(tiny: bool) -> tuple[Any, int]:
     return find_preset("llama-3.2-1b").shape, 2048
 
 
-def _windows(micro_batch: int, tiny: bool, seed: int = 1) -> tuple[Any, Any]:
+def windows_of(shape: Any, seq: int, count: int, seed: int = 1) -> tuple[Any, Any]:
+    """Return ids and targets of random windows."""
     import torch
 
-    shape, seq = _shape(tiny)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(shape.vocab, (micro_batch, seq + 1), generator=generator)
-    tokens = tokens.to(_device())
+    tokens = torch.randint(shape.vocab, (count, seq + 1), generator=generator).to(device_here())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -192,16 +201,16 @@ def measure(config: Mapping[str, Any], micro_batch: str) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     step = build(config["case"], config["layout"], checkpointed, config["tiny"], "bf16")
     built_peak = torch.cuda.max_memory_allocated() if cuda else 0
-    ids, targets = _windows(windows, config["tiny"])
+    ids, targets = windows_of(*_shape(config["tiny"]), windows)
     losses = [step(ids, targets) for _ in range(config["warmup"])]
-    _synchronize()
+    synchronize()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     blocks, cpu = [], []
     for _ in range(config["blocks"]):
         begin, cpu_begin = time.perf_counter(), time.process_time()
         losses += [step(ids, targets) for _ in range(config["steps"])]
-        _synchronize()
+        synchronize()
         blocks.append((time.perf_counter() - begin) / config["steps"])
         cpu.append((time.process_time() - cpu_begin) / config["steps"])
     return {
@@ -235,19 +244,31 @@ def work(config: Mapping[str, Any]) -> None:
                 found = check_losses()
             else:
                 found = {m: measure(config, m) for m in config["micro_batches"]}
+    write_found(config, found)
+
+
+def write_found(config: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Write a worker's result, and where it was found."""
+    import torch
+
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     common.write_result(config, {"found": found, "device": name, "torch": torch.__version__})
 
 
 # -- correct
-def check_losses(num_steps: int = 6) -> dict[str, Any]:
-    """Train a tiny model every way there is; return each way's losses."""
+def be_exact() -> None:
+    """Let kernels be deterministic."""
     import torch
 
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    batches = [_windows(2, True, seed) for seed in (1, 2)]
+
+
+def check_losses(num_steps: int = 6) -> dict[str, Any]:
+    """Train a tiny model every way there is; return each way's losses."""
+    be_exact()
+    batches = [windows_of(*_shape(True), 2, seed) for seed in (1, 2)]
     found: dict[str, Any] = {}
     for precision in ("fp32", "bf16"):
         for checkpointed in (False, True):

@@ -23,19 +23,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import _common as common
+import gpu
 
 common.find_shardwise()
 
 CASES = ("none", "host", "host-copy", "device-step", "device-step-8bit", "inputs", "fsdp2")
 SIZES = {"1b": "llama-3.2-1b", "7b": "llama-2-7b", "13b": "llama-2-13b"}
 PEERS = ("fsdp2", "deepspeed")
-LOSS_STEPS = 2  # numbers of fp32; `benchmarks/gpu.py` says why
 STATE_BYTES = 16  # of a parameter: master, gradient, two moments
 _GIB = 2**30
 _SEQ = 2048
@@ -73,12 +73,6 @@ def shape_of(size: str, layers: int | None = None) -> tuple[Any, int]:
     return (shape if layers is None else replace(shape, layers=layers)), seq
 
 
-def _device() -> Any:
-    import torch
-
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def offload_of(case: str) -> Any:
     """Return what a case offloads."""
     from shardwise import Offload
@@ -94,10 +88,7 @@ def offload_of(case: str) -> Any:
     }[case]
 
 
-Step = Callable[[Any, Any], Any]
-
-
-def build(case: str, shape: Any, precision: str) -> Step:
+def build(case: str, shape: Any, precision: str) -> gpu.Step:
     """Build a case; return a step (ids, targets) -> loss."""
     import torch
 
@@ -105,12 +96,15 @@ def build(case: str, shape: Any, precision: str) -> Step:
     from shardwise.plan.model.decoder import PlainDecoder
 
     torch.manual_seed(0)
-    with torch.device(_device()):
+    with torch.device(gpu.device_here()):
         model: Any = PlainDecoder(shape, True)
     if case == "deepspeed":
         return _build_deepspeed(model)
     if case == "fsdp2":
-        _apply_fsdp2(model, precision)
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        away = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        gpu.apply_fsdp2(model, precision, offload_policy=away)
     else:
         shardwise.shard(model, stage=3, precision=precision, offload=offload_of(case))
     options: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
@@ -118,35 +112,10 @@ def build(case: str, shape: Any, precision: str) -> Step:
         optimizer: Any = shardwise.optim.AdamW(model.parameters(), moments="8bit", **options)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
-
-    def step(ids: Any, targets: Any) -> Any:
-        loss = model(ids, targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return gpu.make_step(model, optimizer)
 
 
-def _apply_fsdp2(model: Any, precision: str) -> None:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(_device().type, (1,))
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pin = torch.cuda.is_available()
-    options = {"mesh": mesh, "mp_policy": policy, "offload_policy": CPUOffloadPolicy(pin)}
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-
-
-def _build_deepspeed(model: Any) -> Step:
+def _build_deepspeed(model: Any) -> gpu.Step:
     """Build ZeRO-3 with optimizer and parameters in host memory, as its documentation says."""
     import deepspeed  # type: ignore[import-not-found]
 
@@ -172,15 +141,6 @@ def _build_deepspeed(model: Any) -> Step:
     return step
 
 
-def windows_of(shape: Any, seq: int, count: int, seed: int) -> tuple[Any, Any]:
-    """Return ids and targets of random windows."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(shape.vocab, (count, seq + 1), generator=generator).to(_device())
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
 # -- one case in one process
 def work(config: Mapping[str, Any]) -> None:
     import torch
@@ -189,19 +149,14 @@ def work(config: Mapping[str, Any]) -> None:
         torch.cuda.set_device(0)
     with common.joined_ranks(config, "nccl" if torch.cuda.is_available() else "gloo"):
         found = check_losses() if config["part"] == "correct" else measure(config)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    common.write_result(config, {"found": found, "device": name, "torch": torch.__version__})
+    gpu.write_found(config, found)
 
 
 def check_losses(num_steps: int = 6) -> dict[str, Any]:
     """Train a tiny model in fp32 with each kind of offload; return the losses."""
-    import torch
-
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    gpu.be_exact()
     shape, seq = shape_of("tiny")
-    batches = [windows_of(shape, seq, 2, seed) for seed in (1, 2)]
+    batches = [gpu.windows_of(shape, seq, 2, seed) for seed in (1, 2)]
     found: dict[str, Any] = {}
     for case in CASES:
         try:
@@ -219,14 +174,14 @@ def measure(config: Mapping[str, Any]) -> dict[str, Any]:
     shape, seq = shape_of(config["size"], config["layers"])
     begin = time.perf_counter()
     step = build(config["case"], shape, "bf16")
-    built_s, device = time.perf_counter() - begin, _device()
-    batch = windows_of(shape, seq, config["windows"], 1)
+    built_s, device = time.perf_counter() - begin, gpu.device_here()
+    batch = gpu.windows_of(shape, seq, config["windows"], 1)
     losses = [step(*batch) for _ in range(config["warmup"])]
-    _synchronize()
+    gpu.synchronize()
     reset_peak_memory(device)
     begin, cpu_begin = time.perf_counter(), time.process_time()
     losses += [step(*batch) for _ in range(config["steps"])]
-    _synchronize()
+    gpu.synchronize()
     step_s = (time.perf_counter() - begin) / config["steps"]
     return {
         "step_s": step_s,
@@ -237,13 +192,6 @@ def measure(config: Mapping[str, Any]) -> dict[str, Any]:
         "host_bytes": common.resident_bytes(),
         "losses": [float(x) for x in losses],
     }
-
-
-def _synchronize() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 # -- the parts
@@ -266,20 +214,18 @@ def run_case(
 
 
 def report_correct(found: Mapping[str, Any]) -> None:
-    from gpu import step_of_fp32
-
     rows = []
     for case, losses in found.items():
         if isinstance(losses, str):
             rows.append([case, "failed: " + losses[:120], "-"])
             continue
         pairs = list(zip(losses, found["none"], strict=True))
-        apart = max(abs(a - b) / step_of_fp32(b) for a, b in pairs)
+        apart = max(abs(a - b) / gpu.step_of_fp32(b) for a, b in pairs)
         is_exact = not case.endswith("8bit")
-        said = common.verdict(apart, LOSS_STEPS) if is_exact else f"{apart:.0f} (other moments)"
+        said = common.verdict(apart, gpu.LOSS_STEPS) if is_exact else f"{apart:.0f} (other moments)"
         rows.append([case, f"{losses[0]:.4f} -> {losses[-1]:.4f}", said])
     print("\ncorrect: losses against those without offload, tiny fp32 model")
-    common.print_table(["case", "loss", f"target: <= {LOSS_STEPS} fp32 numbers apart"], rows)
+    common.print_table(["case", "loss", f"target: <= {gpu.LOSS_STEPS} fp32 numbers apart"], rows)
 
 
 def run_speed(args: argparse.Namespace, deadline: float) -> None:
