@@ -135,7 +135,7 @@ def _locked_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     made = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")  # written by whoever calls
     library, address = torch.cuda.cudart(), made.data_ptr()
     if int(library.cudaHostRegister(address, num_bytes, 0)):
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return host_buffer(num_bytes, device)
     weakref.finalize(made.untyped_storage(), library.cudaHostUnregister, address)
     return made
 
@@ -261,7 +261,7 @@ class HostTime:
 
     def locked_memory(self, num_bytes: int) -> torch.Tensor:
         """Return zeros."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+        return host_buffer(num_bytes, torch.device("cpu"))
 
     def is_page_locked(self, tensor: torch.Tensor) -> bool:
         """Nothing need be: copies block, and are not needed."""

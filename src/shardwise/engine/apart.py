@@ -35,8 +35,7 @@ class _Row:
 
     def is_cut_alike(self, key: str, value: Any) -> bool:
         """Tell whether a part of the state has one element for each of the parameter's."""
-        is_tensor = isinstance(value, torch.Tensor) and key not in PLAIN_SCALARS
-        return is_tensor and value.shape == self.local.shape
+        return _is_cut_alike(key, value, self.local)
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -54,9 +53,8 @@ class Apart:
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[tuple[int, Any]]) -> None:
         self.sharded: list[DTensor] = []
-        self._like = optimizer_like(
-            optimizer, [], {}
-        )  # as it is now: a loss scaler sets attributes
+        # As it is now: a loss scaler sets attributes for the time of its call.
+        self._like = optimizer_like(optimizer, [], {})
         self._state = optimizer.state
         self._options = [
             {key: _kept(value) for key, value in group.items() if key != "params"}
@@ -227,8 +225,7 @@ class _Piece:
         """Return what goes back, and where to; note what was made."""
         row, copies = self.row, [(local, self._part(self.row.local))]
         for key, value in state.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.shape == local.shape and key not in PLAIN_SCALARS:
+            if _is_cut_alike(key, value, local):
                 target = row.made.get(key)
                 target = row.values.get(key) if target is None else target
                 if target is None:
@@ -237,7 +234,7 @@ class _Piece:
                 copies.append((value, self._part(target)))
             elif self.hi == row.local.numel():  # all pieces have made the same of it
                 row.made[key] = value
-                if is_tensor and value.device != row.local.device:
+                if isinstance(value, torch.Tensor) and value.device != row.local.device:
                     row.made[key] = make_memory(value.numel(), value.dtype).view(value.shape)
                     copies.append((value, row.made[key]))
         return copies
@@ -283,8 +280,13 @@ def sizes_of_state(optimizer: Any, group: int, dtype: torch.dtype) -> list[int]:
     state: defaultdict[Any, Any] = defaultdict(dict)
     made = optimizer_like(optimizer, [{**options, "params": [param]}], state)
     type(made).step.__wrapped__(made)
-    row = _Row(0, param, param, param.grad, {})
-    return [v.element_size() for key, v in state[param].items() if row.is_cut_alike(key, v)]
+    return [v.element_size() for key, v in state[param].items() if _is_cut_alike(key, v, param)]
+
+
+def _is_cut_alike(key: str, value: Any, like: torch.Tensor) -> bool:
+    """Tell whether a part of a state has one element for each of a parameter's."""
+    is_tensor = isinstance(value, torch.Tensor) and key not in PLAIN_SCALARS
+    return is_tensor and value.shape == like.shape
 
 
 def _kept(value: Any) -> Any:

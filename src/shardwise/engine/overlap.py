@@ -270,7 +270,7 @@ class _Overlap:
         try:
             for unit, params in found.items():
                 step, _ = self._part_at_home(optimizer, unit, params)
-                if unit is not None and self._stored.needs_storing(optimizer, unit, params):
+                if unit is not None and self._stored.has_reserved(unit):
                     self._stored.step_and_store(optimizer, unit, step)
                 else:
                     step()
@@ -349,10 +349,8 @@ class _Overlap:
         if not self._stored.has(unit) or hasattr(optimizer, "part_of_step"):
             return self._part_at_home(optimizer, unit, params)
         apart = Apart(optimizer, params)
-        take = apart.step_with
-        if unit.home is not None and unit.home.steps_on_device:
-            called = unit.home.time.current_stream().record()
-            take = partial(self.streaming.step_with, unit, apart, called)
+        on_device = _steps_on_device(unit)
+        take = self.streaming.step_with_of(unit, apart) if on_device else apart.step_with
         step = self._stored.step_of(optimizer, unit, apart, take)
         return step, step.tensors
 
@@ -360,12 +358,11 @@ class _Overlap:
         self, optimizer: Any, unit: Unit | None, params: Params
     ) -> tuple[Callable[[], None], list[DTensor]]:
         """Return the step of some parameters, on the device if that is asked for."""
-        if unit is None or unit.home is None or not unit.home.steps_on_device:
+        if unit is None or not _steps_on_device(unit):
             return part_of_step(optimizer, params)
         lock_pages(optimizer, unit)
         part, tensors = part_of_step(optimizer, params)
-        called = unit.home.time.current_stream().record()
-        return self.streaming.step_of(unit, part, called), tensors
+        return self.streaming.step_of(unit, part), tensors
 
 
 def _with_grad(optimizer: Any) -> list[torch.Tensor]:

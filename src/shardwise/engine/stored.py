@@ -15,8 +15,8 @@ before the first unit is stepped, so a disk that is full has changed nothing.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -86,12 +86,15 @@ class StoredState:
             self._reserved.clear()
             raise
 
+    def has_reserved(self, unit: Unit) -> bool:
+        """Tell whether a unit's state is to be stored by the step that `reserve` was called for."""
+        return unit in self._reserved
+
     def step_and_store(self, optimizer: Any, unit: Unit, step: Callable[[], None]) -> None:
-        """Step a unit, store what state it has then, and let it rest there."""
-        assert unit.home is not None and unit.home.files.optimizer is not None
+        """Step a unit, store what state it has then where it was reserved; let it rest there."""
         step()
         held = _held_of(optimizer, unit)
-        file = self._reserved.pop(unit, None) or StateFile(unit.home.files.optimizer, unit.name)
+        file = self._reserved.pop(unit)
         file.store({key: elements_of(tensor) for key, tensor in held.items()})
         for key, tensor in held.items():
             set_elements(tensor, file.at_rest(key))
@@ -118,9 +121,7 @@ class StoredStep:
         self._file = file
         self._buffer: Buffer | None = None
         self._read: Transfer | None = None
-        self._write: Transfer | None = None
-        self._error: BaseException | None = None
-        self._is_over = threading.Event()
+        self._write: Future[Transfer] = Future()  # begun
 
     @property
     def tensors(self) -> list[DTensor]:
@@ -155,22 +156,17 @@ class StoredStep:
                     brought[key].copy_(elements_of(tensor))
             for key, replaced in self._take(brought).items():
                 brought[key].copy_(replaced)
-            self._write = self._file.start_write(memory, self._buffer.release)
+            write = self._file.start_write(memory, self._buffer.release)
         except BaseException as error:
-            self._error = error
             if self._buffer is not None:
                 self._buffer.release()
+            self._write.set_exception(error)
             raise
-        finally:
-            self._is_over.set()
+        self._write.set_result(write)
 
     def finish(self) -> None:
         """Return when the state is in its file."""
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._write is not None
-        self._write.wait()
+        self._write.result().wait()
         for key, tensor in self.state.items():
             set_elements(tensor, self._file.at_rest(key))
 

@@ -11,7 +11,8 @@ forward pass needs these; another waits until a unit is back.
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -42,29 +43,25 @@ class StreamedStep:
         self._loads = part.loads(LOAD_BYTES, self._mirrors.of, *given)
         self._lane = lane
         self._called = called  # what was enqueued before may still read the mirrors
-        self._back: Event | None = None
-        self._error: BaseException | None = None
-        self._is_over = threading.Event()
+        self._back: Future[Event | None] = Future()
 
     def step(self) -> None:
         """Enqueue all of it."""
+        back = None
         try:
             self._lane.follow(self._called)
             for load in self._loads:
-                self._back = self._lane.run(load)
+                back = self._lane.run(load)
         except BaseException as error:
-            self._error = error
+            self._back.set_exception(error)
             raise
-        finally:
-            self._is_over.set()
+        self._back.set_result(back)
 
     def finish(self) -> None:
         """Return when all is back on the host."""
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
-        if self._back is not None:
-            self._back.wait()
+        back = self._back.result()
+        if back is not None:
+            back.wait()
         self._mirrors.settle()
         self._part.hand_on()
 
@@ -99,7 +96,7 @@ class _Mirrors:
     def settle(self) -> None:
         """Note that they have arrived."""
         for storage, version in self._versions.items():
-            storage.mirrored_version = version
+            storage.note_mirrored(version)
 
 
 class Streaming:
@@ -113,22 +110,31 @@ class Streaming:
         """Bytes of its buffers on the device."""
         return 0 if self._lane is None else self._lane.num_bytes
 
-    def step_of(
-        self, unit: Unit, part: Any, called: Event, state: State | None = None
-    ) -> StreamedStep:
-        """Return the step of a part of a unit with a home; ``state`` as in `Apart.step_with`.
+    def step_of(self, unit: Unit, part: Any) -> StreamedStep:
+        """Return the step of a part of a unit with a home; called where the optimizer's step is."""
+        return self._step(unit, part, _moment(unit), {})
 
-        ``called`` is the moment of the caller's stream at which the optimizer's step was called.
-        """
+    def step_with_of(self, unit: Unit, part: Apart) -> Callable[[State], State]:
+        """Return what does as `Apart.step_with`, but replaces nothing; called as `step_of` is."""
+        called = _moment(unit)
+
+        def step_with(state: State) -> State:
+            self._step(unit, part, called, state)()
+            return {}
+
+        return step_with
+
+    def _step(self, unit: Unit, part: Any, called: Event, state: State) -> StreamedStep:
         assert unit.home is not None
         if self._lane is None:
             self._lane = Lane(unit.home.device, unit.home.time)
-        return StreamedStep(part, unit, unit.home, self._lane, called, state or {})
+        return StreamedStep(part, unit, unit.home, self._lane, called, state)
 
-    def step_with(self, unit: Unit, part: Apart, called: Event, state: State) -> State:
-        """Step as `Apart.step_with` does, which replaces nothing here."""
-        self.step_of(unit, part, called, state)()
-        return {}
+
+def _moment(unit: Unit) -> Event:
+    """Return the moment of the caller's stream."""
+    assert unit.home is not None
+    return unit.home.time.current_stream().record()
 
 
 def lock_pages(optimizer: Any, unit: Unit) -> None:

@@ -307,8 +307,8 @@ class Storage:
         """The version whose values every `mirror` has."""
         return self._gathered_version if self._copy is None else self._copied_version
 
-    @mirrored_version.setter
-    def mirrored_version(self, version: int) -> None:
+    def note_mirrored(self, version: int) -> None:
+        """Note that every `mirror` has the values of a version now."""
         if self._copy is None:
             self._gathered_version = version
         else:
