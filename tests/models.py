@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_from_scratch as zero
 from roundings import of_gradient
@@ -32,6 +33,17 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+
+class Checkpointed(Stack):
+    """Each block is computed again in backward."""
+
+    use_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
         return self.head(x)
 
 

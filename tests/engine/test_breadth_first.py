@@ -16,24 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import Block, OddModel, Stack
+from models import Block, Checkpointed, OddModel, Stack
 from ranks import run_ranks
 from shardwise import Axes, accumulate, clip_grad_norm_, fully_shard, layer_by_layer, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, StateError
 
 NUM = 3  # micro-batches
-
-
-class Checkpointed(Stack):
-    """Each block is computed again in backward; `log` says which one, for which micro-batch."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
 
 
 class Dropping(Block):

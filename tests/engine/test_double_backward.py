@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-from models import Stack
+from models import Checkpointed, Stack
 from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise import accumulate, fully_shard, gathered, shard, stats
@@ -199,15 +198,6 @@ def check_windows(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradient_penalties_accumulate_over_micro_batches(world_size: int) -> None:
     run_ranks(check_windows, world_size)
-
-
-class Checkpointed(Stack):
-    """Each block runs again in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(x)
 
 
 def check_replicas_and_checkpoints(rank: int, world_size: int) -> None:

@@ -7,22 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from models import Block, Stack
+from models import Block, Checkpointed, Stack
 from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise import ShardTensor, shard, stats
 from trainer import STAGES, compare, sample
-
-
-class Checkpointed(Stack):
-    """Recomputes its blocks in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
 
 
 class CheckpointedReentrant(Checkpointed):
