@@ -258,7 +258,7 @@ def run_speed(args: argparse.Namespace, deadline: float) -> None:
 
 
 def _fits_host(size: str, num_params: int) -> bool:
-    from shardwise.device import available_host_bytes
+    from shardwise.host import available_host_bytes
 
     needed, free = STATE_BYTES * num_params, available_host_bytes()
     if needed > 0.95 * free:
@@ -284,7 +284,7 @@ def _print_targets(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 def run_largest(args: argparse.Namespace) -> None:
     """Plan the most layers that fit, with and without offload; run what is planned."""
-    from shardwise.device import available_host_bytes
+    from shardwise.host import available_host_bytes
 
     size = "tiny" if args.tiny else "7b"
     rows = []

@@ -192,6 +192,9 @@ class CheckingDevice:
     def is_page_locked(self, tensor: Tensor) -> bool:
         return self.memory_of(tensor).is_pinned
 
+    def clock(self) -> None:
+        """No time passes on it."""
+
     # -- the context
     def __enter__(self) -> Self:
         for target, name, make in (

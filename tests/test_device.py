@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.device import HostTime, _cores_of, cores_near, run_near
+from shardwise.device import HostTime, cores_near, run_near
+from shardwise.host import cores_of
 
 
 @pytest.mark.parametrize(
@@ -17,11 +18,11 @@ def test_lists_of_cores_are_read_as_the_system_writes_them(
     tmp_path: Path, text: str, cores: set[int]
 ) -> None:
     (tmp_path / "local_cpulist").write_text(text)
-    assert _cores_of(tmp_path / "local_cpulist") == cores
+    assert cores_of(tmp_path / "local_cpulist") == cores
 
 
 def test_without_a_node_of_memory_next_to_the_device_all_cores_stay(tmp_path: Path) -> None:
-    assert _cores_of(tmp_path / "missing") == set()
+    assert cores_of(tmp_path / "missing") == set()
     before = os.sched_getaffinity(0)
     assert cores_near(torch.device("cpu")) == set()
     run_near(torch.device("cpu"))

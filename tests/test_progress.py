@@ -14,7 +14,7 @@ from shardwise import progress as progress_lines
 from shardwise.cli.main import app
 from shardwise.progress import ProgressLines, byte_bar, share_bar, step_bar
 from shardwise.quantities import format_duration
-from shardwise.train.metrics import ProgressBar
+from shardwise.train.progress_bar import ProgressBar
 
 
 class Clock:

@@ -9,11 +9,12 @@ Reading order, which is also the import order (a file imports only from what sta
     svg                       what all pictures are drawn with
     versions                  which versions of other libraries were tested
     keys                      keys of files and flags, checked, with errors for people
+    host                      what the host has: memory, cores
     device                    what differs between devices
     stages, precisions        the table of stages; names of precisions
     homes                     where state may rest
     config                    what the user asks for
-    trace                     spans and ledgers
+    trace                     what goes on, told to a profiler or a recorder; counts
     axes                      degrees of parallelism, and meshes that follow
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
@@ -27,6 +28,7 @@ Reading order, which is also the import order (a file imports only from what sta
     bench/                    what this machine does, measured
     checkpoint/               state on disk: written, committed, found, checked, read
     convert/                  other people's checkpoints, in and out
+    monitor/                  what a run does: spans, figures, memory, kept and told
     train/                    the recipe behind `shardwise train`
     interop/                  other libraries: fully_shard, DeepSpeed, Hugging Face, Lightning ...
     cli/                      parse, call, print
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from shardwise.homes import Offload as Offload
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
+    from shardwise.monitor.observer import observe as observe
     from shardwise.parallel.context import ContextParallel as ContextParallel
     from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
     from shardwise.parallel.experts import spread_experts as spread_experts
@@ -90,6 +93,7 @@ _HOMES = {
     "layer_by_layer": "shardwise.engine.breadth_first",
     "load": "shardwise.checkpoint.save_load",
     "mean_loss": "shardwise.engine.losses",
+    "observe": "shardwise.monitor.observer",
     "optim": "shardwise.optim",
     "overlap": "shardwise.engine.overlap",
     "save": "shardwise.checkpoint.save_load",

@@ -1,34 +1,127 @@
-"""Labels for the profiler and the ledger of bytes; shared by the engine and the reports.
+"""What goes on, told to torch's profiler and to a recorder; what was sent, and what is alive.
 
 Note [Marks]
 A span is always left in the call that entered it. torch writes the end of a span into memory of
 the profile in which it began; if that profile is over and another one runs, the process dies. What
 one hook begins and another ends (a unit's forward and backward pass) may stay open when the pass is
-cut short, so it has two labels of no length: ``backward`` and ``backward_end``.
+cut short, so it has two labels of no length: ``backward`` and ``backward_end``. A recorder closes
+what was left open when the step is over.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
 _NO_SPAN = nullcontext()
+MAIN = "main"  # the line of the thread that trains, and of autograd's, which works in its place
 
 
-def span(phase: str, *units: str) -> AbstractContextManager[object]:
-    """Label what runs inside as ``shardwise.<phase>(<units>)``; free when no profiler runs."""
-    if not torch.autograd._profiler_enabled():
-        return _NO_SPAN
-    return record_function(f"shardwise.{phase}({', '.join(name or '(root)' for name in units)})")
+class Recorder(Protocol):
+    """Who keeps what goes on in a model, with the time."""
+
+    def enter(self, line: str, phase: str, unit: str) -> None:
+        """Note that a phase of a unit begins now on one line of work."""
+
+    def leave(self, line: str, phase: str, unit: str) -> None:
+        """Note that it is over."""
+
+    def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
+        """Note a collective that begins now; what is returned is called once it is over.
+
+        ``works`` are torch's, which it is made of.
+        """
+
+    def see_inputs(self, args: Any, kwargs: Any) -> None:
+        """Look at what the model was called with."""
 
 
-def mark(phase: str, unit: str) -> None:
-    """Put the label ``shardwise.<phase>(<unit>)`` where it is called; see Note [Marks]."""
-    with span(phase, unit):
-        pass
+class Tracer:
+    """Tells what goes on in one model to torch's profiler, and to a recorder while one listens.
+
+    Free while neither does.
+    """
+
+    __slots__ = ("recorder",)
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+
+    @contextmanager
+    def telling(self, recorder: Recorder) -> Iterator[None]:
+        """Tell a recorder what goes on inside."""
+        before, self.recorder = self.recorder, recorder
+        try:
+            yield
+        finally:
+            self.recorder = before
+
+    def span(self, phase: str, *units: str, line: str = MAIN) -> AbstractContextManager[object]:
+        """Label what runs inside as ``shardwise.<phase>(<units>)``."""
+        labels = torch.autograd._profiler_enabled()
+        if not labels and self.recorder is None:
+            return _NO_SPAN
+        label = _label(phase, units) if labels else _NO_SPAN
+        return label if self.recorder is None else _Told(self.recorder, line, phase, units, label)
+
+    def mark_begin(self, phase: str, unit: str) -> None:
+        """Say that a phase begins that another call ends; see Note [Marks]."""
+        if torch.autograd._profiler_enabled():
+            with _label(phase, (unit,)):
+                pass
+        if self.recorder is not None:
+            self.recorder.enter(MAIN, phase, unit)
+
+    def mark_end(self, phase: str, unit: str) -> None:
+        """Say that it ends, as the label ``<phase>_end``."""
+        if torch.autograd._profiler_enabled():
+            with _label(f"{phase}_end", (unit,)):
+                pass
+        if self.recorder is not None:
+            self.recorder.leave(MAIN, phase, unit)
+
+
+class _Told:
+    """A span that a recorder is told of."""
+
+    __slots__ = ("_label", "_line", "_phase", "_recorder", "_unit")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        line: str,
+        phase: str,
+        units: tuple[str, ...],
+        label: AbstractContextManager[object],
+    ) -> None:
+        self._recorder, self._line, self._phase, self._label = recorder, line, phase, label
+        self._unit = join_units(units)
+
+    def __enter__(self) -> None:
+        self._label.__enter__()
+        self._recorder.enter(self._line, self._phase, self._unit)
+
+    def __exit__(self, *error: Any) -> None:
+        self._recorder.leave(self._line, self._phase, self._unit)
+        self._label.__exit__(*error)
+
+
+def name_of_unit(name: str) -> str:
+    """Return a unit's name for people: the root unit has none."""
+    return name or "(root)"
+
+
+def join_units(names: Sequence[str]) -> str:
+    """Return one name for several units; that of one is its own."""
+    return names[0] if len(names) == 1 else ", ".join(map(name_of_unit, names))
+
+
+def _label(phase: str, units: tuple[str, ...]) -> AbstractContextManager[object]:
+    return record_function(f"shardwise.{phase}({', '.join(map(name_of_unit, units))})")
 
 
 @dataclass(frozen=True)
@@ -62,11 +155,13 @@ class Traffic:
     sent_bytes: Counter[str] = field(default_factory=Counter)
     num_collectives: Counter[str] = field(default_factory=Counter)
     events: list[tuple[str, str, int]] | None = None
+    last_bytes: int = 0
 
     def add(self, kind: str, unit: str, num_bytes: int) -> None:
         """Count one collective of ``kind`` for ``unit`` which sends ``num_bytes``."""
         self.sent_bytes[kind] += num_bytes
         self.num_collectives[kind] += 1
+        self.last_bytes = num_bytes
         if self.events is not None:
             self.events.append((kind, unit, num_bytes))
 

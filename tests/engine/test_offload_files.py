@@ -22,10 +22,11 @@ from models import Stack
 from ranks import run_ranks
 from shardwise import Checkpoints, Offload, describe, load, optim, overlap, save, shard, stats
 from shardwise.comm.collectives import Comm
-from shardwise.device import HostTime, available_host_bytes
+from shardwise.device import HostTime
 from shardwise.engine import host_room
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError, StorageError
+from shardwise.host import available_host_bytes
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import System
 from shardwise.unit import ahead

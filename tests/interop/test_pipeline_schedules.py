@@ -160,7 +160,7 @@ def is_at_rest(part: nn.Module) -> None:
     assert all(hasattr(p, "full_tensor") for p in part.parameters())
     assert not engine.is_in_window
     assert not engine.is_running()
-    assert not engine.grad_bytes_under_way
+    assert not engine.reductions.nbytes
 
 
 def matrix(rank: int, num_ranks: int, cases: Sequence[Case]) -> None:

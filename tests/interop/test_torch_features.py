@@ -23,7 +23,7 @@ from shardwise import gathered, shard, stats
 from shardwise.engine.api import engine_of
 from shardwise.errors import StateError
 from shardwise.interop.fsdp2 import fully_shard
-from shardwise.trace import mark, span
+from shardwise.trace import Tracer
 from trainer import adamw, full_parameters, make_steps, mean_square, sgd
 
 # torch's compiler and profiler warn about themselves.
@@ -185,7 +185,7 @@ def profile_step(rank: int, world_size: int, sharded: Callable[..., nn.Module]) 
     optimizer.zero_grad()
     model(batch).square().mean().backward()
     if sharded is not shard_fully:
-        assert engine_of(model).grad_bytes_under_way
+        assert engine_of(model).reductions.nbytes
     optimizer.zero_grad()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
@@ -224,11 +224,12 @@ def test_a_profile_names_every_unit_in_every_phase(sharded: Any) -> None:
 
 
 def test_without_a_profiler_no_label_is_made() -> None:
-    assert span("reduce", "a") is span("unshard", "b")
-    mark("forward", "a")
+    tracer = Tracer()
+    assert tracer.span("reduce", "a") is tracer.span("unshard", "b")
+    tracer.mark_begin("forward", "a")
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        mark("forward", "")
-        with span("reduce", "a", ""):
+        tracer.mark_begin("forward", "")
+        with tracer.span("reduce", "a", ""):
             torch.zeros(1)
     assert labels_of(profiler) == ["shardwise.forward((root))", "shardwise.reduce(a, (root))"]
 

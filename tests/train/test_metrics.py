@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.monitor.lines import JsonLines
 from shardwise.train.checks import check_output, metrics_path
 from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import MetricsFile, ProgressBar
+from shardwise.train.progress_bar import ProgressBar
 from shardwise.train.summary import (
     Predicted,
     RunResult,
@@ -21,7 +22,7 @@ from shardwise.train.summary import (
 
 def test_each_line_is_json_and_is_there_at_once(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    with MetricsFile(path) as metrics:
+    with JsonLines(path) as metrics:
         metrics.write(step=1, loss=2.5)
         assert json.loads(path.read_text()) == {"step": 1, "loss": 2.5}
         metrics.write(step=2, loss=2.0, grad_norm=math.inf)
@@ -30,7 +31,7 @@ def test_each_line_is_json_and_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with MetricsFile(None) as metrics:
+    with JsonLines(None) as metrics:
         metrics.write(step=1)
     assert not list(tmp_path.iterdir())
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.monitor.lines import JsonLines
 from shardwise.progress import byte_bar
 from shardwise.train.checks import check_output, checkpoints_path, metrics_path
 from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import MetricsFile
 from shardwise.train.saves import find_changes
 from shardwise.train.summary import RunResult, StateBytes, format_result
 
@@ -19,7 +19,7 @@ def test_metrics_after_the_resumed_step_are_cut_off(tmp_path: Path) -> None:
     kept = ['{"step": 1, "loss": 2.5}\n', '{"step": 2, "loss": 2.25}\n', '{"step": 1, "a": 0}\n']
     torn = ['{"step": 3}\n', "[]\n", '{"loss": 1}\n', '{"step": null}\n', '{"step": 2, "lo']
     path.write_text("".join([*kept, *torn]))
-    with MetricsFile(path, last_step=2) as metrics:
+    with JsonLines(path, last_step=2) as metrics:
         assert path.read_text() == "".join(kept)
         metrics.write(step=3, loss=2.0)
     assert path.read_text() == "".join(kept) + '{"step": 3, "loss": 2.0}\n'
@@ -37,7 +37,7 @@ def test_the_metrics_change_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "replace", replace)
     with pytest.raises(OSError):
-        MetricsFile(path, last_step=1)
+        JsonLines(path, last_step=1)
     assert seen == [('{"step": 1}\n', '{"step": 1}\n{"step": 2}\n')]
 
 
@@ -58,7 +58,7 @@ def test_the_bytes_of_a_load_are_shown_on_a_terminal_only(
 def test_a_new_run_starts_with_no_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 0}\n')
-    with MetricsFile(path):
+    with JsonLines(path):
         assert path.read_text() == ""
 
 

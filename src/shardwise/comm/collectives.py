@@ -26,7 +26,7 @@ from shardwise.comm.watch import WATCH
 from shardwise.device import time_of
 from shardwise.layout.segments import even_segment
 from shardwise.mesh import Axis, DataAxes
-from shardwise.trace import Traffic
+from shardwise.trace import Tracer, Traffic
 
 # Message tags have 31 bits: model, unit, kind (2) and piece (8).
 _MODELS = 1 << 9
@@ -61,6 +61,7 @@ class Comm:
         self._make_control = make_control
         self.time = time_of(device)
         self.traffic = Traffic()
+        self.tracer = Tracer()
         self._number = 0
 
     @cached_property
@@ -102,7 +103,8 @@ class Comm:
     ) -> Pending:
         """Start gathering segments along ``axis``; the transport's docstring has the cost."""
         by: Transport = transport or self._transports[axis.name]
-        return by.start_all_gather(items, axis, collective, self.traffic)
+        pending = by.start_all_gather(items, axis, collective, self.traffic)
+        return self.follow(pending, axis, collective)
 
     def start_reduce_scatter(
         self, items: Sequence[ReduceItem], axis: Axis, collective: CollectiveId, divisor: float
@@ -111,6 +113,13 @@ class Comm:
         pending: Pending = self._transports[axis.name].start_reduce_scatter(
             items, axis, collective, self.traffic, divisor
         )
+        return self.follow(pending, axis, collective)
+
+    def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:
+        """Tell a recorder, if one listens, that a collective was begun, and when it is over."""
+        if self.tracer.recorder is not None:
+            kind, unit = f"{axis.name}.{collective.kind}", collective.unit
+            pending.follow(self.tracer.recorder, kind, unit, self.traffic.last_bytes)
         return pending
 
     def all_reduce(
@@ -162,7 +171,10 @@ class Comm:
         self.traffic.add(f"{axis.name}.scalars", collective.unit, values.nbytes * (axis.size - 1))
         here = values.to(self.device).contiguous()  # what lives on the host is sent from the device
         rows = [torch.empty_like(here) for _ in range(axis.size)]
-        with meets(meeting_of(collective, axis)):
+        with (
+            self.tracer.span("exchange", collective.unit),
+            meets(meeting_of(collective, axis)),
+        ):
             dist.all_gather(rows, here, axis.group)
         return torch.stack(rows).to(values.device)
 

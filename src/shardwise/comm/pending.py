@@ -12,6 +12,7 @@ from shardwise.device import Event
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
+from shardwise.trace import Recorder
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ _abandoned: list[Sequence[Any]] = []
 class Pending:
     """Work under way, collectives or copies, with what it keeps alive; ``wait`` once."""
 
-    __slots__ = ("_copies", "_finish", "_keep", "_meeting", "_number", "_works")
+    __slots__ = ("_copies", "_finish", "_keep", "_meeting", "_number", "_over", "_works")
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Pending:
         self._meeting = meeting
         self._copies: tuple[Event, ...] = ()
         self._works: Sequence[Any] = ()
+        self._over: Callable[[], None] | None = None
         self._number = WATCH.begin(meeting) if works else 0
         self._works = works
         self._finish = finish
@@ -78,7 +80,18 @@ class Pending:
         """Return copies between host and device: ``wait`` blocks until these events are there."""
         made = cls.__new__(cls)
         made._copies, made._works, made._finish, made._keep = copies, (), None, keep
+        made._over = None
         return made
+
+    def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
+        """Tell a recorder of this work, and when it is over: on the CPU, when it was waited for."""
+        if self._works:
+            self._over = recorder.begin(line, unit, num_bytes, self._works)
+
+    @property
+    def holds(self) -> object:
+        """What is kept alive until then."""
+        return self._keep
 
     def wait(self) -> None:
         """Block (CPU) or order the current stream (CUDA) until the result may be read.
@@ -91,9 +104,12 @@ class Pending:
             with _Wait(self._meeting, self._number):
                 for work in self._works:
                     work.wait()
+        if self._over is not None:
+            self._over()
         if self._finish is not None:
             self._finish()
         self._copies, self._works, self._finish, self._keep = (), (), None, None
+        self._over = None
 
     def __del__(self) -> None:
         for copy in self._copies:  # which end soon; what is kept is theirs until then

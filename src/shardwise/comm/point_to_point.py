@@ -117,7 +117,7 @@ def start_all_gather(
             for place, piece in zip(into, staging.split([t.numel() for t in into]), strict=True):
                 place.copy_(piece)
 
-    return Pending(meeting, exchange.works, unpack if stagings else None, (items, packed))
+    return Pending(meeting, exchange.works, unpack if stagings else None, (items, packed, stagings))
 
 
 def _length(item: GatherItem, rank: int) -> int:
@@ -178,12 +178,13 @@ def start_reduce_scatter(
     exchange = _Exchange(collective, axis)
     sums: list[_Sum] = []
     unpacks: list[Callable[[], None]] = []
+    stagings: list[torch.Tensor] = []
     meeting = meeting_of(collective, axis)
     with collective_errors(meeting):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
-            _send_shares(exchange, items, to)
-            unpacks += _receive_shares(exchange, items, frm, sums)
+            stagings += _send_shares(exchange, items, to)
+            unpacks += _receive_shares(exchange, items, frm, sums, stagings)
     if axis.size == 1:
         for item in items:
             sums += [_Sum(out, own, {}) for own, out in _slices(item, 0)]
@@ -195,7 +196,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(meeting, exchange.works, finish, items)
+    return Pending(meeting, exchange.works, finish, (items, sums, stagings))
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -212,14 +213,17 @@ def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tenso
     return found
 
 
-def _send_shares(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> None:
+def _send_shares(exchange: _Exchange, items: Sequence[ReduceItem], peer: int) -> list[torch.Tensor]:
+    """Send a peer its slices; return what was made to send the small ones together."""
     slices = [piece for item in items for piece, _ in _slices(item, peer)]
     small = [t for t in slices if is_small(t.nbytes)]
     for piece in slices:
         if not is_small(piece.nbytes):
             exchange.send(peer, piece)
-    if small:
-        exchange.send(peer, small[0] if len(small) == 1 else torch.cat(_as_bytes(small)))
+    together = [torch.cat(_as_bytes(small))] if len(small) > 1 else []
+    for piece in together or small:
+        exchange.send(peer, piece)
+    return together
 
 
 def _receive_shares(
@@ -227,6 +231,7 @@ def _receive_shares(
     items: Sequence[ReduceItem],
     peer: int,
     sums: list[_Sum],
+    stagings: list[torch.Tensor],
 ) -> list[Callable[[], None]]:
     """Post the receives from ``peer``; fill ``sums`` with places for its addends."""
     me = exchange.axis.rank
@@ -251,6 +256,7 @@ def _receive_shares(
         return []
     staging = torch.empty(sum(t.nbytes for t in small), dtype=torch.uint8, device=small[0].device)
     exchange.receive(peer, staging)
+    stagings.append(staging)
 
     def unpack() -> None:
         pieces = staging.split([t.nbytes for t in small])

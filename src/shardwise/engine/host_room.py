@@ -11,9 +11,9 @@ import torch
 
 from shardwise.comm.control import Control
 from shardwise.config import ShardConfig
-from shardwise.device import available_host_bytes
 from shardwise.errors import ConfigError
 from shardwise.homes import folders_of
+from shardwise.host import available_host_bytes
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.quantities import format_bytes

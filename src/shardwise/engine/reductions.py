@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.reduce import Reduction
+from shardwise.unit.sums import Held
 from shardwise.unit.unit import Unit
 
 
@@ -36,6 +37,11 @@ class Reductions:
     def nbytes(self) -> int:
         """Bytes of the means that are not in ``p.grad`` yet."""
         return sum(r.nbytes for r in self._queue.all)
+
+    @property
+    def held(self) -> list[Held]:
+        """The memory of the reductions under way."""
+        return [held for reduction in self._queue.all if (held := reduction.held) is not None]
 
     def is_waiting(self, unit: Unit) -> bool:
         """Tell whether a unit is in a bucket, its reduction not started yet."""

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.activations import Activations
 from shardwise.engine.overlap import is_elementwise, staging_bytes
-from shardwise.offload.disk import Disk
-from shardwise.unit.home import NO_FILES, Files
+from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.stepping import elements_of
 from shardwise.unit.unit import Unit
@@ -29,36 +29,39 @@ def bytes_by_place(
     if activations is not None:
         found["host"] += activations.host_bytes
     for unit in units:
-        files = _files_of(unit)
         for storage in unit.storages:
-            found[_place(unit, files.params)] += storage.shard_bytes
+            found[place_of(unit, "params")] += storage.shard_bytes
             found["device"] += storage.copy_bytes + storage.kept_bytes
             found["host"] += storage.bytes_at_home
         for param in unit.params:
             if not param.encoding.in_storage:
-                found[_place(unit, None)] += elements_of(param.sharded).nbytes
+                found[place_of(unit)] += elements_of(param.sharded).nbytes
             if isinstance(param.grad, DTensor):
                 grad = elements_of(param.grad)
                 if param.storage is None or not param.storage.has_at_home(grad):
-                    found[_place(unit, files.grads)] += grad.nbytes
-    rests_in_files = optimizer is not None and is_elementwise(optimizer)
+                    found[place_of(unit, "grads")] += grad.nbytes
     for each, state in () if optimizer is None else optimizer.state.items():
         owner = owner_of(each)
         for value in state.values():
-            if isinstance(value, DTensor) and owner is not None:
-                disk = _files_of(owner.unit).optimizer if rests_in_files else None
-                found[_place(owner.unit, disk)] += elements_of(value).nbytes
-            elif isinstance(value, torch.Tensor):
-                found["device" if owner is None else _place(owner.unit, None)] += value.nbytes
+            if isinstance(value, torch.Tensor):
+                local = elements_of(value) if isinstance(value, DTensor) else value
+                found[place_of_state(optimizer, owner, value)] += local.nbytes
     found["device"] += staging_bytes(optimizer)
     return dict(+found)
 
 
-def _files_of(unit: Unit) -> Files:
-    return NO_FILES if unit.home is None else unit.home.files
+def place_of(unit: Unit, kind: Literal["params", "grads", "optimizer"] | None = None) -> str:
+    """Return where a kind of a unit's state rests; None is what never rests in files."""
+    if unit.home is None:
+        return "device"
+    return "host" if kind is None or getattr(unit.home.files, kind) is None else "files"
 
 
-def _place(unit: Unit, disk: Disk | None) -> str:
-    if disk is not None:
-        return "files"
-    return "device" if unit.home is None else "host"
+def place_of_state(
+    optimizer: torch.optim.Optimizer | None, owner: ShardedParam | None, value: torch.Tensor
+) -> str:
+    """Return where a tensor of an optimizer's state rests, of the parameter that ``owner`` is."""
+    if owner is None:
+        return "device"
+    is_cut = isinstance(value, DTensor) and optimizer is not None and is_elementwise(optimizer)
+    return place_of(owner.unit, "optimizer" if is_cut else None)

@@ -33,7 +33,7 @@ from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.tree import cast_floating
 from shardwise.errors import CollectiveError, StateError
-from shardwise.trace import FullParamLedger, mark
+from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.param import sum_as_they_come
 from shardwise.unit.states import GradState
@@ -170,7 +170,8 @@ class Engine:
         self._optional.visit_forward(unit)
         call = self._passes.enter(unit)
         call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)
-        mark("recompute" if call.in_backward else "forward", unit.name)
+        phase = "recompute" if call.in_backward else "forward"
+        unit.comm.tracer.mark_begin(phase, unit.name)
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not call.recomputes:
@@ -220,7 +221,7 @@ class Engine:
         if output is not None:
             self._optional.visit_forward(None)
         call = self._passes.leave()
-        mark("recompute_end" if in_backward() else "forward_end", unit.name)
+        unit.comm.tracer.mark_end("recompute" if in_backward() else "forward", unit.name)
         written = unit.unbind()
         if output is not None and written:
             raise written_in_forward(written)
@@ -294,7 +295,7 @@ class Engine:
         """Unshard the unit for its backward; gather those that follow."""
         self._schedule.before_backward(unit)
         if is_first:
-            mark("backward", unit.name)
+            unit.comm.tracer.mark_begin("backward", unit.name)
 
     def on_call_over(self, call: Call) -> None:
         """Visit what was skipped inside the call and not visited yet."""
@@ -302,7 +303,7 @@ class Engine:
 
     def on_unit_over(self, unit: Unit) -> None:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
-        mark("backward_end", unit.name)
+        unit.comm.tracer.mark_end("backward", unit.name)
         self._schedule.after_backward(unit, is_last=self.conditions.is_last_micro_batch)
 
     def on_pass_end(self) -> None:
@@ -357,9 +358,9 @@ class Engine:
 
     # -- gradients
     @property
-    def grad_bytes_under_way(self) -> int:
-        """Bytes of the means that are not in ``p.grad`` yet."""
-        return self._reductions.nbytes
+    def reductions(self) -> Reductions:
+        """Gradients on their way to ``p.grad``."""
+        return self._reductions
 
     def reduce_kept(self, *, last: bool = True) -> None:
         """Reduce the gradients that are there, wherever they came from; free what is full."""

@@ -20,6 +20,7 @@ from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import peak_memory_bytes
 from shardwise.engine.replicas import check_replicas
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.monitor.lines import JsonLines
 from shardwise.parallel.routing import balance_experts
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path, picture_path
@@ -27,8 +28,8 @@ from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.decoder import generate
 from shardwise.train.gradients import check_run_gradients
 from shardwise.train.launch import RankPlace, StopRequest
-from shardwise.train.metrics import MetricsFile, ProgressBar
 from shardwise.train.picture import write_picture
+from shardwise.train.progress_bar import ProgressBar
 from shardwise.train.replay import compute_twice, raise_difference
 from shardwise.train.saves import Resumed, RunCheckpoints
 from shardwise.train.setup import Run, join_ranks, of_all_ranks, prepare_run
@@ -103,7 +104,7 @@ def train_prepared(
         result.steps = done
         try:
             with (
-                MetricsFile(metrics_path(config) if first else None, done) as metrics,
+                JsonLines(metrics_path(config) if first else None, done) as metrics,
                 ProgressBar(config.steps, shown=first, num_done=done) as bar,
             ):
                 _write_load(metrics, resumed)
@@ -140,7 +141,7 @@ def _draw(config: TrainConfig, say: Callable[[str], None]) -> Path | None:
         return None
 
 
-def _write_load(metrics: MetricsFile, resumed: Resumed | None) -> None:
+def _write_load(metrics: JsonLines, resumed: Resumed | None) -> None:
     if resumed is not None:
         metrics.write(
             step=resumed.step,
@@ -153,7 +154,7 @@ def _write_load(metrics: MetricsFile, resumed: Resumed | None) -> None:
 def _train_all_steps(
     run: Run,
     stop: StopRequest,
-    metrics: MetricsFile,
+    metrics: JsonLines,
     bar: ProgressBar,
     saves: RunCheckpoints,
     result: RunResult,
@@ -188,7 +189,7 @@ def _train_all_steps(
 
 
 def _write_step(
-    run: Run, metrics: MetricsFile, step: int, report: StepReport, step_s: float, sent_bytes: int
+    run: Run, metrics: JsonLines, step: int, report: StepReport, step_s: float, sent_bytes: int
 ) -> None:
     tokens_per_step = run.global_batch * run.config.seq
     peak_key = "peak_rss_bytes" if run.device.type == "cpu" else "peak_device_bytes"
@@ -207,7 +208,7 @@ def _write_step(
 
 
 def _check_numbers(
-    run: Run, step: int, report: StepReport, saves: RunCheckpoints, metrics: MetricsFile
+    run: Run, step: int, report: StepReport, saves: RunCheckpoints, metrics: JsonLines
 ) -> None:
     """Raise if the loss is not a number, or if copies of the state differ between ranks."""
     config = run.config

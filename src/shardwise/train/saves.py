@@ -26,10 +26,10 @@ from shardwise.checkpoint.loading import Loaded
 from shardwise.checkpoint.saving import Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.monitor.lines import JsonLines
 from shardwise.progress import byte_bar
 from shardwise.train.checks import checkpoints_path
 from shardwise.train.config import TrainConfig
-from shardwise.train.metrics import MetricsFile
 from shardwise.train.setup import Run
 
 _MODEL_KEYS = (
@@ -172,7 +172,7 @@ class RunCheckpoints:
         """Tell whether the save in the background failed; it is raised by `finish`."""
         return self._saving is not None and self._saving.failed
 
-    def after_step(self, step: int, is_last: bool, metrics: MetricsFile) -> None:
+    def after_step(self, step: int, is_last: bool, metrics: JsonLines) -> None:
         """Save if it is time to; write the line of a save that has ended.
 
         **Raises** CheckpointError: a save failed; the same on all ranks.
@@ -189,7 +189,7 @@ class RunCheckpoints:
         if step % every == 0 or is_last:
             self._save(keeper, step, metrics)
 
-    def finish(self, metrics: MetricsFile) -> None:
+    def finish(self, metrics: JsonLines) -> None:
         """Wait for the save under way, and write its line.
 
         **Raises** CheckpointError: it failed; the same on all ranks.
@@ -198,7 +198,7 @@ class RunCheckpoints:
             self._keeper.finish()
             self._report(metrics)
 
-    def _save(self, keeper: Checkpoints, step: int, metrics: MetricsFile) -> None:
+    def _save(self, keeper: Checkpoints, step: int, metrics: JsonLines) -> None:
         started_s = time.perf_counter()
         self.finish(metrics)
         self._waited_s = time.perf_counter() - started_s
@@ -211,7 +211,7 @@ class RunCheckpoints:
         if wait:
             self._report(metrics)
 
-    def _report(self, metrics: MetricsFile) -> None:
+    def _report(self, metrics: JsonLines) -> None:
         saving = self._saving
         if saving is None or not saving.done:
             return

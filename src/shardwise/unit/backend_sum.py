@@ -27,7 +27,7 @@ from shardwise.comm.packed import (
 from shardwise.comm.pending import Pending
 from shardwise.errors import CollectiveError
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.sums import counted_anywhere
+from shardwise.unit.sums import Held, counted_anywhere
 
 _NUMBER_BITS = 12  # of a unit's number; 1 << 12 units are told apart, as in comm.collectives
 _COUNTS_ROUND_TO = 32  # so that units of equal size have equally many counts
@@ -91,7 +91,7 @@ class _Running:
             return
         self._out = self._allocate(packed.numel() // axis.size, packed.dtype)
         collective = self._comm.collective_id("reduce_scatter", self._unit.name, self._unit.index)
-        self._pending = start_sum(
+        pending = start_sum(
             packed,
             self._out,
             axis,
@@ -100,6 +100,7 @@ class _Running:
             self._op,
             self._how.reduce_scatter,
         )
+        self._pending = self._comm.follow(pending, axis, collective)
         if apart:
             said = torch.tensor(counts, dtype=packed.dtype, device=packed.device)
             collective = self._comm.collective_id("counts", self._unit.name, self._unit.index)
@@ -148,6 +149,11 @@ class _Running:
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._how.reduce_scatter, numel, dtype, self._comm.device)
+
+    def held(self, units: tuple[str, ...]) -> Held:
+        """Return the memory that it takes."""
+        means = [] if self._out is None else [self._out]
+        return Held(units, means, [], None if self._pending is None else self._pending.holds)
 
     @torch.no_grad()
     def wait(self) -> None:

@@ -15,7 +15,7 @@ from shardwise.layout.segments import Segment, even_segment
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
-from shardwise.unit.sums import counted_anywhere
+from shardwise.unit.sums import Held, counted_anywhere
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Running:
         self._parts: list[_Part] = []
         self._gathers: list[Pending] = []
         self._used_here: set[ShardedParam] = set()
-        items: list[ReduceItem] = []
+        self._items = items = list[ReduceItem]()
         for unit in units:
             for storage in unit.storages:
                 params = [s for s in unit.params if s.storage is storage and s.full.requires_grad]
@@ -142,6 +142,15 @@ class _Running:
         segment = even_segment(here.numel(), num_ranks)
         return ReduceItem(segment, ((0, here),), counts)
 
+    def held(self, units: tuple[str, ...]) -> Held:
+        """Return the memory that it takes."""
+        means = [tensor for part in self._parts for tensor in (part.out, part.counts)]
+        gathers = [gather.holds for gather in self._gathers]
+        if self._pending is None:
+            return Held(units, means, [], gathers)
+        grads = [grad for item in self._items for _, grad in item.parts]
+        return Held(units, means, grads, (self._pending.holds, gathers))
+
     @torch.no_grad()
     def wait(self) -> None:
         """Wait for the addends and sum them; start what comes second.
@@ -152,7 +161,7 @@ class _Running:
         if self._pending is None:
             return
         self._pending.wait()
-        self._pending = None
+        self._pending, self._items = None, []
         for part in self._parts:
             if self._comm.axes.replicate is not None:
                 self._sum_over_replicas(part)

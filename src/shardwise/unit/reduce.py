@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.trace import span
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import GradState
-from shardwise.unit.sums import Running
+from shardwise.unit.sums import Held, Running
 from shardwise.unit.unit import Unit
 
 
@@ -17,6 +16,7 @@ class Reduction:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self._names = [unit.name for unit in units]
+        self._tracer = units[0].comm.tracer
         # A parameter that asks its unit gets its gradient when it asks: a pass that raises after
         # all must leave what was there. An attribute, and hooks that step in backward, cannot wait.
         self.is_asked = any(param.form.asks_unit for unit in units for param in unit.params)
@@ -27,7 +27,7 @@ class Reduction:
     @torch.no_grad()
     def start(self) -> None:
         """Hand the gradients to the transport. **State** PARTIAL -> REDUCING."""
-        with span("reduce", *self._names):
+        with self._tracer.span("reduce", *self._names):
             for unit in self.units:
                 unit.enter_grad_state(GradState.PARTIAL)
                 unit.enter_grad_state(GradState.REDUCING)
@@ -40,7 +40,7 @@ class Reduction:
         """Wait for the sums; set ``p.grad`` where nobody asks for it."""
         if self._running is None:
             return
-        with span("wait_reduce", *self._names):
+        with self._tracer.span("wait_reduce", *self._names):
             self._running.wait()
         if not self.is_asked and not self.is_dropped:
             self.finish()
@@ -78,6 +78,11 @@ class Reduction:
         for unit in self.units:
             if not unit.num_reducing:
                 unit.forget_grads_if_none()
+
+    @property
+    def held(self) -> Held | None:
+        """The memory that it takes as long as it is under way."""
+        return None if self._running is None else self._running.held(tuple(self._names))
 
     @property
     def nbytes(self) -> int:

@@ -276,6 +276,11 @@ class Storage:
             self._references_at_home = _num_references(self._means_at_home)
 
     @property
+    def held_for_means(self) -> list[torch.Tensor]:
+        """The memory that is held for means of gradients, here and at home."""
+        return [kept for kept in (self._grad_buffer, self._means_at_home) if kept is not None]
+
+    @property
     def bytes_at_home(self) -> int:
         """Bytes that were reserved for means."""
         return 0 if self._means_at_home is None else self._means_at_home.nbytes

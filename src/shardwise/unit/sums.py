@@ -11,6 +11,7 @@ there is no synchronisation with the device in the usual case; such a rank waits
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +19,21 @@ import torch
 from shardwise.unit.param import ShardedParam
 
 
+@dataclass(frozen=True)
+class Held:
+    """The memory of sums under way: means, gradients that are sent as they lie, buffers."""
+
+    units: tuple[str, ...]
+    means: Sequence[torch.Tensor]
+    grads: Sequence[torch.Tensor]
+    staging: object
+
+
 class Running(Protocol):
     """One sum under way."""
+
+    def held(self, units: tuple[str, ...]) -> Held:
+        """Return the memory that it takes; ``units`` are theirs."""
 
     @property
     def nbytes(self) -> int:

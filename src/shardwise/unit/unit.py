@@ -23,7 +23,6 @@ from shardwise.comm.pending import GatherItem, Pending
 from shardwise.config import Precision
 from shardwise.errors import StateError
 from shardwise.stages import UnitSettings
-from shardwise.trace import span
 from shardwise.unit.home import Home
 from shardwise.unit.inner import version_of
 from shardwise.unit.nearby import Nearby
@@ -87,7 +86,7 @@ class Unit:
         self._bind_depth = 0
         self._is_shown = False  # bound once more, as it is pinned
         self._written_while_shown: str | None = None
-        self._pending: Pending | None = None
+        self.pending: Pending | None = None  # of the gather under way
         self._bindings: list[tuple[dict[str, Any], str, ShardedParam]] = []
         self._versions: list[int] = []
         self._gathered_apart: list[Any] = []
@@ -140,7 +139,7 @@ class Unit:
         for storage in self.storages:
             storage.finish_read()
         self._enter(ParamState.GATHERING)
-        with span("unshard", self.name), torch._C._DisableFuncTorch():
+        with self.comm.tracer.span("unshard", self.name), torch._C._DisableFuncTorch():
             axis, items = self.comm.axes.shard, self._parts()
             if items and self.nearby is not None:
                 axis = self.nearby.axis
@@ -158,7 +157,7 @@ class Unit:
                 return _copy_alone(items)
             collective = self.comm.collective_id("all_gather", self.name, self.index)
             with self._after_fetch():
-                self._pending = self.comm.start_all_gather(items, axis, collective, self.transport)
+                self.pending = self.comm.start_all_gather(items, axis, collective, self.transport)
 
     def finish_steps(self) -> None:
         """Wait until the slices are stepped. **Raises** ShardError where that has failed."""
@@ -184,10 +183,10 @@ class Unit:
             return
         for storage in self.storages:
             storage.finish_fetch()
-        if self._pending is not None:
-            with span("wait_unshard", self.name):
-                self._pending.wait()
-            self._pending = None
+        if self.pending is not None:
+            with self.comm.tracer.span("wait_unshard", self.name):
+                self.pending.wait()
+            self.pending = None
         self._enter(ParamState.FULL)
         if self.settings.stands_while_full:
             self._complete()

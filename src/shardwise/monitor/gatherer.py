@@ -1,0 +1,197 @@
+"""The thread that makes figures of what was recorded, behind the training.
+
+Note [What the training waits for]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Nothing: it appends events to a list, and hands the list over at the end of a step. This thread
+makes spans and figures of them, tells the other ranks its own in exchanges on a group of its own
+(a training collective is never behind one), and writes. All ranks exchange after the same steps, as
+they count them alike. If that fails, or a disk is full, the next step or the end of the run raises.
+"""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from shardwise.comm.control import Control, exchange_any
+from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.metrics import (
+    MFU_SHARE,
+    TOKENS_PER_S,
+    mean_of,
+    over_ranks,
+    step_metrics,
+)
+from shardwise.monitor.record import RunFacts, StepLine
+from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of
+
+_FIRST_STEPS = 10  # each of which is told by itself
+
+
+class Sink(Protocol):
+    """Where figures go besides the run's own files."""
+
+    def write(self, line: StepLine) -> None:
+        """Take the figures of a few steps; rank 0 calls it, behind the training."""
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """One step, as the training hands it over."""
+
+    step: int
+    recorded: Recorded
+    values: Mapping[str, float]
+    figures: Mapping[str, float]
+    memory: Sequence[Mapping[str, Any]] = ()
+    keeps_timeline: bool = False
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What this rank writes: figures of all ranks (rank 0), lines of its own."""
+
+    steps: JsonLines
+    own: JsonLines
+    sinks: Sequence[Sink] = ()
+
+
+class Gatherer:
+    """Takes steps over, and makes lines of them; ``on_line`` hears of each, on rank 0.
+
+    The figures of ``every`` steps make one line; of the first few steps each has its own.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        facts: RunFacts,
+        outputs: Outputs,
+        every: int,
+        on_line: Callable[[StepLine], None] = lambda line: None,
+    ) -> None:
+        self.latest: StepLine | None = None
+        self._control = control
+        self._facts = facts
+        self._outputs = outputs
+        self._every = every
+        self._on_line = on_line
+        self._steps: queue.SimpleQueue[ObservedStep | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._waiting: list[dict[str, float]] = []
+        self._values: dict[str, float] = {}
+        self._left_open: dict[str, list[tuple[str, str]]] = {}
+        self._num_taken = 0
+        self._began_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
+        self._thread.start()
+
+    def take(self, step: ObservedStep) -> None:
+        """Take a step over. **Raises** what went wrong with an earlier one."""
+        self.raise_once()
+        self._steps.put(step)
+
+    def raise_once(self) -> None:
+        """Raise what went wrong behind the training, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish(self) -> None:
+        """Return when all that was taken is told and written. **Raises** what went wrong."""
+        self._steps.put(None)
+        self._thread.join()
+        self.close()
+        self.raise_once()
+
+    def abandon(self) -> None:
+        """Write what is there without the other ranks, which may never come."""
+        self._error = None
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._outputs.steps.close()
+        self._outputs.own.close()
+        for sink in self._outputs.sinks:
+            sink.close()
+
+    # -- the thread
+    def _run(self) -> None:
+        last = None
+        try:
+            while (step := self._steps.get()) is not None:
+                last = step.step
+                self._note(step)
+                self._num_taken += 1
+                if self._num_taken <= _FIRST_STEPS or self._num_taken % self._every == 0:
+                    self._tell(step.step)
+            if self._waiting and last is not None:
+                self._tell(last)
+        except BaseException as error:
+            self._error = error
+
+    def _note(self, step: ObservedStep) -> None:
+        recorded = step.recorded
+        spans = spans_of(recorded, self._left_open)
+        on_device = device_spans_of(recorded)
+        step_s = recorded.end_s - recorded.begin_s
+        beside = [span for span in spans if span.line != "main" and "." not in span.line]
+        timed = [*on_device, *beside] if on_device else spans
+        figures = {**step_metrics(timed, step_s, recorded.num_tokens), **step.figures}
+        if self._facts.peak_flops and TOKENS_PER_S in figures:
+            flops = figures[TOKENS_PER_S] * self._facts.flops_per_token
+            figures[MFU_SHARE] = 100 * flops / self._facts.peak_flops
+        self._waiting.append(figures)
+        self._values.update(step.values)
+        for moments in step.memory:
+            self._outputs.own.write(kind="memory", step=step.step, **moments)
+        if step.keeps_timeline:
+            self._outputs.own.write(
+                kind="timeline",
+                step=step.step,
+                seconds=step_s,
+                spans=_rows(spans, recorded.begin_s) + _rows(on_device, 0.0),
+            )
+
+    def _tell(self, step: int) -> None:
+        """Exchange the figures since the last time; write them, on rank 0."""
+        mine, num_steps = mean_of(self._waiting), len(self._waiting)
+        self._waiting = []
+        rows = exchange_any(self._control, json.dumps(mine).encode())
+        metrics = over_ranks([json.loads(row) for row in rows])
+        at_s = time.monotonic() - self._began_s
+        line = StepLine(step, num_steps, round(at_s, 3), metrics, dict(self._values))
+        self.latest = line
+        if self._control.rank == 0:
+            self._outputs.steps.write(
+                step=step,
+                num_steps=num_steps,
+                at_s=line.at_s,
+                metrics={name: asdict(value) for name, value in metrics.items()},
+                values=line.values,
+            )
+            for sink in self._outputs.sinks:
+                sink.write(line)
+            self._on_line(line)
+
+
+def _rows(spans: Sequence[Span], begin_s: float) -> list[list[Any]]:
+    """Return spans as lists: line, phase, unit, begin and length in milliseconds, bytes."""
+    return [
+        [
+            span.line,
+            span.phase,
+            span.unit,
+            round(1e3 * (span.begin_s - begin_s), 4),
+            round(1e3 * span.seconds, 4),
+            span.num_bytes,
+        ]
+        for span in spans
+    ]

@@ -1,0 +1,77 @@
+"""Files of JSON lines, one for each step or so: appended at once, and whole after any kill."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+
+class JsonLines:
+    """Append JSON lines to a file; each has its ``step`` and is flushed.
+
+    A file of path None takes lines and keeps none. What is not a finite number is written as null,
+    since JSON has no word for it. Of a file that is there, lines up to ``last_step`` stay.
+    """
+
+    def __init__(self, path: Path | None, last_step: int = 0) -> None:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _cut(path, last_step)
+        self._file = path.open("a", encoding="utf-8") if path is not None else None
+
+    def write(self, **values: Any) -> None:
+        """Append one line."""
+        if self._file is not None:
+            self._file.write(json.dumps(_finite(values)))
+            self._file.write("\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return value
+
+
+def _cut(path: Path, last_step: int) -> None:
+    """Drop the lines of later steps, and one that a kill cut short; the file changes at once."""
+    if not path.exists():
+        return
+    cut_path = path.with_name(f"{path.name}.cut")
+    with path.open(encoding="utf-8", errors="replace") as old, cut_path.open("w") as file:
+        file.writelines(line for line in old if 0 < _step_of(line) <= last_step)
+        file.flush()
+        os.fsync(file.fileno())
+    cut_path.replace(path)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else 0
+    except (ValueError, TypeError, KeyError):
+        return 0
+
+
+def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of a file that may still be written; one that is not whole is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if _step_of(line):
+                yield json.loads(line)

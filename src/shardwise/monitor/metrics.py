@@ -1,0 +1,129 @@
+"""The figures of one step of one rank, and how ranks compare.
+
+Source of the names that it has too: torchtitan 0.3.0, components/metrics.py.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside
+from shardwise.trace import MAIN
+
+GIB, MIB = 2**30, 2**20
+# Phases in which the training thread, or the device's stream, does nothing but wait for others.
+WAITS = ("wait_unshard", "wait_reduce", "exchange")
+# Phases in which nothing is computed for the model, on the line that computes.
+IDLE = (*WAITS, OUTSIDE, "data", "save", "load")
+STEP_S = "time_metrics/end_to_end(s)"
+DATA_S, DATA_SHARE = "time_metrics/data_loading(s)", "time_metrics/data_loading(%)"
+EXPOSED_MS, EXPOSED_SHARE = "comm/exposed(ms)", "comm/exposed(%)"
+OVERLAP_SHARE, IDLE_SHARE = "comm/overlap(%)", "device/idle(%)"
+ALL_GATHER_MS, REDUCE_SCATTER_MS = "comm/all_gather(ms)", "comm/reduce_scatter(ms)"
+OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
+COMPUTE_S = "time_metrics/compute(s)"
+STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
+BACKGROUND_STEP_MS = "offload/optimizer(ms)"
+TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
+SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
+MAX_ACTIVE_GIB, MAX_RESERVED_GIB = "memory/max_active(GiB)", "memory/max_reserved(GiB)"
+MAX_ACTIVE_SHARE = "memory/max_active(%)"
+RETRIES, OOMS = "memory/num_alloc_retries", "memory/num_ooms"
+PADDING_SHARE = "padding(%)"
+
+_SECONDS_OF = {  # of the line that computes
+    DATA_S: ("data",),
+    OUTSIDE_S: (OUTSIDE,),
+    OPTIMIZER_S: ("step",),
+    STALL_S: ("save",),
+    LOAD_S: ("load",),
+    "time_metrics/forward(s)": ("forward",),
+    "time_metrics/recompute(s)": ("recompute",),
+    "time_metrics/backward(s)": ("backward",),
+}
+
+
+def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> dict[str, float]:
+    """Return what the spans of one step come to, in the units that the names tell.
+
+    Seconds that overlap count once: sums of spans would count them twice. Exposed communication is
+    what goes on while nothing is computed. Of a device that was timed, the device's spans count.
+    """
+    computes = "device" if any(span.line == "device" for span in spans) else MAIN
+    seconds: dict[str, float] = defaultdict(float)
+    comm: dict[str, list[Interval]] = defaultdict(list)
+    busy: list[Interval] = []
+    at_work: list[Interval] = []
+    sent = num_collectives = 0
+    for span in spans:
+        when = (span.begin_s, span.end_s)
+        if span.line == computes:
+            seconds[span.phase] += span.seconds
+            if span.phase not in IDLE:
+                busy.append(when)
+        elif "." in span.line:
+            comm[span.phase].append(when)
+            sent += span.num_bytes
+            num_collectives += 1
+        elif span.line not in (MAIN, "device"):
+            at_work.append(when)
+            seconds[f"behind {span.phase}"] += span.seconds
+    whole = [when for kind in comm.values() for when in kind]
+    comm_s, exposed_s = length(whole), length_outside(whole, busy)
+    # What blocks without work of its own is communication too: small exchanges between ranks.
+    exchange_s = seconds["exchange"]
+    exposed_s, comm_s = exposed_s + exchange_s, comm_s + exchange_s
+    found = {name: sum(seconds[p] for p in phases) for name, phases in _SECONDS_OF.items()}
+    found |= {
+        STEP_S: step_s,
+        DATA_SHARE: 100 * found[DATA_S] / step_s,
+        COMPUTE_S: length(busy),
+        ALL_GATHER_MS: 1e3 * length(comm["all_gather"]),
+        REDUCE_SCATTER_MS: 1e3 * length(comm["reduce_scatter"]),
+        "comm/waited(ms)": 1e3 * sum(seconds[phase] for phase in WAITS),
+        EXPOSED_MS: 1e3 * exposed_s,
+        EXPOSED_SHARE: 100 * exposed_s / step_s,
+        OVERLAP_SHARE: 100 * (1 - exposed_s / comm_s) if comm_s else 100.0,
+        SENT_MIB: sent / MIB,
+        NUM_COLLECTIVES: num_collectives,
+        IDLE_SHARE: 100 * (1 - length([*busy, *whole]) / step_s),
+        BACKGROUND_STEP_MS: 1e3 * seconds["behind step"],
+        SAVE_S: seconds["behind save"] + found[STALL_S],
+    }
+    if num_tokens:
+        found[TOKENS_PER_S] = num_tokens / step_s
+    return found
+
+
+@dataclass(frozen=True)
+class OverRanks:
+    """One figure over all ranks: its extremes and who has them."""
+
+    min: float
+    median: float
+    max: float
+    min_rank: int
+    max_rank: int
+
+
+def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
+    """Return every figure over the ranks that tell it; ``rows`` are in rank order."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = {}
+    for name in names:
+        told = [(row[name], rank) for rank, row in enumerate(rows) if name in row]
+        (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
+        middle = statistics.median(value for value, _ in told)
+        found[name] = OverRanks(low, middle, high, low_rank, high_rank)
+    return found
+
+
+def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each figure over the steps that tell it; of ``memory/`` the last."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    found = {}
+    for name in names:
+        told = [step[name] for step in steps if name in step]
+        found[name] = told[-1] if name.startswith("memory/") else statistics.fmean(told)
+    return found

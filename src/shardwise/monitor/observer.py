@@ -1,0 +1,235 @@
+"""``observe()``: what a sharded model does in each step, in any loop.
+
+Note [Where a step ends]
+~~~~~~~~~~~~~~~~~~~~~~~~
+When ``optimizer.step()`` returns, of several optimizers the last one's. So a step is what lies
+between two returns: the reading of data, all micro-batches, clipping, the step itself. A step that
+a loss scaler skips is part of the next one, which then had two backward passes and says so.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from shardwise.comm.control import exchange_any
+from shardwise.device import MemoryFigures, memory_figures
+from shardwise.engine.parts import Model, Optimizer, Parts
+from shardwise.errors import ConfigError
+from shardwise.monitor.facts import facts_of, here
+from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
+from shardwise.monitor.ledger import owned_bytes
+from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.metrics import (
+    GIB,
+    MAX_ACTIVE_GIB,
+    MAX_ACTIVE_SHARE,
+    MAX_RESERVED_GIB,
+    OOMS,
+    PADDING_SHARE,
+    RETRIES,
+)
+from shardwise.monitor.record import FOLDER, RunFacts, StepLine, write_facts
+from shardwise.monitor.spans import SpanRecorder
+from shardwise.trace import MAIN
+
+T = TypeVar("T")
+_TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
+_MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
+
+
+def observe(
+    model: Model,
+    optimizer: Optimizer,
+    output: str | Path | None = None,
+    *,
+    every: int = 10,
+    detail_every: int = 100,
+    first_step: int = 1,
+    flops_per_token: float | None = None,
+    sinks: Sequence[Sink] = (),
+) -> "Observation":
+    """Observe a sharded model's steps inside ``with observe(...) as run``.
+
+    ``model`` and ``optimizer`` are those of this rank, of `shard` or `fully_shard`; of a pipeline
+    lists of its stages. Every rank calls it. Figures of each step (`metrics`; over all ranks, a
+    line for ``every`` steps) and, every ``detail_every`` steps, a timeline and the memory of one
+    step go to files in ``output``, see Note [The folder of a run], and to ``sinks`` on rank 0.
+    Without an ``output`` no file is written, and ``run.latest`` has the figures. ``first_step`` is
+    the number of the first step: what an earlier run has written of it and of later ones goes.
+    ``flops_per_token``: of this rank's part of the model, for its MFU; None counts its weights.
+
+    **Cost** less than a microsecond for each phase of each unit. Every ``every`` steps two small
+    exchanges between all ranks, behind the training; every ``detail_every`` steps some
+    microseconds for each parameter at each phase. One gloo group.
+
+    **Raises** ConfigError where the model is not sharded, or a number is less than 1.
+    """
+    counts = {"every": every, "detail_every": detail_every, "first_step": first_step}
+    for name, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: expected 1 or more")
+    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not optimizers:
+        raise ConfigError("optimizer: expected one, or a list of them, got an empty list")
+    parts = Parts(model)
+    control = parts.first.open_control()
+    hosts = [row.decode() for row in exchange_any(control, here().encode())]
+    facts = facts_of(model, optimizers, hosts, flops_per_token)
+    folder = None if output is None else Path(output) / FOLDER
+    is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
+    if folder is not None and is_first:
+        write_facts(folder, facts)
+    done = first_step - 1
+    outputs = Outputs(
+        JsonLines(folder / "steps.jsonl" if folder and is_first else None, done),
+        JsonLines(folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None, done),
+        sinks if is_first else (),
+    )
+    gatherer = Gatherer(control, facts, outputs, every)
+    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
+
+
+class Observation:
+    """An observed run, as it goes on; ``with`` it, or `start` and `close`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        optimizers: Sequence[torch.optim.Optimizer],
+        facts: RunFacts,
+        gatherer: Gatherer,
+        num_done: int,
+        detail_every: int,
+    ) -> None:
+        self.facts = facts
+        self._parts = parts
+        self._optimizers = optimizers
+        self._gatherer = gatherer
+        self._detail_every = detail_every
+        self._step, self._num_observed = num_done, 0
+        self._num_reduced = [engine.num_reduced for engine in parts.engines]
+        self._values: dict[str, float] = {}
+        self._moments: list[dict[str, Any]] = []
+        self._recorder = SpanRecorder(parts.comm.time.clock())
+        self._open = ExitStack()
+
+    @property
+    def latest(self) -> StepLine | None:
+        """The newest figures over all ranks; None before there are any."""
+        return self._gatherer.latest
+
+    @property
+    def step(self) -> int:
+        """The number of the last step that is over."""
+        return self._step
+
+    def start(self) -> Self:
+        """Begin to observe."""
+        for comm in self._parts.comms:
+            self._open.enter_context(comm.tracer.telling(self._recorder))
+        for each in self._optimizers:
+            before = each.register_step_pre_hook(lambda *_: self._recorder.enter(MAIN, "step", ""))
+            self._open.callback(before.remove)
+            last = each is self._optimizers[-1]
+            after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
+            self._open.callback(after.remove)
+        self._recorder.cut()
+        return self
+
+    def close(self) -> None:
+        """End: the figures of all steps are told and written. **Raises** what went wrong."""
+        self._open.close()
+        self._gatherer.finish()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # other ranks may never come
+            self._open.close()
+            self._gatherer.abandon()
+
+    def data(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield what ``batches`` yields; the time until each is there counts as data loading."""
+        iterator = iter(batches)
+        while True:
+            self._recorder.enter(MAIN, "data", "")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._recorder.leave(MAIN, "data", "")
+            yield batch
+
+    def log(self, **values: float) -> None:
+        """Keep figures of the loop's own with the step under way: loss, learning rate."""
+        self._values.update(values)
+
+    def _after_step(self, is_last: bool) -> None:
+        self._recorder.leave(MAIN, "step", "")
+        if not is_last:
+            return
+        self._step += 1
+        self._num_observed += 1
+        number = self._num_observed
+        keeps_timeline = number == 2 or number % self._detail_every == 0
+        times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
+        recorded = self._recorder.cut(times_device=times)
+        values, self._values = self._values, {}
+        moments, self._moments = self._moments, []
+        memory = [_memory_line(moments)] if moments else []
+        done = ObservedStep(self._step, recorded, values, self._figures(), memory, keeps_timeline)
+        samples_next = number == 2 or (number + 1) % self._detail_every == 0
+        self._recorder.on_main = self._look_at_memory if samples_next else None
+        self._gatherer.take(done)
+
+    def _figures(self) -> dict[str, float]:
+        reduced = [engine.num_reduced for engine in self._parts.engines]
+        passes = max(now - was for now, was in zip(reduced, self._num_reduced, strict=True))
+        self._num_reduced = reduced
+        told = memory_figures(self._parts.comm.device)
+        return {
+            "optimizer/skipped_steps": max(passes - 1, 0),
+            PADDING_SHARE: 100 * self.facts.padding_share,
+            **_memory_metrics(told),
+        }
+
+    def _look_at_memory(self, phase: str, unit: str) -> None:
+        now = owned_bytes(self._parts, self._optimizers)
+        self._moments.append({"phase": phase, "unit": unit, "owned": now})
+
+
+def _memory_metrics(told: MemoryFigures) -> dict[str, float]:
+    return {
+        MAX_ACTIVE_GIB: told.peak_bytes / GIB,
+        MAX_RESERVED_GIB: told.reserved_bytes / GIB,
+        MAX_ACTIVE_SHARE: 100 * told.peak_bytes / told.capacity_bytes,
+        RETRIES: told.num_retries,
+        OOMS: told.num_ooms,
+    }
+
+
+def _memory_line(moments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the memory of one step: each moment by kind, the largest by unit too."""
+    largest = max(moments, key=lambda m: m["owned"].in_use_bytes)
+    rows = [
+        {
+            "phase": moment["phase"],
+            "unit": moment["unit"],
+            "device": moment["owned"].by_kind("device"),
+            "other": moment["owned"].other_bytes,
+        }
+        for moment in moments
+    ]
+    peak = largest["owned"]
+    return {
+        "moments": rows,
+        "peak": moments.index(largest),
+        "units": {place: peak.by_unit(place) for place in ("device", "host", "files")},
+    }

@@ -1,0 +1,262 @@
+"""Spans: what went on when, on lines of work that never overlap themselves; sums over them.
+
+Note [Lines of work]
+The thread that trains is one line, with autograd's thread, which works in its place: at any moment
+it is in exactly one phase of one unit, the innermost that was entered, or outside of all. So its
+spans cover a step without gaps, and none lies over another. Collectives of one kind over one axis
+are a line too: a group runs them one after the other, so each begins when the one before it is
+over, if it was begun earlier. Threads (steps and saves in the background) are lines of their own.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shardwise.device import DeviceClock, DeviceMoment
+from shardwise.trace import MAIN
+
+OUTSIDE = "outside"  # what the training thread is in when no phase was entered
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One phase of one unit on one line, in seconds of the rank's clock."""
+
+    line: str
+    phase: str
+    unit: str
+    begin_s: float
+    end_s: float
+    num_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end_s - self.begin_s
+
+
+class Event(NamedTuple):
+    """A phase of a unit is entered or left."""
+
+    at_s: float
+    enters: bool
+    line: str
+    phase: str
+    unit: str
+    moment: DeviceMoment | None
+
+
+class Work(NamedTuple):
+    """A collective that is over."""
+
+    begin_s: float
+    end_s: float
+    line: str
+    unit: str
+    num_bytes: int
+    began: DeviceMoment | None
+    ended: DeviceMoment | None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was told between two cuts."""
+
+    begin_s: float
+    end_s: float
+    events: Sequence[Event]
+    works: Sequence[Work]
+    num_tokens: int
+    first: DeviceMoment | None = None  # of the device, where it is timed
+    last: DeviceMoment | None = None
+
+
+class SpanRecorder:
+    """Keeps what it is told (`trace.Recorder`), until somebody cuts.
+
+    **Cost** of an event, one reading of the clock and an append: less than a microsecond. With a
+    ``device`` clock, while `times_device`, a moment of the device more.
+    """
+
+    def __init__(
+        self,
+        device: DeviceClock | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._device = device
+        self._events: list[Event] = []
+        self._works: list[Work] = []
+        self._begin_s = clock()
+        self._num_tokens = 0
+        self._first: DeviceMoment | None = None
+        self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
+
+    def enter(self, line: str, phase: str, unit: str) -> None:
+        """Note that a phase begins."""
+        self._note(True, line, phase, unit)
+
+    def leave(self, line: str, phase: str, unit: str) -> None:
+        """Note that a phase is over."""
+        self._note(False, line, phase, unit)
+
+    def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
+        moment = self._now() if line == MAIN else None
+        self._events.append(Event(self._clock(), enters, line, phase, unit, moment))
+        if self.on_main is not None and line == MAIN:
+            self.on_main(phase if enters else f"{phase}_end", unit)
+
+    def _now(self) -> DeviceMoment | None:
+        return None if self._device is None or self._first is None else self._device.now()
+
+    def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
+        """Note that a collective begins; call what is returned when it is over."""
+        began, begin_s = self._now(), self._clock()
+        ended = None
+        if began is not None and self._device is not None:
+            ended = self._device.when_over(works)
+
+        def over() -> None:
+            end_s = self._clock()
+            self._works.append(Work(begin_s, end_s, line, unit, num_bytes, began, ended))
+
+        return over
+
+    def see_inputs(self, args: Any, kwargs: Any) -> None:
+        """Count the tokens of what the model is called with."""
+        self._num_tokens += num_tokens(args, kwargs)
+
+    def cut(self, times_device: bool = False) -> Recorded:
+        """Return what was told since the last cut; from now on time the device, or not."""
+        end_s, last = self._clock(), self._now()
+        events, self._events = self._events, []
+        works, self._works = self._works, []
+        tokens, self._num_tokens = self._num_tokens, 0
+        found = Recorded(self._begin_s, end_s, events, works, tokens, self._first, last)
+        self._begin_s = end_s
+        timed = times_device and self._device is not None
+        self._first = self._device.now() if timed and self._device is not None else None
+        return found
+
+
+def num_tokens(args: Any, kwargs: Any) -> int:
+    """Return the elements of the first tensor of integers that a model was called with, else 0.
+
+    Its dims are the batch and the sequence; integers of one dim are labels of something else.
+    """
+    for value in (*args, *kwargs.values()):
+        is_ids = hasattr(value, "is_floating_point") and value.ndim >= 2
+        if is_ids and not value.is_floating_point() and not value.is_complex():
+            return int(value.numel())
+    return 0
+
+
+def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) -> list[Span]:
+    """Return the spans between two cuts, by the host's clock, the main line without gaps.
+
+    ``left_open`` are the phases of background lines that go on from one cut to the next; it is
+    brought up to date. What is open on the main line at a cut was cut short.
+    """
+    by_line: dict[str, list[Event]] = defaultdict(list)
+    by_line[MAIN] = []
+    for line in left_open:
+        by_line[line] = []
+    for event in recorded.events:
+        by_line[event.line].append(event)
+    found: list[Span] = []
+    for line, events in by_line.items():
+        stack = left_open.pop(line, [])
+        times = [event.at_s for event in events]
+        found += _flat(line, events, times, stack, recorded.begin_s, recorded.end_s)
+        if stack and line != MAIN:
+            left_open[line] = stack
+    works = [(w, w.begin_s, w.end_s) for w in recorded.works]
+    return found + _in_turn(works, recorded.begin_s)
+
+
+def device_spans_of(recorded: Recorded) -> list[Span]:
+    """Return the spans of the device's own streams, in seconds since the cut before.
+
+    The line "device" is the stream that computes, in the phases that enqueued on it. Empty where
+    the device was not timed.
+    """
+    first, last = recorded.first, recorded.last
+    if first is None or last is None:
+        return []
+    events = [e for e in recorded.events if e.line == MAIN and e.moment is not None]
+    times = [e.moment.seconds_since(first) for e in events if e.moment is not None]
+    end_s = last.seconds_since(first)
+    found = _flat("device", events, times, [], 0.0, end_s)
+    works = [
+        (w, w.began.seconds_since(first), w.ended.seconds_since(first))
+        for w in recorded.works
+        if w.began is not None and w.ended is not None
+    ]
+    return found + _in_turn(works, 0.0)
+
+
+def _flat(
+    line: str,
+    events: Sequence[Event],
+    times: Sequence[float],
+    stack: list[tuple[str, str]],
+    begin_s: float,
+    end_s: float,
+) -> list[Span]:
+    """Return the innermost phase at each moment; ``stack`` is what is open, before and after."""
+    found: list[Span] = []
+    at_s = begin_s
+
+    def close(until_s: float) -> None:
+        if until_s > at_s and (stack or line in (MAIN, "device")):
+            phase, unit = stack[-1] if stack else (OUTSIDE, "")
+            found.append(Span(line, phase, unit, at_s, until_s))
+
+    for event, when_s in zip(events, times, strict=True):
+        close(when_s)
+        at_s = max(at_s, when_s)
+        key = (event.phase, event.unit)
+        if event.enters:
+            stack.append(key)
+        elif key in stack:  # phases of backward may end in another order than they began
+            del stack[len(stack) - 1 - stack[::-1].index(key)]
+    close(end_s)
+    return found
+
+
+def _in_turn(works: Iterable[tuple[Work, float, float]], begin_s: float) -> list[Span]:
+    """Return collectives as spans, those of one line one after the other."""
+    free: dict[str, float] = defaultdict(lambda: begin_s)
+    found = []
+    for work, start_s, end_s in sorted(works, key=lambda each: each[1]):
+        start_s = max(start_s, free[work.line])
+        end_s = max(end_s, start_s)
+        free[work.line] = end_s
+        phase = work.line.rpartition(".")[2]
+        found.append(Span(work.line, phase, work.unit, start_s, end_s, work.num_bytes))
+    return found
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same moments as intervals in order that do not touch."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the seconds that are in any of the intervals."""
+    return sum(end - begin for begin, end in union(intervals))
+
+
+def length_outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Return the seconds that are in any of the intervals, and in none of the others."""
+    both = [*intervals], [*others]
+    return length([*both[0], *both[1]]) - length(both[1])

@@ -1,0 +1,93 @@
+"""The ledger of an observed run: every block of memory of the engine's, once, under its name."""
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models import Checkpointed
+from ranks import run_ranks
+from shardwise import fully_shard, shard
+from shardwise.engine.parts import Parts
+from shardwise.monitor.ledger import KINDS, owned_bytes
+from shardwise.monitor.spans import length
+
+
+def blocks_of(found: Any) -> dict[int, int]:
+    """Return the memory blocks of tensors, by address."""
+    blocks = {}
+    for tensor in found:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            blocks[storage.data_ptr()] = storage.nbytes()
+    return blocks
+
+
+def plain_tensors() -> list[torch.Tensor]:
+    """Return what is alive, but for numbers of ranks, which are torch's."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+    return [
+        t for t in found if t.device.type == "cpu" and t.dtype not in (torch.int32, torch.int64)
+    ]
+
+
+def sharded_model(way: str) -> nn.Module:
+    torch.manual_seed(0)
+    if way != "fully_shard":
+        return shard(Checkpointed(), stage=int(way))
+    model = Checkpointed()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def compare(rank: int, world_size: int, way: str) -> None:
+    """Hold the ledger against all blocks that are alive beyond those of before."""
+    gc.disable()  # what is freed must be freed by its last reference
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    before = blocks_of(plain_tensors())
+    model = sharded_model(way)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parts = Parts(model)
+    moments = []
+
+    def look(when: str) -> None:
+        for _ in range(100):  # a thread of gloo's may hold what it has sent a little longer
+            told = owned_bytes(parts, [optimizer])
+            alive = {a: n for a, n in blocks_of(plain_tensors()).items() if before.get(a) != n}
+            # One may begin inside another: what DTensors are made of.
+            num_bytes = int(length((a, a + n) for a, n in alive.items()))
+            if num_bytes == told.device_bytes:
+                break
+            time.sleep(0.01)
+        moments.append((when, told, num_bytes))
+
+    look("made")
+    for step in range(3):
+        loss = model(batch).square().mean()
+        loss.backward()
+        del loss
+        if step == 2:
+            look("after backward")
+        optimizer.step()
+        if step == 2:
+            look("after the step")
+        optimizer.zero_grad()
+        look("between steps")
+    gc.enable()
+    for when, told, alive in moments:
+        assert told.device_bytes == alive, (when, told.by_kind(), alive)
+        assert set(told.by_kind()) <= set(KINDS)
+        assert sum(told.by_kind().values()) == told.device_bytes
+        by_unit = told.by_unit()
+        assert sum(n for kinds in by_unit.values() for n in kinds.values()) == told.device_bytes
+
+
+@pytest.mark.parametrize("way", ["0", "1", "2", "3", "fully_shard"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_ledger_has_every_block_of_the_engines_and_no_other(way: str, world_size: int) -> None:
+    run_ranks(compare, world_size, way)
