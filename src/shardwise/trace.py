@@ -60,6 +60,11 @@ class Tracer:
         finally:
             self.recorder = before
 
+    def see_inputs(self, args: Any, kwargs: Any) -> None:
+        """Show a recorder what the model was called with."""
+        if self.recorder is not None:
+            self.recorder.see_inputs(args, kwargs)
+
     def span(self, phase: str, *units: str, line: str = MAIN) -> AbstractContextManager[object]:
         """Label what runs inside as ``shardwise.<phase>(<units>)``."""
         labels = torch.autograd._profiler_enabled()

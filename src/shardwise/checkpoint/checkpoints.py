@@ -66,6 +66,7 @@ class Checkpoints:
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
         self._engine = Parts(model)
+        self._tracer = self._engine.comm.tracer
         self._control = self._engine.first.open_control()  # for the thread
         self._staging = Staging(self._engine.disk)
         self._saving: Saving | None = None
@@ -147,7 +148,7 @@ class Checkpoints:
             self._refuse_older(step)
             return self._staged(table)
 
-        with naming(f"the save of {target}"):
+        with self._tracer.span("save", ""), naming(f"the save of {target}"):
             table = collect_on_all_ranks(self._model, self._optimizer, extra, staged)
         stall_s = time.perf_counter() - started_s
         saving = Saving(step, self._staging.num_bytes, waited_s, stall_s)
@@ -188,7 +189,7 @@ class Checkpoints:
             restore_generators=restore_generators,
             progress=progress,
         )
-        with naming(f"the load of {self.folder}"):
+        with self._tracer.span("load", ""), naming(f"the load of {self.folder}"):
             if step is not None:
                 on_all_ranks(self._control, lambda: self._refuse_newer(checked_step(step)))
                 loaded: Loaded | None = load_one(request, self.folder / step_name(step))
@@ -228,7 +229,8 @@ class Checkpoints:
         saving = self._saving
         if saving is None:
             return
-        saving.join()  # interrupted, it is still in flight
+        with self._tracer.span("save", ""):
+            saving.join()  # interrupted, it is still in flight
         self._saving = None
         news, self._news = self._news, []
         for text in news:
@@ -258,7 +260,8 @@ class Checkpoints:
 
     def _write(self, table: Table, step: int, target: Path, progress: Progress | None) -> Written:
         """Write and commit; for the thread."""
-        with naming(f"the save of {target}"):
+        span = self._tracer.span("save", "", line="save")
+        with span, naming(f"the save of {target}"):
             manifest, part = assemble(self._control, table, self.run, step)
             written = write_checkpoint(
                 self._files,

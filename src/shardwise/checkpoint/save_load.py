@@ -57,8 +57,9 @@ def save(
     files, target = Files(), Path(path).absolute()
     if step is not None:
         target = target / step_name(checked_step(step))
-    control = Parts(model).everyone
-    with naming(f"the save of {target}"):
+    parts = Parts(model)
+    control = parts.everyone
+    with parts.comm.tracer.span("save", ""), naming(f"the save of {target}"):
         table = collect_on_all_ranks(model, optimizer, extra)
         manifest, part = assemble(control, table, new_run(control), step)
         nonce = os.urandom(NONCE_BYTES)

@@ -22,7 +22,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.watch import AS_A_RULE, WATCH, Meeting, name_ranks, reason_of
+from shardwise.comm.watch import (
+    AS_A_RULE,
+    WATCH,
+    Meeting,
+    break_off,
+    name_ranks,
+    reason_of,
+)
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
 
@@ -50,6 +57,9 @@ class Control(Protocol):
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes of rank ``source``; the other ranks' argument is ignored."""
 
+    def break_off(self) -> None:
+        """Make whoever waits in an exchange raise, here and on other ranks; it is over for good."""
+
 
 class SoloControl:
     """The exchanges of one rank."""
@@ -69,6 +79,9 @@ class SoloControl:
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the bytes."""
         return data
+
+    def break_off(self) -> None:
+        """Do nothing: nobody waits."""
 
 
 class GroupControl:
@@ -118,6 +131,10 @@ class GroupControl:
             missing = [rank for rank in others if not rows[rank, 0]]
             raise self._lost(missing, time.monotonic() - began_s, error) from error
         return [each.tobytes() for each in rows[:, 1:].numpy()]
+
+    def break_off(self) -> None:
+        """Make waits raise, see Note [Breaking a wait off]."""
+        break_off(self._meeting)
 
     def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
         who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"

@@ -270,7 +270,7 @@ class Watch:
         if self._waits.get(thread) is not wait or thread in self._verdicts:
             return
         self._verdicts[thread] = verdict
-        if not _break_off(wait.meeting):
+        if not break_off(wait.meeting):
             _LOG.error("shardwise: %s", verdict)
 
     def _notice(self, board: "_Board", thread: int, wait: _Wait) -> str:
@@ -378,7 +378,7 @@ def _where(thread: int) -> str:
     return ""
 
 
-def _break_off(meeting: Meeting) -> bool:
+def break_off(meeting: Meeting) -> bool:
     """Make waits on a gloo group raise; tell whether that is possible."""
     group = meeting.group
     backend = group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group

@@ -167,6 +167,7 @@ class Engine:
         records = torch.is_grad_enabled()
         if not self._passes.stack and not in_backward():
             self._check_call(unit, records)
+            self.comm.tracer.see_inputs(args, kwargs)
         self._optional.visit_forward(unit)
         call = self._passes.enter(unit)
         call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)

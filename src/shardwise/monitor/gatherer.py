@@ -111,8 +111,10 @@ class Gatherer:
         self.raise_once()
 
     def abandon(self) -> None:
-        """Write what is there without the other ranks, which may never come."""
-        self._error = None
+        """End without the other ranks, which may never come; figures not told yet are lost."""
+        self._steps.put(None)
+        self._control.break_off()
+        self._thread.join()
         self.close()
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ a loss scaler skips is part of the next one, which then had two backward passes 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -31,7 +31,7 @@ from shardwise.monitor.metrics import (
     PADDING_SHARE,
     RETRIES,
 )
-from shardwise.monitor.record import FOLDER, RunFacts, StepLine, write_facts
+from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.trace import MAIN
 
@@ -82,6 +82,7 @@ def observe(
     is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
     if folder is not None and is_first:
         write_facts(folder, facts)
+        forget_ranks(folder, len(hosts))
     done = first_step - 1
     outputs = Outputs(
         JsonLines(folder / "steps.jsonl" if folder and is_first else None, done),
@@ -112,6 +113,8 @@ class Observation:
         self._step, self._num_observed = num_done, 0
         self._num_reduced = [engine.num_reduced for engine in parts.engines]
         self._values: dict[str, float] = {}
+        self._is_paused = False
+        self._over: ObservedStep | None = None
         self._moments: list[dict[str, Any]] = []
         self._recorder = SpanRecorder(parts.comm.time.clock())
         self._open = ExitStack()
@@ -142,6 +145,7 @@ class Observation:
     def close(self) -> None:
         """End: the figures of all steps are told and written. **Raises** what went wrong."""
         self._open.close()
+        self._hand_over()
         self._gatherer.finish()
 
     def __enter__(self) -> Self:
@@ -167,13 +171,26 @@ class Observation:
                 self._recorder.leave(MAIN, "data", "")
             yield batch
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out of the step under way what is done inside: an evaluation, a sample.
+
+        Optimizer steps inside are not counted, and the time does not pass.
+        """
+        before, self._is_paused = self._is_paused, True
+        try:
+            with self._recorder.paused():
+                yield
+        finally:
+            self._is_paused = before
+
     def log(self, **values: float) -> None:
-        """Keep figures of the loop's own with the step under way: loss, learning rate."""
+        """Keep figures of the loop's own with the last step that is over: loss, learning rate."""
         self._values.update(values)
 
     def _after_step(self, is_last: bool) -> None:
         self._recorder.leave(MAIN, "step", "")
-        if not is_last:
+        if not is_last or self._is_paused:
             return
         self._step += 1
         self._num_observed += 1
@@ -181,13 +198,21 @@ class Observation:
         keeps_timeline = number == 2 or number % self._detail_every == 0
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
-        values, self._values = self._values, {}
         moments, self._moments = self._moments, []
         memory = [_memory_line(moments)] if moments else []
-        done = ObservedStep(self._step, recorded, values, self._figures(), memory, keeps_timeline)
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._look_at_memory if samples_next else None
-        self._gatherer.take(done)
+        self._hand_over()
+        self._over = ObservedStep(
+            self._step, recorded, self._values, self._figures(), memory, keeps_timeline
+        )
+
+    def _hand_over(self) -> None:
+        """Give the last step to the thread, with what was logged since it was over."""
+        over, self._over = self._over, None
+        self._values = {}
+        if over is not None:
+            self._gatherer.take(over)
 
     def _figures(self) -> dict[str, float]:
         reduced = [engine.num_reduced for engine in self._parts.engines]

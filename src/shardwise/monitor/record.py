@@ -114,6 +114,13 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
     made.replace(folder / "run.json")
 
 
+def forget_ranks(folder: Path, num_ranks: int) -> None:
+    """Remove the lines of ranks that an earlier run had, and this one has not."""
+    for path in folder.glob("rank-*.jsonl"):
+        if int(path.stem.removeprefix("rank-")) >= num_ranks:
+            path.unlink()
+
+
 def read_run(path: str | Path) -> RunRecord:
     """Read what was kept of a run, also of one that goes on; a line cut short is left out.
 

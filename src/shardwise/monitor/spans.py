@@ -10,7 +10,8 @@ over, if it was begun earlier. Threads (steps and saves in the background) are l
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,14 +87,31 @@ class SpanRecorder:
         device: DeviceClock | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._clock = clock
+        self._host_clock = clock
+        self._paused_s = 0.0  # in all; the recorder's time stands still meanwhile
+        self._is_paused = False
         self._device = device
         self._events: list[Event] = []
         self._works: list[Work] = []
-        self._begin_s = clock()
+        self._begin_s = self._clock()
         self._num_tokens = 0
         self._first: DeviceMoment | None = None
         self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
+
+    def _clock(self) -> float:
+        return self._host_clock() - self._paused_s
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is done inside, and its time; the device's own time of this step too."""
+        was_paused, self._is_paused = self._is_paused, True
+        begin_s, self._first = self._host_clock(), None
+        try:
+            yield
+        finally:
+            self._is_paused = was_paused
+            if not was_paused:
+                self._paused_s += self._host_clock() - begin_s
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
@@ -104,6 +122,8 @@ class SpanRecorder:
         self._note(False, line, phase, unit)
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
+        if self._is_paused:
+            return
         moment = self._now() if line == MAIN else None
         self._events.append(Event(self._clock(), enters, line, phase, unit, moment))
         if self.on_main is not None and line == MAIN:
@@ -114,20 +134,22 @@ class SpanRecorder:
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
         """Note that a collective begins; call what is returned when it is over."""
-        began, begin_s = self._now(), self._clock()
+        is_paused, began, begin_s = self._is_paused, self._now(), self._clock()
         ended = None
         if began is not None and self._device is not None:
             ended = self._device.when_over(works)
 
         def over() -> None:
-            end_s = self._clock()
-            self._works.append(Work(begin_s, end_s, line, unit, num_bytes, began, ended))
+            if not is_paused:
+                done = Work(begin_s, self._clock(), line, unit, num_bytes, began, ended)
+                self._works.append(done)
 
         return over
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Count the tokens of what the model is called with."""
-        self._num_tokens += num_tokens(args, kwargs)
+        if not self._is_paused:
+            self._num_tokens += num_tokens(args, kwargs)
 
     def cut(self, times_device: bool = False) -> Recorded:
         """Return what was told since the last cut; from now on time the device, or not."""

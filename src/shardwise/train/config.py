@@ -218,6 +218,9 @@ class TrainConfig(ModelKeys):
 
     output: Path = key(Path("runs/train"), "Run", "folder for metrics, config and tokens")
     overwrite: bool = key(False, "Run", "replace the metrics of an earlier run")
+    observe: bool = key(
+        True, "Run", "keep figures of all steps and ranks, timelines and memory in output/observed"
+    )
     ranks: int | None = key(
         None, "Run", "local ranks to launch; under torchrun its own count is used", gt=0
     )

@@ -8,6 +8,7 @@ failed, a step that gave other bits when it was computed again.
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shardwise.device import peak_memory_bytes
 from shardwise.engine.replicas import check_replicas
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.observer import Observation, observe
 from shardwise.parallel.routing import balance_experts
 from shardwise.quantities import format_bytes
 from shardwise.train.checks import metrics_path, picture_path
@@ -106,9 +108,10 @@ def train_prepared(
             with (
                 JsonLines(metrics_path(config) if first else None, done) as metrics,
                 ProgressBar(config.steps, shown=first, num_done=done) as bar,
+                _observed(run, done) as observation,
             ):
                 _write_load(metrics, resumed)
-                _train_all_steps(run, stop, metrics, bar, saves, result)
+                _train_all_steps(run, stop, metrics, bar, saves, result, observation)
                 saves.finish(metrics)
         finally:  # a run that broke off has a curve too
             result.picture = _draw(config, say) if first else None
@@ -158,14 +161,19 @@ def _train_all_steps(
     bar: ProgressBar,
     saves: RunCheckpoints,
     result: RunResult,
+    observation: Observation | None,
 ) -> None:
     config = run.config
     tokens_per_step = run.global_batch * config.seq
     for step in range(result.first_step, config.steps + 1):
         sent_before, started_s = _sent_bytes(run), time.perf_counter()
-        report = train_step(run, step, stop, saves.failed)
+        report = train_step(run, step, stop, saves.failed, observation)
         step_s = time.perf_counter() - started_s
         _write_step(run, metrics, step, report, step_s, _sent_bytes(run) - sent_before)
+        if observation is not None:
+            observation.log(loss=report.loss, lr=report.lr, grad_norm=report.grad_norm)
+            if config.precision == "fp16":
+                observation.log(loss_scale=run.scaler.get_scale())
         result.add_step(step, report.loss, step_s, tokens_per_step, report.state)
         bar.advance(
             f"loss {report.loss:.3f}",
@@ -181,7 +189,8 @@ def _train_all_steps(
         is_last = step == config.steps or result.stopped
         is_due = is_last or _is_multiple(step, config.eval_every)
         if config.eval_windows and not result.stopped and is_due:
-            result.eval_loss = evaluate(run)
+            with _paused(observation):
+                result.eval_loss = evaluate(run)
             metrics.write(step=step, eval_loss=result.eval_loss)
         saves.after_step(step, is_last, metrics)  # last: what this step wrote is not lost
         if result.stopped:
@@ -229,8 +238,24 @@ def _is_multiple(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False) -> StepReport:
-    """Take one optimizer step over the global batch.
+def _observed(run: Run, num_done: int) -> AbstractContextManager[Observation | None]:
+    if not run.config.observe:
+        return nullcontext()
+    return observe(run.model, run.optimizer, run.config.output, first_step=num_done + 1)
+
+
+def _paused(observation: Observation | None) -> AbstractContextManager[None]:
+    return nullcontext() if observation is None else observation.paused()
+
+
+def train_step(
+    run: Run,
+    step: int,
+    stop: StopRequest,
+    save_failed: bool = False,
+    observation: Observation | None = None,
+) -> StepReport:
+    """Take one optimizer step over the global batch; of one computed twice the last is observed.
 
     **Cost** one collective of four numbers beside those of the model.
 
@@ -238,9 +263,13 @@ def train_step(run: Run, step: int, stop: StopRequest, save_failed: bool = False
     """
     difference = 0
     if _is_multiple(step, run.config.replay_every):
-        local, difference = compute_twice(
-            run, lambda: _compute_step(run, step), lambda result: result.numbers
-        )
+        rest = iter([_paused(observation)])
+
+        def compute() -> LocalStep:
+            with next(rest, nullcontext()):
+                return _compute_step(run, step)
+
+        local, difference = compute_twice(run, compute, lambda result: result.numbers)
     else:
         local = _compute_step(run, step)
     sums = [local.loss / run.place.world_size, stop.requested, save_failed, difference > 0]

@@ -30,6 +30,7 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.config import DEFAULT_BUCKET_BYTES
 from shardwise.device import local_device, reset_peak_memory
+from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.experts import spread_experts
@@ -86,9 +87,10 @@ class Run:
     def train_batch(self, step: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's ids and targets of micro-batch `number`: int64 [micro_batch, seq]."""
         indices = rank_indices(self.config.micro_batch, number, *self.part_of_batch)
-        windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
-        ids, targets = read_windows(self.stream, windows, self.config.seq)
-        return ids.to(self.device), targets.to(self.device)
+        with engine_of(self.model).comm.tracer.span("data", ""):
+            windows = [self.sampler.train_window(step, i, self.global_batch) for i in indices]
+            ids, targets = read_windows(self.stream, windows, self.config.seq)
+            return ids.to(self.device), targets.to(self.device)
 
     def rows_of_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and targets of all micro-batches of a step, one after the other."""

@@ -1,0 +1,172 @@
+"""Spans made of what a recorder was told; unions of intervals against an oracle of moments."""
+
+from collections.abc import Iterator
+from itertools import count, pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.monitor.metrics import (
+    ALL_GATHER_MS,
+    EXPOSED_MS,
+    IDLE_SHARE,
+    OVERLAP_SHARE,
+    STEP_S,
+    step_metrics,
+)
+from shardwise.monitor.spans import (
+    OUTSIDE,
+    SpanRecorder,
+    length,
+    length_outside,
+    num_tokens,
+    spans_of,
+    union,
+)
+from shardwise.trace import MAIN, Tracer
+
+intervals = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda t: (t[0], t[0] + t[1])), max_size=8
+)
+
+
+def moments(of: list[tuple[int, int]]) -> set[int]:
+    return {moment for begin, end in of for moment in range(begin, end)}
+
+
+@given(intervals, intervals)
+def test_lengths_count_each_moment_once(some: list, others: list) -> None:  # type: ignore[type-arg]
+    assert length(some) == len(moments(some))
+    assert length_outside(some, others) == len(moments(some) - moments(others))
+    found = union(some)
+    assert moments(found) == moments(some) and all(a[1] < b[0] for a, b in pairwise(found))
+
+
+def recorder_of_seconds() -> tuple[SpanRecorder, Iterator[int]]:
+    """Return a recorder each of whose readings of the clock is a second later."""
+    ticks = count()
+    return SpanRecorder(clock=lambda: float(next(ticks))), ticks
+
+
+names = st.tuples(st.booleans(), st.sampled_from(["forward", "backward"]), st.sampled_from("abc"))
+
+
+@given(st.lists(names, max_size=20), st.integers(0, 20))
+def test_the_main_line_has_no_gap_whatever_begins_and_ends(
+    events: list[tuple[bool, str, str]], cut_at: int
+) -> None:
+    recorder, _ = recorder_of_seconds()
+    ends = []
+    for number, (enters, phase, unit) in enumerate(events):
+        (recorder.enter if enters else recorder.leave)(MAIN, phase, unit)
+        if number == cut_at:
+            ends.append(recorder.cut())
+    ends.append(recorder.cut())
+    left_open: dict[str, list[tuple[str, str]]] = {}
+    for recorded in ends:
+        spans = spans_of(recorded, left_open)
+        assert spans[0].begin_s == recorded.begin_s and spans[-1].end_s == recorded.end_s
+        assert all(one.end_s == other.begin_s for one, other in pairwise(spans))
+    assert not left_open  # what is open on the main line at a cut was cut short
+
+
+def test_phases_are_the_innermost_and_may_end_in_another_order() -> None:
+    recorder, _ = recorder_of_seconds()  # 0
+    recorder.enter(MAIN, "backward", "b")  # 1
+    recorder.enter(MAIN, "backward", "a")  # 2
+    recorder.leave(MAIN, "backward", "b")  # 3
+    recorder.enter(MAIN, "wait_reduce", "b")  # 4
+    recorder.leave(MAIN, "wait_reduce", "b")  # 5
+    recorder.leave(MAIN, "backward", "a")  # 6
+    spans = spans_of(recorder.cut(), {})  # 7
+    assert [(s.phase, s.unit, s.begin_s, s.end_s) for s in spans] == [
+        (OUTSIDE, "", 0, 1),
+        ("backward", "b", 1, 2),
+        ("backward", "a", 2, 3),
+        ("backward", "a", 3, 4),
+        ("wait_reduce", "b", 4, 5),
+        ("backward", "a", 5, 6),
+        (OUTSIDE, "", 6, 7),
+    ]
+
+
+def test_collectives_of_one_line_follow_each_other_and_lines_of_threads_go_on() -> None:
+    recorder, _ = recorder_of_seconds()  # 0
+    first = recorder.begin("shard.all_gather", "a", 8, ())  # 1
+    second = recorder.begin("shard.all_gather", "b", 8, ())  # 2
+    recorder.enter("step", "step", "a")  # 3
+    first()  # 4
+    second()  # 5
+    left_open: dict[str, list[tuple[str, str]]] = {}
+    spans = spans_of(recorder.cut(), left_open)  # 6
+    found = [(s.line, s.unit, s.begin_s, s.end_s) for s in spans if s.line != MAIN]
+    assert found == [
+        ("step", "a", 3, 6),
+        ("shard.all_gather", "a", 1, 4),
+        ("shard.all_gather", "b", 4, 5),
+    ]
+    recorder.leave("step", "step", "a")  # 7
+    spans = spans_of(recorder.cut(), left_open)
+    assert [(s.begin_s, s.end_s) for s in spans if s.line == "step"] == [(6, 7)]
+    assert not left_open
+
+
+def test_paused_time_does_not_pass() -> None:
+    recorder, ticks = recorder_of_seconds()  # 0
+    recorder.enter(MAIN, "forward", "a")  # 1
+    with recorder.paused():  # 2
+        recorder.enter(MAIN, "forward", "b")
+        recorder.begin("shard.all_gather", "b", 8, ())()
+        for _ in range(10):
+            next(ticks)
+    recorder.leave(MAIN, "forward", "a")
+    recorded = recorder.cut()
+    spans = spans_of(recorded, {})
+    assert {(s.phase, s.unit) for s in spans} == {(OUTSIDE, ""), ("forward", "a")}
+    assert not recorded.works
+    assert recorded.end_s < 6
+
+
+def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:
+    recorder, _ = recorder_of_seconds()  # 0
+    recorder.enter(MAIN, "forward", "a")  # 1
+    gather = recorder.begin("shard.all_gather", "b", 8, ())  # 2
+    recorder.enter(MAIN, "wait_unshard", "b")  # 3
+    gather()  # 4
+    recorder.leave(MAIN, "wait_unshard", "b")  # 5
+    recorder.leave(MAIN, "forward", "a")  # 6
+    spans = spans_of(recorder.cut(), {})  # 7
+    figures = step_metrics(spans, 7.0)
+    assert figures[STEP_S] == 7
+    assert figures[ALL_GATHER_MS] == 2000 and figures[EXPOSED_MS] == 1000
+    assert figures[OVERLAP_SHARE] == 50
+    # Outside of all (0 to 1, 6 to 7) and waiting for nothing (4 to 5).
+    assert abs(figures[IDLE_SHARE] - 100 * 3 / 7) < 1e-9
+
+
+def test_a_tracer_without_a_recorder_makes_nothing_and_with_one_tells_it() -> None:
+    tracer = Tracer()
+    assert tracer.span("reduce", "a") is tracer.span("unshard", "b")
+    recorder, _ = recorder_of_seconds()
+    with tracer.telling(recorder):
+        with tracer.span("reduce", "a", ""):
+            pass
+        tracer.mark_begin("forward", "a")
+        tracer.mark_end("forward", "a")
+    tracer.mark_begin("forward", "unheard")
+    told = [(event.enters, event.phase, event.unit) for event in recorder.cut().events]
+    assert told == [
+        (True, "reduce", "a, (root)"),
+        (False, "reduce", "a, (root)"),
+        (True, "forward", "a"),
+        (False, "forward", "a"),
+    ]
+
+
+def test_tokens_are_the_elements_of_the_first_integers_of_two_dims() -> None:
+    ids, mask = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.bool)
+    assert num_tokens((torch.zeros(3, 4), ids), {}) == 10
+    assert num_tokens((), {"labels": torch.zeros(7, dtype=torch.int64), "input_ids": ids}) == 10
+    assert num_tokens((torch.zeros(3, 4),), {}) == 0
+    assert num_tokens((ids,), {"attention_mask": mask}) == 10
