@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
 from shardwise.comm import control
+from shardwise.comm.watch import WATCH
 
 KEPT = 4  # so many groups stay open between calls
 
@@ -49,7 +50,7 @@ class KeptGroups:
         for key, group in self.in_use:  # a call that closes a group by itself needs fresh ranks
             is_torchs = isinstance(group, dist.ProcessGroup)
             assert not is_torchs or group in distributed_c10d._world.pg_map, key
-        self.free += self.in_use
+        self.free += [each for each in self.in_use if not WATCH.has_failed(each[1])]
         self.in_use = []
         surplus, self.free = self.free[:-KEPT], self.free[-KEPT:]
         kept = {id(group) for _, group in self.free}

@@ -3,13 +3,14 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ranks import HANG_S, Outcome, start_ranks
-from shardwise import shard
+from shardwise import observe, shard
 
 WORLD_SIZE = 3
 VICTIM = 1
@@ -65,14 +66,15 @@ def train_until_one_fails(rank: int, world_size: int, stage: int, where: str, ho
     torch.manual_seed(0)
     model = shard(Net(), stage=stage)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(50):
-        if rank == VICTIM and step == 2:
-            if where == "between steps":
-                fail(how)
-            model.blocks[1].fault = (where, how)  # type: ignore[union-attr]
-        model(torch.randn(2, 64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with observe(model, optimizer) if stage == 3 else nullcontext():  # whose thread ends too
+        for step in range(50):
+            if rank == VICTIM and step == 2:
+                if where == "between steps":
+                    fail(how)
+                model.blocks[1].fault = (where, how)  # type: ignore[union-attr]
+            model(torch.randn(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
     time.sleep(2 * HANG_S)  # nobody notices anything: the test will say so
 
 

@@ -146,6 +146,10 @@ class Watch:
                 "from a checkpoint"
             )
 
+    def has_failed(self, group: Any) -> bool:
+        """Tell whether a collective of a group has failed."""
+        return id(group) in self._failed
+
     def begin(self, meeting: Meeting) -> int:
         """Count a collective that this rank begins; return its number."""
         key = meeting.key
