@@ -3,7 +3,8 @@
 `run_ranks(fn, world_size, *args)` calls `fn(rank, world_size, *args)` on every rank and returns the
 results in rank order. Ranks are forked from a server process that has imported torch already, and
 one pool of ranks per world size stays open for the whole test session, so a call costs
-milliseconds. A pool in which a call failed is never used again.
+milliseconds. A pool in which a call failed is never used again, and one that nobody calls is
+stopped until its next call.
 
 A call that is not done after `HANG_S` counts as hanging. This is the only limit of time in the
 tests: none depends on how fast a machine is, or on what else it does.
@@ -16,6 +17,7 @@ how each of them ended.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -50,6 +52,7 @@ LOOPBACK = "127.0.0.1"
 NUM_THREADS = int(os.environ.get("SHARDWISE_TEST_THREADS", "1"))  # of each rank; tests/kernels.py
 HANG_S = 900.0  # what takes longer hangs: thirty times the slowest test on a quiet machine
 GRACE_S = 30.0  # how long the other ranks may take to end once one has failed
+IDLE_S = 1.0  # a pool that was not called for so long rests
 PRELOADED = [
     "torch",
     "torch.distributed",
@@ -125,6 +128,8 @@ class Ranks:
     scratch: str  # a folder, which a forked child of this process that ends does not clean up
     processes: list[multiprocessing.process.BaseProcess] = field(default_factory=list)
     pipes: list[connection.Connection] = field(default_factory=list)
+    answered_at_s: float = 0.0  # the end of the last call, on the clock of time.monotonic()
+    resting: bool = False  # its processes are stopped
 
     @property
     def pids(self) -> list[int]:
@@ -135,9 +140,17 @@ class Ranks:
         os.kill(self.pids[rank], signal_number)
         return time.monotonic()
 
+    def signal_all(self, signal_number: int) -> None:
+        for rank in range(self.world_size):
+            with contextlib.suppress(ProcessLookupError):  # a dead rank is reported by wait()
+                self.kill(rank, signal_number)
+
     def submit(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         body = pickle.dumps((os.getcwd(), warnings.filters, fn, args, kwargs))
         call = pickle.dumps((sys.path, body))
+        if self.resting:
+            self.signal_all(signal.SIGCONT)
+            self.resting = False
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by wait()
                 pipe.send_bytes(call)
@@ -277,8 +290,17 @@ def _results(ranks: Ranks, timeout_s: float) -> list[Any]:
         ranks.close()
         raise RankError(outcomes)
     if not ranks.fresh:
+        ranks.answered_at_s = time.monotonic()
         _pools[ranks.world_size] = ranks
     return [outcome.result for outcome in outcomes]
+
+
+def rest_idle_pools() -> None:
+    """Stop the ranks of pools that nobody calls: their threads of gloo wake 100 times a second."""
+    for pool in _pools.values():
+        if not pool.resting and time.monotonic() - pool.answered_at_s > IDLE_S:
+            pool.signal_all(signal.SIGSTOP)
+            pool.resting = True
 
 
 def start_ranks(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Ranks:
@@ -296,6 +318,10 @@ def close_all() -> None:
     while _open:
         _open[0].close()
     _pools.clear()
+
+
+# Before multiprocessing's own end, which asks ranks to end and waits: those that rest do not hear.
+atexit.register(close_all)
 
 
 def _open_ranks(world_size: int, fresh: bool) -> Ranks:

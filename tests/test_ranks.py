@@ -173,6 +173,18 @@ def test_a_pool_is_used_again() -> None:
     assert all(pids == before for pids in after)
 
 
+def test_a_pool_that_nobody_calls_is_stopped_until_its_next_call() -> None:
+    before = run_ranks(pid_of, 2)
+    pool = module._pools[2]
+    pool.answered_at_s = float("-inf")
+    module.rest_idle_pools()
+    wait_until(lambda: all(map(pool._is_stopped, range(2))))
+    assert run_ranks(pid_of, 2) == before
+    assert not pool.resting
+    module.rest_idle_pools()
+    assert not pool.resting, "it has just been called"
+
+
 def test_a_pool_in_which_a_call_failed_is_replaced() -> None:
     before = run_ranks(pid_of, 2)
     with pytest.raises(RankError):
@@ -236,14 +248,18 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
         "import ranks, test_ranks\n"
         "ranks.PRELOADED[:] = ['torch.distributed']\n"
         "if __name__ == '__main__':\n"
+        "    (resting,) = ranks.run_ranks(test_ranks.pid_of, 1)\n"
+        "    ranks._pools[1].answered_at_s = float('-inf')\n"
+        "    ranks.rest_idle_pools()\n"
         "    group = ranks.start_ranks(test_ranks.wait_for_the_others, 2, sys.argv[2])\n"
+        "    open(sys.argv[2] + '/resting', 'w').write(str(resting))\n"
         "    time.sleep(600)\n"
     )
     (tmp_path / "parent.py").write_text(script)
     (tmp_path / "pids").mkdir()
     arguments = [str(tmp_path / "parent.py"), str(Path(__file__).parent), str(tmp_path / "pids")]
     parent = subprocess.Popen([sys.executable, *arguments])
-    wait_until(lambda: len(pids_in(tmp_path / "pids")) == 2)
+    wait_until(lambda: len(pids_in(tmp_path / "pids")) == 3)
     pids = pids_in(tmp_path / "pids")
     assert all(is_running(pid) for pid in pids)
     parent.kill()
