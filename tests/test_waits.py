@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
-from ranks import run_ranks
+from ranks import run_ranks, start_ranks
 from shardwise import shard
 from shardwise.comm.watch import WATCH, Meeting, _Board
 from shardwise.errors import CollectiveError
@@ -185,10 +185,19 @@ def come_late(rank, world_size, folder):
     return heard.getvalue()
 
 
+@pytest.fixture(scope="module")
+def coming_late():
+    """Start groups of both sizes at once: they mostly wait."""
+    with tempfile.TemporaryDirectory() as of_two, tempfile.TemporaryDirectory() as of_three:
+        folders = {2: of_two, 3: of_three}
+        yield {size: start_ranks(come_late, size, folder) for size, folder in folders.items()}
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(num_ranks):
-    with tempfile.TemporaryDirectory() as folder:
-        *early, late = run_ranks(come_late, num_ranks, folder, timeout_s=LIMIT_S, fresh=True)
+def test_who_waits_long_is_told_once_who_is_missing_and_goes_on(coming_late, num_ranks):
+    outcomes = coming_late[num_ranks].wait(LIMIT_S)
+    assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
+    *early, late = [outcome.result for outcome in outcomes]
     assert late == ""
     for rank, text in enumerate(early):
         lines = text.splitlines()
@@ -235,6 +244,7 @@ def grid():
 
 def one_replica_differs(rank, world_size):
     """Rank 3 runs another layer than its shard group; the other replica does nothing wrong."""
+    WATCH.look_every_s = 0.2
     model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=grid())
     for which in (1, 0):
         model(torch.ones(2, 4), which).sum().backward()
@@ -254,34 +264,43 @@ def test_all_replicas_are_told_which_two_ranks_of_one_of_them_differ():
     assert all("over axis 'replicate' (2 ranks) failed" in text for text in found[:2]), found
 
 
-def one_pair_hangs(rank, world_size):
-    """Two jobs in one process group, each over a pair of ranks; those of the first differ."""
+def one_pair_hangs(rank, world_size, folder):
+    """Two jobs in one process group, each over a pair of ranks; those of the first differ.
+
+    The second job is at work as long as the first one hangs, and for some steps more.
+    """
+    WATCH.look_every_s = 0.2
     mesh = grid()["shard"]
     model = shard(Chosen((8, 8)), stage=3, units=[nn.Sequential], mesh=mesh)
-    steps = 0
+    steps, left = 0, 10
     try:
-        for step in range(40):
-            model(torch.ones(2, 4), int(rank == 0 and step > 1)).sum().backward()
+        while left:
+            model(torch.ones(2, 4), int(rank == 0 and steps > 1)).sum().backward()
             model.zero_grad()
             steps += 1
             if rank > 1:
-                time.sleep(0.25)  # is at work as long as the others hang
+                num_ended = torch.tensor(len(list(Path(folder).iterdir())))
+                dist.all_reduce(num_ended, dist.ReduceOp.MIN, mesh.get_group())
+                left -= int(num_ended) == 2
+                time.sleep(0.05)
     except CollectiveError as error:
+        Path(folder, str(rank)).touch()
         return steps, str(error)
     return steps, ""
 
 
-def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone():
-    found = run_ranks(one_pair_hangs, 4, timeout_s=LIMIT_S, fresh=True)
-    assert found[2:] == [(40, ""), (40, "")]
-    for steps, text in found[:2]:
-        assert steps < 40 and "rank 2" not in text and "rank 3" not in text
+def test_a_group_that_hangs_leaves_another_group_of_the_same_process_group_alone(tmp_path):
+    found = run_ranks(one_pair_hangs, 4, str(tmp_path), timeout_s=LIMIT_S, fresh=True)
+    assert [text for _, text in found[2:]] == ["", ""] and found[2][0] == found[3][0] >= 10
+    for _, text in found[:2]:
+        assert text and "rank 2" not in text and "rank 3" not in text
     circle = next(text for _, text in found[:2] if "for each other" in text)
     assert "rank 0 waits in" in circle and "rank 1 waits in" in circle
 
 
 def cross(rank, world_size):
     """Two models, one over the rows of a grid of ranks and one over its columns, out of order."""
+    WATCH.look_every_s = 0.2
     mesh = grid()
     models = [shard(nn.Linear(4, 4), stage=3, mesh=mesh[axis]) for axis in ("shard", "replicate")]
     order = models if rank in (0, 3) else models[::-1]

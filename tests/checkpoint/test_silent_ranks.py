@@ -112,6 +112,17 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slow_disk(stopped: dict[str, Stopped], tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Start what waits for a disk while the others wait for ranks that are stopped."""
+    return start_ranks(save_with_a_slow_disk, 3, str(tmp_path_factory.mktemp("slow")), 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interrupted(stopped: dict[str, Stopped]) -> Ranks:
+    return start_ranks(meet_after_an_interrupt, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("what", CALLS)
 def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(
@@ -125,6 +136,12 @@ def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(
             assert steps == [1]
             if what != "shard":  # training's own group finds it first
                 assert "rank 1 did not come within 4 s" in text and folder in text, text
+
+
+def results_of(ranks: Ranks) -> list[Any]:
+    outcomes = ranks.wait(WAIT_S)
+    assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
+    return [outcome.result for outcome in outcomes]
 
 
 class SlowFiles(FaultyFiles):
@@ -150,8 +167,8 @@ def save_with_a_slow_disk(rank: int, world_size: int, folder: str, slow: int) ->
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(tmp_path: Path) -> None:
-    found = run_ranks(save_with_a_slow_disk, 3, str(tmp_path), 2, timeout_s=WAIT_S)
+def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(slow_disk: Ranks) -> None:
+    found = results_of(slow_disk)
     assert all(row == found[0] and row[1] == 1 for row in found)
 
 
@@ -174,8 +191,10 @@ def meet_after_an_interrupt(rank: int, world_size: int) -> list[str]:
     return seen
 
 
-def test_a_rank_that_is_interrupted_in_its_work_is_missed_and_no_row_of_it_counts() -> None:
-    found = run_ranks(meet_after_an_interrupt, 3, timeout_s=WAIT_S)
+def test_a_rank_that_is_interrupted_in_its_work_is_missed_and_no_row_of_it_counts(
+    interrupted: Ranks,
+) -> None:
+    found = results_of(interrupted)
     assert found[VICTIM] == ["KeyboardInterrupt: "]
     for rank in (0, 2):
         assert "CollectiveError" in found[rank][0] and "rank 1 did not come" in found[rank][0]
