@@ -116,5 +116,5 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     """Seed every test, so that none depends on which ran before it; idle ranks rest meanwhile."""
-    torch.manual_seed(0)
+    ranks.seed_torch()
     ranks.rest_idle_pools()

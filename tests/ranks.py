@@ -452,12 +452,20 @@ def _failure(error: BaseException) -> bytes:
 def _reset_state() -> None:
     """Give each call the same start, whatever ran in this process before."""
     random.seed(0)
-    torch.manual_seed(0)
+    seed_torch()
     torch.set_num_threads(NUM_THREADS)
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.use_deterministic_algorithms(False)
+
+
+def seed_torch() -> None:
+    """Seed as `torch.manual_seed(0)` does, which formats the stack for each kind of device."""
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)
 
 
 def _clean_up(groups: kept_groups.KeptGroups) -> None:
