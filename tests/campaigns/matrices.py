@@ -123,6 +123,12 @@ def test_several_stages_of_a_rank_are_one_model(num_ranks: int, by: str, tmp_pat
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_optimizer_in_every_setting_steps_in_the_background(world_size: int) -> None:
     run_ranks(overlap.takes_the_plain_steps, world_size, every=True)
+    run_ranks(overlap.steps_offloaded_units_behind, world_size, every=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whatever_comes_after_a_step_in_the_background(world_size: int, tmp_path: Path) -> None:
+    run_ranks(overlap.sees_the_step, world_size, tmp_path, every=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

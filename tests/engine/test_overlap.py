@@ -135,9 +135,10 @@ def counted(before: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
 
 
 def takes_the_plain_steps(rank: int, world_size: int, every: bool = False) -> None:
-    """AdamW in every setting, every other optimizer in one, or all in all."""
+    """AdamW in every setting, half of the other optimizers in one each, or all in all."""
     ways = settings()
-    for number, name in enumerate(OPTIMIZERS):
+    there = [*OPTIMIZERS] if every else ["adamw", *[*OPTIMIZERS][1 + (world_size > 1) :: 2]]
+    for number, name in enumerate(there):
         for wrap in ways if every or not number else ways[(number + world_size) % len(ways) :][:1]:
             runs = []
             for overlaps in (False, True):
@@ -178,12 +179,13 @@ OFFLOADS: list[Any] = [
 ]
 
 
-def steps_offloaded_units_behind(rank: int, world_size: int) -> None:
-    """Train with state at every place, and on the device, at each stage."""
+def steps_offloaded_units_behind(rank: int, world_size: int, every: bool = False) -> None:
+    """Train on the device, and with state at two of four places at each stage, or at all."""
     for stage in range(4):
         runs: list[list[Any]] = []
         precision = ("fp32", "bf16")[stage % 2]
-        for offload in (None, *OFFLOADS):
+        dealt = OFFLOADS if every else OFFLOADS[(stage + (world_size > 1)) % 2 :: 2]
+        for offload in (None, *dealt):
             torch.manual_seed(0)
             model = shard(Stack(), stage=stage, precision=precision, offload=offload)
             optimizer = make_optimizer("adamw", model)
@@ -346,10 +348,12 @@ ACTIONS = [
 ]
 
 
-def sees_the_step(rank: int, world_size: int, folder: Path) -> None:
+def sees_the_step(rank: int, world_size: int, folder: Path, every: bool = False) -> None:
+    """Take each action in one way to shard, in another on one rank than on several, or in all."""
     ways = [*settings()[3:], settings()[0]]
-    for number, wrap in enumerate(ways):  # each action in two of the four, all over the worlds
-        for action in ACTIONS[(number + world_size) % 2 :: 2]:
+    for number, wrap in enumerate(ways):
+        first = (number + 1 + 2 * (world_size > 1)) % 4
+        for action in ACTIONS if every else ACTIONS[first::4]:
             seen = []
             for overlaps in (False, True):
                 torch.manual_seed(0)

@@ -41,7 +41,7 @@ MIXED: dict[str, Any] = {
 }
 
 
-NUM_STEPS = 4
+NUM_STEPS = 3
 _LET_GO_S = 60.0
 _COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_gather_single", "all_reduce")
 _FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
