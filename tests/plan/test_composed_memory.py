@@ -34,7 +34,6 @@ CELLS = {
         ComposedCell(
             {"ep": 4, "tp": 2, "micro_batch": 4, "activation_checkpointing": True}, mixed=True
         ),
-        ComposedCell({"ep": 4, "tp": 4, "activation_checkpointing": True}, mixed=True),
         ComposedCell({"ep": 4, "tp": 4, "vocab": 64, "precision": "bf16"}, mixed=True),
     ],
 }
