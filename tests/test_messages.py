@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from ranks import HANG_S
 from shardwise.config import PRECISIONS, Precision, resolve_config
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
@@ -222,7 +223,7 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) ->
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
-        timeout=300,
+        timeout=HANG_S,
         check=True,
     )
     for line, (exit_code, said, has_torch) in json.loads(ran.stdout).items():

@@ -23,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ranks import HANG_S
 from shardwise.errors import ConfigError, StateError, StorageError
 from shardwise.offload import disk as disk_module
 from shardwise.offload.disk import Disk
@@ -32,7 +33,6 @@ from shardwise.offload.regions import ALIGNMENT, regions_of
 from shardwise.offload.ring import Ring
 from shardwise.offload.stripes import STRIPE_BYTES, Stripes
 
-HANG_S = 60
 MIB = 1 << 20
 Hook = Callable[[], None]
 

@@ -181,7 +181,7 @@ def go_on(rank: int, world_size: int, runs: dict[str, tuple[bytes, dict[str, Ten
 def test_a_plain_runs_state_is_cut_and_the_run_goes_on_to_the_bit() -> None:
     sizes = (1, 2, 3)
     runs = {n: ({name: plain_run(n, OPTIMIZERS[name]) for name in NAMES[n]},) for n in sizes}
-    run_sizes(go_on, runs, timeout_s=300)
+    run_sizes(go_on, runs)
 
 
 def refusals(rank: int, world_size: int) -> None:

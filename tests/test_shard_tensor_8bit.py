@@ -70,7 +70,7 @@ def check_steps(rank: int, world_size: int, make: Make) -> None:
 def test_8_bit_adams_make_the_plain_steps_where_slices_are_whole_blocks(make: Make) -> None:
     pytest.importorskip(make.__name__.removesuffix("_adam"))
     for world_size in (1, 2):
-        run_ranks(check_steps, world_size, make, timeout_s=240)
+        run_ranks(check_steps, world_size, make)
 
 
 def check_saved(rank: int, world_size: int, folder: Path, saves: bool) -> str:

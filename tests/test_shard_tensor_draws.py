@@ -106,7 +106,7 @@ def check_draws(rank: int, world_size: int, every: bool = False) -> None:
 
 def test_what_is_drawn_for_a_parameter_is_the_same_on_ranks_that_are_seeded_apart() -> None:
     for world_size in (1, 3, 4):
-        run_ranks(check_draws, world_size, timeout_s=240)
+        run_ranks(check_draws, world_size)
 
 
 class Noisy(nn.Module):

@@ -136,7 +136,7 @@ def check_optimizers(rank: int, world_size: int, every: bool = False) -> None:
 def test_every_optimizer_of_torch_makes_the_steps_of_a_plain_loop_at_every_stage(
     world_size: int,
 ) -> None:
-    run_ranks(check_optimizers, world_size, timeout_s=240)
+    run_ranks(check_optimizers, world_size)
 
 
 def closure_of(
@@ -204,7 +204,7 @@ def check_l_bfgs(rank: int, world_size: int, every: bool = False) -> None:
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.kernels), 3])
 def test_l_bfgs_makes_the_steps_of_a_plain_loop_at_every_stage(world_size: int) -> None:
-    run_ranks(check_l_bfgs, world_size, timeout_s=240)
+    run_ranks(check_l_bfgs, world_size)
 
 
 class Matrices(nn.Module):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_from_scratch as zero
 from oracle import Truth, assert_same_bits, plain_loop
 from programs import run_program
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from roundings import SHARP, assert_all_rounded_alike, assert_rounded_alike, of_gradient
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -245,7 +245,7 @@ def test_no_thread_of_the_process_group_outlives_it() -> None:
         [sys.executable, "-c", LEAVE_CLEANLY],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
         cwd=EXAMPLE.parent,
     )
     assert done.returncode == 0, done.stderr

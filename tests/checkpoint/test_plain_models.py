@@ -207,7 +207,7 @@ def test_what_stands_in_place_of_a_manifest_or_index_lets_all_ranks_take_the_old
 ) -> None:
     older, _ = run_ranks(save, 2, tmp_path / "good", Setting(2))[0]
     older = {k: v for k, v in older.items() if not k.startswith("buffer")}
-    found = run_ranks(fall_back, 2, tmp_path, older, timeout_s=120)
+    found = run_ranks(fall_back, 2, tmp_path, older)
     assert [[p for p in of_rank if "only here: buffer" not in p] for of_rank in found] == [[], []]
 
 

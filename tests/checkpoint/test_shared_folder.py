@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
-from ranks import run_ranks, start_ranks
+from ranks import HANG_S, run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import check_quickly, rotate, step_name, steps_in
@@ -37,7 +37,6 @@ from stamped import build, count, stamp
 from tables import NONCE, RUN, disk_with, kept, newest, write
 
 FILES = Files()
-WAIT_S = 240  # against hangs alone
 
 
 def hidden(folder: Path) -> list[str]:
@@ -81,7 +80,7 @@ def test_saves_of_other_processes_all_succeed_while_a_run_opens_the_folder_again
         start_ranks(save_many, 2, folder, "two", 20),
         start_ranks(open_until, 1, folder, ["one", "two"]),
     ]
-    found = [world.wait(WAIT_S) for world in worlds]
+    found = [world.wait(HANG_S) for world in worlds]
     assert all(outcome.ok for world in found for outcome in world), found
     assert [outcome.result for world in found[:2] for outcome in world] == [[], [], []]
     assert found[2][0].result > 5
@@ -619,9 +618,9 @@ def test_loads_beside_a_trainer_that_rotates_all_succeed(tmp_path: Path) -> None
     folder = str(tmp_path)
     trainer = start_ranks(save_and_rotate, 1, folder)
     readers = [start_ranks(load_many, size, folder, 15) for size in (1, 2)]
-    found = [reader.wait(WAIT_S) for reader in readers]
+    found = [reader.wait(HANG_S) for reader in readers]
     (tmp_path / "stop").touch()
-    (ended,) = trainer.wait(WAIT_S)
+    (ended,) = trainer.wait(HANG_S)
     assert ended.ok, ended.describe()
     for outcome in (outcome for world in found for outcome in world):
         assert outcome.ok, outcome.describe()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from disk import FaultyFiles
 from models import Stack
-from ranks import Outcome, Ranks, run_ranks, start_ranks
+from ranks import HANG_S, Outcome, Ranks, run_ranks, start_ranks
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import steps_in
@@ -25,7 +25,6 @@ from stamped import build, stamp
 
 TIMEOUT_S = 4.0
 VICTIM = 1
-WAIT_S = 240  # against hangs alone
 
 
 def short_mesh(world_size: int) -> Any:
@@ -94,9 +93,9 @@ class Stopped:
 
     def outcomes(self) -> list[Outcome]:
         for rank in (0, 2):
-            self.ranks.processes[rank].join(WAIT_S)
+            self.ranks.processes[rank].join(HANG_S)
         self.ranks.kill(VICTIM)
-        return self.ranks.wait(WAIT_S)
+        return self.ranks.wait(HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_a_stopped_rank_ends_what_waits_for_it_and_is_named(
 
 
 def results_of(ranks: Ranks) -> list[Any]:
-    outcomes = ranks.wait(WAIT_S)
+    outcomes = ranks.wait(HANG_S)
     assert all(outcome.ok for outcome in outcomes), [each.describe() for each in outcomes]
     return [outcome.result for outcome in outcomes]
 

@@ -175,7 +175,7 @@ def compare_penalties(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.kernels)])
 def test_gradient_penalties_train_as_in_one_process(world_size: int) -> None:
-    run_ranks(compare_penalties, world_size, timeout_s=240)
+    run_ranks(compare_penalties, world_size)
 
 
 def check_windows(rank: int, world_size: int) -> None:

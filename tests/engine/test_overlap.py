@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from models import Stack
-from ranks import run_ranks
+from ranks import HANG_S, run_ranks
 from shardwise import (
     Offload,
     accumulate,
@@ -240,7 +240,7 @@ def test_delays_in_the_thread_neither_change_a_bit_nor_hang() -> None:
 def held_back(from_unit: int) -> Iterator[threading.Event]:
     """Let the thread step so many units, and those after them only when the event is set."""
     gate, turn = threading.Event(), iter(range(1000))
-    with counted(lambda: next(turn) < from_unit or gate.wait(60) or None):
+    with counted(lambda: next(turn) < from_unit or gate.wait(HANG_S) or None):
         try:
             yield gate
         finally:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardwise
 from allocator import traced
+from ranks import HANG_S
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.model.shaped import ShapedModel
@@ -42,7 +43,6 @@ MIXED: dict[str, Any] = {
 
 
 NUM_STEPS = 3
-_LET_GO_S = 60.0
 _COLLECTIVES = ("all_to_all_single", "all_gather_into_tensor", "all_gather_single", "all_reduce")
 _FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 
@@ -167,7 +167,7 @@ def _references(tensor: Tensor) -> tuple[int, int]:
 
 def _wait_until_let_go(held: list[tuple[Tensor, tuple[int, int]]]) -> None:
     """Sleep until no tensor, and no memory, has more references than are named with it."""
-    deadline = time.monotonic() + _LET_GO_S
+    deadline = time.monotonic() + HANG_S
     for tensor, (of_it, of_memory) in held:
         while (now := _references(tensor))[0] > of_it or now[1] > of_memory:
             assert time.monotonic() < deadline, "a thread of the transport keeps a tensor"
