@@ -29,7 +29,8 @@ settings.register_profile(
 settings.load_profile("shardwise")
 
 
-# Files that take long, longest first: none is left for one worker alone at the end.
+# Files that take long, longest first: none is left for one worker alone at the end, where those of
+# few tests come.
 FIRST = (
     "plan/test_composed_memory.py",
     "test_docs.py",
@@ -78,6 +79,26 @@ FIRST = (
     "plan/test_calibration.py",
     "engine/test_parity_precision.py",
     "test_shard_tensor_steps.py",
+    "train/test_breadth_first_runs.py",
+    "engine/test_breadth_first.py",
+    "engine/test_activations.py",
+    "test_waits.py",
+    "interop/test_pipelining.py",
+    "checkpoint/test_hostile.py",
+    "engine/test_tensor_parallel.py",
+    "test_plain_state.py",
+    "interop/test_transformers_generate.py",
+    "checkpoint/test_damage.py",
+    "engine/test_pipelines_composed.py",
+    "engine/test_tied_stages.py",
+    "engine/test_placements.py",
+    "interop/test_fully_shard_axes.py",
+    "train/test_same_losses.py",
+    "engine/test_pipeline_gradients.py",
+    "test_shard_tensor_draws.py",
+    "train/test_check_gradients.py",
+    "checkpoint/test_rank_of_stages.py",
+    "interop/test_fully_shard_surface.py",
 )
 
 
