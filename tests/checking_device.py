@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
-from shardwise.engine import overlap
+from shardwise.engine import steps
 from shardwise.offload.slab import Slab
 from shardwise.unit.stepping import BackgroundStep
 
@@ -211,7 +211,7 @@ class CheckingDevice:
             self._context.enter_context(patched)
         self._context.enter_context(mock.patch.object(collectives, "time_of", lambda _: self))
         step_in_turn = mock.patch.object(
-            overlap, "ThreadPoolExecutor", lambda _, name: _InTurn(self, "store" in name)
+            steps, "ThreadPoolExecutor", lambda _, name: _InTurn(self, "store" in name)
         )
         self._context.enter_context(step_in_turn)
         wait_for_step = self._step_wait_of(BackgroundStep.wait)

@@ -18,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from ranks import run_ranks, start_ranks
 from shardwise import shard
-from shardwise.comm.watch import WATCH, Meeting, _Board
+from shardwise.comm.board import Board
+from shardwise.comm.meeting import Meeting
+from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
 
 LIMIT_S = 300.0  # against hangs only
@@ -100,7 +102,7 @@ def open_slowly(rank, world_size):
     """Let one rank take its time in the group that all ranks of a mesh with two axes open."""
     WATCH.look_every_s = 0.1
     looks = threading.Event()
-    make, publish = dist.ProcessGroupGloo, _Board.publish
+    make, publish = dist.ProcessGroupGloo, Board.publish
 
     def published(board, record):
         publish(board, record)
@@ -113,7 +115,7 @@ def open_slowly(rank, world_size):
         return make(*args)
 
     with (
-        mock.patch.object(_Board, "publish", published),
+        mock.patch.object(Board, "publish", published),
         mock.patch.object(dist, "ProcessGroupGloo", make_late),
     ):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

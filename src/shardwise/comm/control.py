@@ -22,14 +22,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.watch import (
-    AS_A_RULE,
-    WATCH,
-    Meeting,
-    break_off,
-    name_ranks,
-    reason_of,
-)
+from shardwise.comm.meeting import Meeting
+from shardwise.comm.watch import AS_A_RULE, WATCH, break_off, name_ranks, reason_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
 

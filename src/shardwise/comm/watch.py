@@ -9,6 +9,14 @@ circle of ranks that wait for each other, all of them still in the same wait whe
 again, has a proof, however slow the machine or the network is. The wait is then broken off and
 raises, with both ends of the circle named. Only waits of the main thread are looked at.
 
+Note [A rank that has failed]
+A rank whose disk or host memory fails raises, and comes to no gather or reduction of its model
+before a load, which all ranks make. So it says in the store, before it raises, what has failed and
+which collectives it has begun. Who waits in one that it has not begun, or for a rank that does,
+breaks off as well and names that failure. What was said holds until the rank begins another
+collective, as it has recovered then. Small exchanges (`control`) are left alone: loads, and saves
+that tell all ranks of a failure, are made of them.
+
 Note [Breaking a wait off]
 gloo's waits cannot be cancelled. But a receive that runs out of time closes the connections of its
 group, and every wait on them raises. The group is of no use afterwards, and says so when it is
@@ -20,14 +28,13 @@ the process, as its process groups are. One thread looks once a second, and cost
 """
 
 import atexit
-import json
 import logging
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,70 +44,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CollectiveError
+from shardwise.comm.board import FAILED, Board, blame
+from shardwise.comm.meeting import Meeting
+from shardwise.errors import CollectiveError, StorageError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 _MAX_RANKS_SHOWN = 8
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
-# What small collectives are of, by the name in the place of a unit's.
-_OTHERS = {
-    "(experts)": "tokens and their experts",
-    "(gathered)": "what gathered() writes back",
-    "(generator)": "a random generator's state",
-    "(norm)": "a norm",
-    "(number)": "the model's number",
-    "(ranks)": "which ranks have a part of the model",
-    "(seed)": "the seed of the parameters",
-    "(sequence)": "parts of sequences",
-    "(tensor)": "a whole tensor",
-    "(tokens)": "how many tokens each rank has",
-}
 _REMEDY = (
     "Every rank must make the same calls and run the same units in the same order. Where ranks may "
     "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
     "shard(..., optional=[...]); stages 0 to 2 need no such list"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """A collective of one group. The n-th that a rank begins meets the n-th of all other ranks.
-
-    ``members`` are the global ranks of a group that torch's registry does not know; ``unit`` is its
-    name then.
-    """
-
-    kind: str
-    unit: str
-    index: int
-    axis: str
-    group: Any
-    members: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> str:
-        """Return what is the same on all ranks."""
-        return f"{self.group_name}.{self.axis}.{self.kind}.{self.index}.{self.unit}"
-
-    @property
-    def group_name(self) -> str:
-        """Return the group's name, the same on its ranks and no other group's."""
-        return self.unit if self.members else str(getattr(self.group, "group_name", ""))
-
-    @property
-    def text(self) -> str:
-        """Return the collective's name for people."""
-        if not self.axis:
-            return self.kind
-        unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
-        return f"{self.kind} of {_OTHERS.get(self.unit, unit)} over axis '{self.axis}'"
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the global ranks that must begin it."""
-        return self.members or tuple(dist.get_process_group_ranks(self.group))
 
 
 @dataclass
@@ -129,8 +86,9 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._published = False
-        self._board: tuple[dist.Store, _Board] | None = None
+        self._board: tuple[dist.Store, Board] | None = None
         self._suspected: dict[int, dict[str, Any]] = {}
+        self._failure: str | None = None  # what this rank has told, and not recovered from
 
     # -- what the ranks' own threads call
     def refuse_failed(self, kind: str, group: Any) -> None:
@@ -152,6 +110,10 @@ class Watch:
 
     def begin(self, meeting: Meeting) -> int:
         """Count a collective that this rank begins; return its number."""
+        if self._failure is not None:
+            self._failure = None
+            with suppress(RuntimeError, ValueError):
+                self._board_of_now().clear()
         key = meeting.key
         self._begun[key] += 1
         return self._begun[key]
@@ -182,7 +144,29 @@ class Watch:
         """Note that a group has failed; return why, which may be what the watch has found."""
         found = self._verdicts.pop(threading.get_ident(), None) or self._told(meeting) or reason
         self._failed.setdefault(id(meeting.group), (meeting.group, found))
+        if found.startswith(FAILED):
+            self.tell_failure(found)  # to those who wait for this rank in another group
         return found
+
+    def tell_failure(self, text: str) -> None:
+        """Tell ranks that wait for this one, or will, what it has failed with, before it raises.
+
+        See Note [A rank that has failed]. **Cost** a message to the store.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        self._failure = text
+        with suppress(RuntimeError, ValueError):  # the process group, or its store, is gone
+            self._board_of_now().publish({"failed": text, "begun": dict(self._begun)})
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Tell of a StorageError that is raised inside, to the caller of the model."""
+        try:
+            yield
+        except StorageError as failure:
+            self.tell_failure(str(failure))
+            raise
 
     # -- the thread
     def _start(self) -> None:
@@ -208,7 +192,7 @@ class Watch:
         mine = next((w for t, w in waits if t == main), None)
         board = self._board_of_now()
         if mine is None:
-            if self._published:
+            if self._published and self._failure is None:
                 board.clear()
                 self._published = False
         else:
@@ -223,10 +207,10 @@ class Watch:
                 wait.told = True
                 _LOG.warning(self._notice(board, thread, wait))
 
-    def _board_of_now(self) -> "_Board":
+    def _board_of_now(self) -> Board:
         store = dist.distributed_c10d._get_default_store()
         if self._board is None or self._board[0] is not store:
-            self._board = store, _Board(store)
+            self._board = store, Board(store)
         return self._board[1]
 
     def _told(self, meeting: Meeting) -> str | None:
@@ -235,14 +219,16 @@ class Watch:
         Replicas wait for a rank of the circle in a group of their own: it fails with that rank.
         """
         try:
-            return self._board_of_now().told(meeting.group_name, meeting.ranks)
+            return self._board_of_now().told(meeting)
         except (RuntimeError, ValueError):  # the process group, or its store, is gone
             return None
 
     def _record(self, wait: _Wait) -> dict[str, Any]:
-        return {
+        failed = {} if self._failure is None else {"failed": self._failure}
+        return failed | {
             "serial": wait.serial,
             "look": wait.looks,
+            "trains": bool(wait.meeting.axis),
             "key": wait.meeting.key,
             "number": wait.number,
             "ranks": wait.meeting.ranks,
@@ -250,10 +236,13 @@ class Watch:
             "begun": dict(self._begun),
         }
 
-    def _find_circle(self, board: "_Board", wait: _Wait) -> str | None:
+    def _find_circle(self, board: Board, wait: _Wait) -> str | None:
         """Return what to say of a circle that this rank is in or waits for; None without one."""
         rank = dist.get_rank()
         found = board.circle(rank, self._record(wait))
+        failed = next((w["failed"] for r, w in found.items() if r != rank and "failed" in w), None)
+        if failed is not None:
+            return blame(failed)
         before = self._suspected
         if {r: w["serial"] for r, w in found.items()} != {
             r: w["serial"] for r, w in before.items()
@@ -277,13 +266,15 @@ class Watch:
         if not break_off(wait.meeting):
             _LOG.error("shardwise: %s", verdict)
 
-    def _notice(self, board: "_Board", thread: int, wait: _Wait) -> str:
+    def _notice(self, board: Board, thread: int, wait: _Wait) -> str:
         meeting, rank = wait.meeting, dist.get_rank()
         states = {r: board.read(r) for r in meeting.ranks if r != rank}
         missing = []
         for other, record in states.items():
             if record is None:
                 missing.append(f"rank {other} is in no call of Shardwise")
+            elif "failed" in record:
+                missing.append(f"rank {other} has failed: {record['failed']}")
             elif record["begun"].get(meeting.key, 0) < wait.number:
                 missing.append(f"rank {other} waits in {record['text']}")
         who = "; ".join(missing[:8]) or "all others have come, so the network or a device is slow"
@@ -293,66 +284,6 @@ class Watch:
             f"shardwise: rank {rank} has waited {self.patience_s:.0f} s in {meeting.text}"
             f"{_where(thread)}: {who}. Every rank must make this call"
         )
-
-
-class _Board:
-    """What waiting ranks have published in the store of the process group."""
-
-    def __init__(self, store: dist.Store) -> None:
-        # A connection of its own: one is locked as long as another thread waits in it.
-        own: Any = store
-        self._store = dist.PrefixStore("shardwise/watch", own.clone())
-
-    def publish(self, record: Mapping[str, Any]) -> None:
-        self._store.set(str(dist.get_rank()), json.dumps(record))
-
-    def clear(self) -> None:
-        self._store.set(str(dist.get_rank()), "")
-
-    def tell(self, group: str, ranks: Sequence[int], verdict: str) -> None:
-        for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
-            self._store.set(key, verdict)
-
-    def told(self, group: str, ranks: Sequence[int]) -> str | None:
-        """Return what was told of a group; else of a rank in it, that waits in another one."""
-        members = (self.told_of(f"of {rank}") for rank in ranks)
-        return self.told_of(group) or next((text for text in members if text), None)
-
-    def told_of(self, whom: str) -> str | None:
-        """Return what was told of a group."""
-        key = f"verdict/{whom}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def read(self, rank: int) -> dict[str, Any] | None:
-        """Return what a rank that waits has published, else None; never waits for it."""
-        if not self._store.check([str(rank)]):
-            return None
-        text = self._store.get(str(rank))
-        return json.loads(text) if text else None
-
-    def circle(self, rank: int, record: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the records of a circle of ranks that wait for each other, reached from ``rank``.
-
-        Empty where there is none: then somebody is at work who may come.
-        """
-        records = {rank: record}
-        path: list[int] = []
-
-        def visit(at: int) -> list[int]:
-            if at in path:
-                return path[path.index(at) :]
-            path.append(at)
-            for other in _missing(records[at], at):
-                if other not in records and (found := self.read(other)) is not None:
-                    records[other] = found
-                waits = records.get(other)
-                has_begun = waits and waits["begun"].get(records[at]["key"], 0)
-                if waits and has_begun < records[at]["number"] and (circle := visit(other)):
-                    return circle
-            path.pop()
-            return []
-
-        return {r: records[r] for r in visit(rank)}
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -365,10 +296,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def reason_of(error: BaseException) -> str:
     """Return the first line of what an error says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _missing(record: Mapping[str, Any], rank: int) -> Sequence[int]:
-    return [other for other in record["ranks"] if other != rank]
 
 
 def _where(thread: int) -> str:
@@ -388,13 +315,13 @@ def break_off(meeting: Meeting) -> bool:
     backend = group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
     if backend.name().lower() != "gloo":
         return False
-    peer = 0 if backend.rank() else 1
-    try:
-        backend.recv([torch.zeros(1)], peer, 0).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return True
-    warnings.warn("a message of nobody has arrived", RuntimeWarning, stacklevel=2)
-    return False
+    for peer in range(backend.size()):  # one whose connection is closed already closes no other
+        if peer != backend.rank():
+            with suppress(RuntimeError):
+                backend.recv([torch.zeros(1)], peer, 0).wait(timedelta(milliseconds=1))
+                warnings.warn("a message of nobody has arrived", RuntimeWarning, stacklevel=2)
+                return False
+    return True
 
 
 WATCH = Watch()

@@ -6,7 +6,7 @@ of them is exchanged.
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import zip_longest
 
@@ -19,7 +19,7 @@ from shardwise.comm.control import Control, naming
 from shardwise.comm.watch import name_ranks
 from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.homes import Offload
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import DataAxes
@@ -87,6 +87,46 @@ def refusal_facts(refusal: Exception | None) -> list[str]:
     if refusal is None:
         return ["no error"]
     return [f"{type(refusal).__name__}: {' '.join(str(refusal).split())}"]
+
+
+def make_room(control: Control, work: Callable[[], None]) -> None:
+    """Take space or memory, which one rank may not have: on all ranks, or it fails on all.
+
+    ``work`` changes nothing where it raises, and may take long.
+
+    **Cost** an exchange of a byte; where a rank fails, one of 1 KiB.
+
+    **Raises** what ``work`` does, and on the other ranks StorageError with the first one's text.
+    """
+    failure: Exception | None = None
+
+    def attempt() -> bytes:
+        nonlocal failure
+        try:
+            work()
+        except Exception as error:  # told to the others, and raised below
+            failure = error
+        return bytes([failure is not None])
+
+    if any(row[0] for row in control.exchange_after(attempt, 1)):
+        text = "" if failure is None else _told(control, failure)
+        rows = control.exchange(text.encode()[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0"))
+        said = [row.rstrip(b"\0").decode(errors="ignore") for row in rows]
+        raise failure or StorageError(
+            f"{next(filter(None, said))}. That rank has failed, so nothing was changed on this one"
+        )
+
+
+def _told(control: Control, failure: Exception) -> str:
+    if isinstance(failure, ShardwiseError):
+        return str(failure)
+    rank = control.members[control.rank] if control.members else 0
+    return f"rank {rank}: {type(failure).__name__}: {failure}"
+
+
+def any_rank(control: Control, is_so: bool) -> bool:
+    """Tell whether something is so on any rank. **Cost** an exchange of a byte."""
+    return any(row[0] for row in control.exchange(bytes([is_so])))
 
 
 def start_facts(

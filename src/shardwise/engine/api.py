@@ -21,7 +21,7 @@ from shardwise.comm.exchange import Exchange
 from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
-from shardwise.engine.agreement import agree, refusal_facts, start_facts
+from shardwise.engine.agreement import agree, make_room, refusal_facts, start_facts
 from shardwise.engine.host_room import check_host_room
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
@@ -79,7 +79,8 @@ def shard(
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
     **Raises** ConfigError, before anything is changed, naming the setting and the remedy; on all
-    ranks when they differ in version, setting or model, or when one of them refuses (StorageError).
+    ranks when they differ in version, setting or model, or when one of them refuses. StorageError
+    on all ranks, with nothing changed, where one has no room for what is offloaded.
     """
     try:
         wanted = layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
@@ -99,6 +100,9 @@ def shard(
     engine = Engine(config, comm, FullParamLedger())
     materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
     materializer.check(specs)
+    if config.state_offload is not None:
+        make_room(comm.control, partial(materializer.reserve, specs))
+    materializer.agree_on_seed()
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
     attach_engine(model, engine, _build(model, remaining, materializer, adoption))

@@ -35,6 +35,7 @@ class Conditions:
         self._is_last: bool | None = None
         self._unusable: str | None = None
         self._half_loaded: set[str] = set()
+        self.num_loads = 0  # begun, on all ranks alike
         self._checks: list[Callable[[], None]] = []
         self.rounds = Alone()
 
@@ -102,6 +103,7 @@ class Conditions:
 
     def begin_load(self, names: Collection[str], why: str) -> None:
         """Begin to write parameters and state of these names."""
+        self.num_loads += 1
         self._half_loaded.update(names)
         self._unusable = why
 

@@ -1,17 +1,5 @@
 """``overlap()``: an optimizer's step goes on behind what follows it, unit by unit.
 
-Note [A step behind the next forward pass]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-``optimizer.step()`` looks at everything that counts at that moment (gradients, which may have been
-unscaled or clipped, learning rates, whether a loss scaler skips the step) and leaves the arithmetic
-to a thread: one job per unit, in the order in which the next forward pass needs the units, which
-waits for each before it gathers it. So the step is the plain one to the bit, with clipping and loss
-scaling too, and nothing has to be undone.
-
-A job steps plain tensors: this rank's elements of parameters, gradients and state, in an optimizer
-of the same class that shares the state and has a copy of the groups' options. That is right for
-optimizers that work element by element, and saves what operations on sharded tensors cost.
-
 Note [Optimizers of offloaded units]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Where slices live on the host nobody has to call ``overlap()``. From the first model with such units
@@ -25,30 +13,17 @@ collected there.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.device import run_near
-from shardwise.engine.apart import Apart, optimizer_like, part_of_step
-from shardwise.engine.order import in_forward_order
-from shardwise.engine.stored import Params, StoredState, StoredStep
-from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
+from shardwise.engine.apart import optimizer_like
+from shardwise.engine.steps import Overlap, homes_of
 from shardwise.errors import ConfigError
-from shardwise.unit.home import Home
-from shardwise.unit.partial import PartialGrad
-from shardwise.unit.plain_state import owner_of
-from shardwise.unit.states import ParamState
-from shardwise.unit.stepping import BackgroundStep, finish_all
 from shardwise.unit.unit import Unit
 
 ELEMENTWISE = (
@@ -66,7 +41,8 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
     Its ``step()`` returns at once, and takes the same steps to the bit. The next forward pass waits
     for each unit before it uses it; reading a parameter, a gradient or state that is cut like its
     parameter, clipping, saving and evaluating wait for what they need. ``threads`` are those of the
-    step; None is as many as the caller has. See Note [A step behind the next forward pass].
+    step; None is as many as the caller has. See Note [A step behind the next forward pass] in
+    `steps`.
 
     Steps are plain, and block, where they make a parameter's state (the first with it), on an
     accelerator (where they do not block anyway), inside accumulation windows, and while `unshard()`
@@ -88,7 +64,7 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: expected 1 or more, or None")
     if _OVERLAP not in vars(optimizer):
-        vars(optimizer)[_OVERLAP] = _Overlap(optimizer, threads)
+        vars(optimizer)[_OVERLAP] = Overlap(optimizer, threads)
     return optimizer
 
 
@@ -110,11 +86,11 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Overlap an optimizer that should be; return what its own step does nothing with."""
     if torch.compiler.is_compiling():  # the step itself says what to do
         return None
-    made: _Overlap | None = vars(optimizer).get(_OVERLAP)
+    made: Overlap | None = vars(optimizer).get(_OVERLAP)
     if made is not None:
         made.is_begun = False  # a hook of the user's may have raised before the first step
         return None
-    homes = _homes_of(optimizer)
+    homes = homes_of(optimizer)
     if not homes:
         return None
     if not is_elementwise(optimizer):
@@ -125,11 +101,6 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     hooks.move_to_end(optimizer.register_step_post_hook(_step_first).id, last=False)
     vars(optimizer)[_OVERLAP].is_begun = True
     return (optimizer_like(optimizer, [], defaultdict(dict)), *args[1:]), kwargs
-
-
-def _homes_of(optimizer: Any) -> list[Home]:
-    owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
-    return [owner.unit.home for owner in owners if owner is not None and owner.unit.home]
 
 
 def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
@@ -144,7 +115,7 @@ def _tell_of_memory(optimizer: Any, has_files: bool) -> None:
 
 def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Take the step that `_attach` has taken away."""
-    made: _Overlap | None = vars(optimizer).get(_OVERLAP)
+    made: Overlap | None = vars(optimizer).get(_OVERLAP)
     if made is not None and made.is_begun:
         made.is_begun = False
         made.step_now(optimizer)
@@ -152,7 +123,7 @@ def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def staging_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Return what buffers take on the device that state on the host passes in its step."""
-    made: _Overlap | None = vars(optimizer).get(_OVERLAP) if optimizer is not None else None
+    made: Overlap | None = vars(optimizer).get(_OVERLAP) if optimizer is not None else None
     return made.streaming.num_bytes if made is not None else 0
 
 
@@ -160,230 +131,3 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the optimizer's units may be stepped apart."""
     kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
     return type(optimizer) in kinds or hasattr(optimizer, "part_of_step")
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Stands for ``optimizer.step``; as with a method, ``__func__`` takes the optimizer first.
-
-    It refers to the optimizer weakly, as a cycle would keep all state until garbage is collected.
-    """
-
-    of: weakref.ref[torch.optim.Optimizer]
-    __func__: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Step."""
-        return self.__func__(self.of(), *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what was noted on the function, as a method does."""
-        return getattr(self.__func__, name)
-
-
-class _Overlap:
-    """The steps of one optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None) -> None:
-        self.is_begun = False  # a step whose hooks before it were called, and no more
-        self._units: list[Unit] = []  # that were stepped last
-        self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
-        self._stored = StoredState()
-        self.streaming = Streaming()
-        self._thread = ThreadPoolExecutor(1, "shardwise-step")
-        self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
-        here = torch.get_num_threads()
-        near = [self._thread.submit(run_near, h.device).result() for h in _homes_of(optimizer)[:1]]
-        own = threads or min([here, *filter(None, near)])
-        self._thread.submit(torch.set_num_threads, own).result()
-        torch.set_num_threads(here)  # the call above has also set what later threads begin with
-        self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's
-
-        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self.step(optimizer, closure)
-
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # what a scheduler looks for
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = _Step(weakref.ref(optimizer), step)  # type: ignore[method-assign]
-        optimizer.register_state_dict_pre_hook(lambda _: self.finish())
-        optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
-
-    def finish(self) -> None:
-        """Wait until all is stepped. **Raises** ShardError where a unit's step has failed."""
-        for unit in self._units:
-            unit.finish_steps()
-            finish_all(unit.writes)
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> Any:
-        """Step now, or hand the units' steps to the thread."""
-        self.finish()
-        way = None if closure is not None else self._way(optimizer)
-        if way == "plainly":
-            with_grad = _with_grad(optimizer)
-            found = (self._plain_step or partial(type(optimizer).step, optimizer))()
-            self._note_stepped(optimizer, with_grad)
-            return found
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        for pre in chain(torch_optimizer._global_optimizer_pre_hooks.values(), before.values()):
-            pre(optimizer, (optimizer,), {})
-        loss = None
-        if closure is not None:  # which these optimizers call once, before anything else
-            with torch.enable_grad():
-                loss = closure()
-            way = self._way(optimizer)
-        if way == "behind":
-            self._start(optimizer)
-        else:
-            self.step_now(optimizer)
-        for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
-            post(optimizer, (optimizer,), {})
-        return loss
-
-    def _way(self, optimizer: torch.optim.Optimizer) -> Literal["now", "behind", "plainly"]:
-        """Return how to step: unit by unit and now, in the background, or plainly."""
-        with_grad = _with_grad(optimizer)
-        none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
-        waits = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
-        if waits and not self._stores(optimizer):
-            return "behind"
-        return "now" if self._goes_by_unit(optimizer) else "plainly"
-
-    def step_now(self, optimizer: Any) -> None:
-        """Step and wait, without the hooks around it."""
-        with_grad = _with_grad(optimizer)
-        if self._goes_by_unit(optimizer):
-            self._step_by_unit(optimizer)
-        else:
-            type(optimizer).step.__wrapped__(optimizer)
-        self._note_stepped(optimizer, with_grad)
-
-    def _step_by_unit(self, optimizer: Any) -> None:
-        """Step units one after the other; a failure leaves the models unusable.
-
-        See Note [State in files] and Note [Steps on the device].
-        """
-        found = _by_unit(optimizer)
-        self._stored.reserve(optimizer, found)
-        try:
-            for unit, params in found.items():
-                step, _ = self._part_at_home(optimizer, unit, params)
-                if unit is not None and self._stored.has_reserved(unit):
-                    self._stored.step_and_store(optimizer, unit, step)
-                else:
-                    step()
-        except BaseException as failure:
-            why = f"the optimizer's step failed part of the way: {failure} Then load() a checkpoint"
-            for engine in {unit.scheduler for unit in found if unit is not None}:
-                conditions = getattr(engine, "conditions", None)
-                if conditions is not None:
-                    conditions.refuse(why)
-            raise
-
-    def _goes_by_unit(self, optimizer: Any) -> bool:
-        """Tell whether a step that is not in the background goes unit by unit all the same."""
-        if any(isinstance(param.grad, PartialGrad) for param in _with_grad(optimizer)):
-            return False
-        return any(map(_steps_on_device, _by_unit(optimizer))) or self._stores(optimizer)
-
-    def _stores(self, optimizer: Any) -> bool:
-        """Tell whether a step has to store the state of units anew."""
-        found = _by_unit(optimizer)
-        return any(u and self._stored.needs_storing(optimizer, u, p) for u, p in found.items())
-
-    def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
-        self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
-
-    def _may_wait(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
-        """Tell whether a parameter may be stepped later; alike on all ranks.
-
-        Not where its step makes the state, which others may look through; nor while full parameters
-        stand in the modules, which nobody would wait for.
-        """
-        if isinstance(param.grad, PartialGrad):
-            return False
-        owner = owner_of(param)
-        if owner is not None:
-            unit = owner.unit
-            stands = unit.settings.stands_while_full and unit.param_state is ParamState.FULL
-            if unit.is_pinned or stands:
-                return False
-        had_state = self._stepped.get(param)
-        return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)
-
-    def _start(self, optimizer: torch.optim.Optimizer) -> None:
-        by_unit = _by_unit(optimizer)
-        alone = by_unit.pop(None, None)
-        self._units = [unit for unit in by_unit if unit is not None]
-        units = in_forward_order(self._units)
-        # Nothing is begun before all is known to be right.
-        now = [] if alone is None else [part_of_step(optimizer, alone)[0]]
-        parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
-        taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
-        if len(set(taking_part)) < len(taking_part):  # one gradient for two parameters
-            now += [part_of_step(optimizer, by_unit[unit])[0] for unit in units]
-            units = []
-        for (unit, (work, tensors)), (after, _) in zip(
-            zip(units, parts, strict=False), [*parts[1:], (None, [])], strict=False
-        ):
-            if isinstance(work, StoredStep):
-                following = after if isinstance(after, StoredStep) else None
-                unit.writes.append(BackgroundStep(unit.name, work.finish, [*work.state.values()]))
-                self._writer.submit(unit.writes[-1].run)
-                work = partial(work.step, following)
-            if isinstance(work, StreamedStep):
-                unit.steps.append(BackgroundStep(unit.name, work.step, ()))
-                self._thread.submit(unit.steps[-1].run)
-                unit.steps.append(BackgroundStep(unit.name, work.finish, tensors))
-                self._writer.submit(unit.steps[-1].run)
-                continue
-            unit.steps.append(BackgroundStep(unit.name, work, tensors))
-            self._thread.submit(unit.steps[-1].run)
-        for work in now:
-            work()
-
-    def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
-        """Return a unit's step and the tensors it takes, but for state that rests in a file."""
-        if not self._stored.has(unit) or hasattr(optimizer, "part_of_step"):
-            return self._part_at_home(optimizer, unit, params)
-        apart = Apart(optimizer, params)
-        on_device = _steps_on_device(unit)
-        take = self.streaming.step_with_of(unit, apart) if on_device else apart.step_with
-        step = self._stored.step_of(optimizer, unit, apart, take)
-        return step, step.tensors
-
-    def _part_at_home(
-        self, optimizer: Any, unit: Unit | None, params: Params
-    ) -> tuple[Callable[[], None], list[DTensor]]:
-        """Return the step of some parameters, on the device if that is asked for."""
-        if unit is None or not _steps_on_device(unit):
-            return part_of_step(optimizer, params)
-        lock_pages(optimizer, unit)
-        part, tensors = part_of_step(optimizer, params)
-        return self.streaming.step_of(unit, part), tensors
-
-
-def _with_grad(optimizer: Any) -> list[torch.Tensor]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return [param for param in params if param.grad is not None]
-
-
-def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:
-    """Return the parameters that have a gradient, with the numbers of their groups.
-
-    None is for those that are stepped at once: of no unit, as nobody is asked before their use, and
-    on an accelerator, where that does not block.
-    """
-    found: dict[Unit | None, list[tuple[int, Any]]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if param.grad is not None:
-                owner = owner_of(param) if param.device.type == "cpu" else None
-                found.setdefault(None if owner is None else owner.unit, []).append((number, param))
-    return found
-
-
-def _steps_on_device(unit: Unit | None) -> bool:
-    return unit is not None and unit.home is not None and unit.home.steps_on_device

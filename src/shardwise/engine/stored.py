@@ -56,11 +56,14 @@ class StoredState:
         return file is None or not file.fits(held) or bool(self._sizes_to_come(optimizer, params))
 
     def _sizes_to_come(self, optimizer: Any, params: Params) -> list[int]:
-        """Return the bytes of each part of the state that parameters without any will get."""
+        """Return the bytes of each part of the state that parameters without any will get.
+
+        Alike on all ranks but for the bytes, which are 0 where a rank has no elements.
+        """
         sizes = []
         for group, param in params:
             local = elements_of(param)
-            if local.numel() and not optimizer.state.get(param):
+            if not optimizer.state.get(param):
                 asked = group, local.dtype
                 if asked not in self._sizes:
                     self._sizes[asked] = sizes_of_state(optimizer, *asked)

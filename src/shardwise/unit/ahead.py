@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch
 
+from shardwise.comm.watch import WATCH
 from shardwise.errors import StorageError
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import DiskFile
@@ -42,24 +43,27 @@ class FileSlices:
                 self.release()
         is_wanted = self._buffer is None and self._disk.has_free
         if is_wanted and cached_share(self.mapped) < _CACHED:
-            buffer = self._disk.take()
-            try:
-                memory = buffer.memory[: self.mapped.nbytes]
-                self._read = self._disk.start_read(self._file, 0, memory)
-            except BaseException:
-                buffer.release()
-                raise
+            with WATCH.telling_failures():
+                buffer = self._disk.take()
+                try:
+                    memory = buffer.memory[: self.mapped.nbytes]
+                    self._read = self._disk.start_read(self._file, 0, memory)
+                except BaseException:
+                    buffer.release()
+                    raise
             self._buffer, self._version = buffer, version
 
     def finish_read(self, version: int) -> None:
         """Wait for a read of this version. **Raises** StorageError where it has failed."""
         if self._read is not None and self._version == version:
             try:
-                self._read.wait()
-            except BaseException:
-                with suppress(StorageError):  # the same again
-                    self.release()
+                with WATCH.telling_failures():
+                    self._read.wait()
+            except StorageError:
+                self._read = None  # it is over
+                self.release()
                 raise
+            self._read = None
 
     def take(self, version: int) -> torch.Tensor:
         """Return memory with the slices: what was read ahead, or the file itself."""
@@ -70,9 +74,9 @@ class FileSlices:
     def release(self) -> None:
         """Give the buffer back, when what was taken is copied, or is not needed."""
         buffer, read, self._buffer, self._read = self._buffer, self._read, None, None
-        if buffer is None or read is None:
-            return
         try:
-            read.wait()
+            if read is not None:
+                read.wait()
         finally:
-            buffer.release()
+            if buffer is not None:
+                buffer.release()

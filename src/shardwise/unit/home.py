@@ -13,15 +13,17 @@ eviction before ``p.grad`` is set.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from shardwise.comm.pending import Pending
+from shardwise.comm.watch import WATCH
 from shardwise.device import DeviceTime, follow_current
 from shardwise.offload.disk import Disk
 from shardwise.offload.mapped import mapped
 from shardwise.offload.slab import Slab
+from shardwise.unit.ahead import FileSlices
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Home:
     files: Files = NO_FILES
     unit: str = ""
     slab: Slab | None = None
+    slices_in_files: list[FileSlices] = field(default_factory=list)  # reserved for its storages
 
     def __str__(self) -> str:
         params = "device and host" if self.leaves_copy else "host"
@@ -67,7 +70,8 @@ class Home:
 
     def in_file(self, disk: Disk, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory that is a file's, zeros; see Note [Two ways to one file]."""
-        return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
+        with WATCH.telling_failures():
+            return mapped(disk.file(self.unit, numel * dtype.itemsize)).view(dtype)
 
     def lasting(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory at home for as long as the model is there: zeros."""

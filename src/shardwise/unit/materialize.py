@@ -16,6 +16,7 @@ from itertools import accumulate
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ from shardwise.comm.collectives import Comm, make_comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.config import ShardConfig
 from shardwise.device import fork_rng_devices, seed_generators
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageError
 from shardwise.layout.memory import group_by_dtypes
 from shardwise.layout.placements import local_of
 from shardwise.layout.segments import Layout, build_layout
@@ -32,8 +33,10 @@ from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import Axis
 from shardwise.offload.regions import align
 from shardwise.offload.slab import Slab
+from shardwise.quantities import format_bytes
 from shardwise.stages import UnitSettings
 from shardwise.trace import FullParamLedger
+from shardwise.unit.ahead import FileSlices
 from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
@@ -74,28 +77,43 @@ class Materializer:
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
         self._slab: Slab | None = None
-        if specs[self._first_away :]:
-            self._slab = Slab(self._bytes_at_home(specs[self._first_away :]), comm.time)
-        self._seed = self._seed_of_rank_0()
+        self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
+        self._seed = 0
 
-    def _bytes_at_home(self, specs: Sequence[UnitSpec]) -> int:
-        """Return what slices and reduced gradients of these units take in host memory."""
+    def reserve(self, specs: Sequence[UnitSpec]) -> None:
+        """Take the host memory and the space in files that slices and reduced gradients will need.
+
+        Nothing is sent. **Raises** StorageError, with nothing changed, where they are not there.
+        """
         total = 0
-        for spec in specs:
+        for spec in specs[self._first_away :]:
             for (master, _), params in self._groups(spec.params):
                 layout, _ = self._layout_of(params, (spec.axes or self._comm.axes).shard)
                 sharded = self._config.stage.shards_state
                 numel = layout.shard_numel if sharded else layout.full_numel
+                if self._files.params is not None:
+                    made = FileSlices(self._files.params, spec.name, numel, master)
+                    self._in_files.setdefault(spec.name, []).append(made)
                 copies = (self._files.params is None) + (
                     self._files.grads is None and any(p.param.requires_grad for p in params)
                 )
                 total += copies * align(numel * master.itemsize)
-        return total
+        if not total:
+            return
+        try:
+            self._slab = Slab(total, self._comm.time)
+        except (RuntimeError, MemoryError) as error:
+            raise StorageError(
+                f"rank {dist.get_rank()}: the {format_bytes(total)} of host memory for slices and "
+                f"gradients could not be taken: {error}. Use more hosts, offload less (fraction=), "
+                "or let them rest in files (params= and grads='nvme:FOLDER')"
+            ) from error
 
-    def _seed_of_rank_0(self) -> int:
+    def agree_on_seed(self) -> None:
+        """Take the seed of rank 0."""
         seed = torch.tensor([torch.initial_seed() % 2**63], device=self._device)
         self._comm.broadcast(seed, CollectiveId("broadcast", "(seed)", 0), also=self._own_axes)
-        return int(seed.item())
+        self._seed = int(seed.item())
 
     def check(self, specs: Sequence[UnitSpec]) -> None:
         """Refuse what cannot be built, before anything is changed."""
@@ -145,6 +163,7 @@ class Materializer:
                 files=self._files,
                 unit=spec.name,
                 slab=self._slab,
+                slices_in_files=self._in_files.get(spec.name, []),
             )
         # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.
         frees = config.stage.frees_after_forward and self._comm.axes.stages is None

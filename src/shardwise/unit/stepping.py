@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.watch import WATCH
 from shardwise.errors import ShardError
 
 _STEP = "_step_under_way"
@@ -80,11 +81,13 @@ class BackgroundStep:
         self._done.wait()
         if self._error is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            raise ShardError(
+            why = (
                 f"rank {rank}, unit '{self._unit or '(root)'}': the optimizer's step, which ran in "
                 f"the background, failed: {type(self._error).__name__}: {self._error}. Its "
                 "parameters may be stepped in part; shardwise.load() a checkpoint before it is used"
-            ) from self._error
+            )
+            WATCH.tell_failure(why)
+            raise ShardError(why) from self._error
 
 
 def finish_all(steps: list[BackgroundStep]) -> None:

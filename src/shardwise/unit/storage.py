@@ -63,9 +63,8 @@ class Storage:
             if self.home is None:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
             else:
-                disk = self.home.files.params
-                if disk is not None:
-                    self._file = FileSlices(disk, self.home.unit, numel, master_dtype)
+                if self.home.files.params is not None:
+                    self._file = self.home.slices_in_files.pop(0)
                     self.master = self._file.mapped
                 else:
                     self.master = self.home.lasting(numel, master_dtype)

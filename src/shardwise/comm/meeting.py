@@ -1,0 +1,59 @@
+"""A collective by a name that is the same on all ranks, and how people are told of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+# What small collectives are of, by the name in the place of a unit's.
+_OTHERS = {
+    "(experts)": "tokens and their experts",
+    "(gathered)": "what gathered() writes back",
+    "(generator)": "a random generator's state",
+    "(norm)": "a norm",
+    "(number)": "the model's number",
+    "(ranks)": "which ranks have a part of the model",
+    "(seed)": "the seed of the parameters",
+    "(sequence)": "parts of sequences",
+    "(tensor)": "a whole tensor",
+    "(tokens)": "how many tokens each rank has",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A collective of one group. The n-th that a rank begins meets the n-th of all other ranks.
+
+    ``members`` are the global ranks of a group that torch's registry does not know; ``unit`` is its
+    name then.
+    """
+
+    kind: str
+    unit: str
+    index: int
+    axis: str
+    group: Any
+    members: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Return what is the same on all ranks."""
+        return f"{self.group_name}.{self.axis}.{self.kind}.{self.index}.{self.unit}"
+
+    @property
+    def group_name(self) -> str:
+        """Return the group's name, the same on its ranks and no other group's."""
+        return self.unit if self.members else str(getattr(self.group, "group_name", ""))
+
+    @property
+    def text(self) -> str:
+        """Return the collective's name for people."""
+        if not self.axis:
+            return self.kind
+        unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
+        return f"{self.kind} of {_OTHERS.get(self.unit, unit)} over axis '{self.axis}'"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the global ranks that must begin it."""
+        return self.members or tuple(dist.get_process_group_ranks(self.group))

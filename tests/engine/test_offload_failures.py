@@ -1,0 +1,190 @@
+"""The disk or host memory of one rank fails: all ranks end soon, and name rank, unit and path."""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_offload_files import full_after, make
+from test_overlap import assert_same, everything, train
+from torch import nn
+
+from models import Stack
+from ranks import HANG_S, run_ranks
+from shardwise import Offload, load, save, shard
+from shardwise.comm.watch import WATCH
+from shardwise.device import HostTime
+from shardwise.errors import CheckpointError, CollectiveError, ShardError, StorageError
+from shardwise.offload.files import System
+from shardwise.unit import ahead
+from shardwise.unit.state_file import StateFile
+
+SOON_S = HANG_S / 4  # before the process group would say that it has waited too long
+
+
+def io_error(*_: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def fill_one_disk_at_the_first_step(rank: int, world_size: int, folder: Path, name: str) -> None:
+    """Only one rank has no room: no rank has stepped, and all can step when there is room."""
+    place = f"nvme:{folder}"
+    expected = train(*make(3, "fp32", place, name), 2)
+    model, optimizer = make(3, "fp32", place, name)
+    before = [param.full_tensor() for param in model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world_size - 1:
+            patch.setattr(System, "reserve", full_after(2))
+        said = rf"rank {world_size - 1}, unit '\S+': .* are needed in {folder}, and .* are free"
+        with pytest.raises(StorageError, match=said):
+            train(model, optimizer, 1)
+    assert_same([param.full_tensor() for param in model.parameters()], before)
+    assert not any(optimizer.state.values())
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] = 0.05
+    assert_same(train(model, optimizer, 2), expected)
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(1, "own"), (3, "adamw")])
+def test_a_full_disk_of_one_rank_at_the_first_step_changes_nothing_on_any(
+    world_size: int, name: str, tmp_path: Path
+) -> None:
+    run_ranks(fill_one_disk_at_the_first_step, world_size, tmp_path, name)
+
+
+def lack_room_when_sharded(rank: int, world_size: int, folder: Path) -> None:
+    """One rank has no memory for the slab, or no space for the slices of the third unit."""
+    victim = world_size - 1
+
+    def no_memory(*_: Any) -> Any:
+        raise RuntimeError("can't allocate memory")
+
+    in_files = Offload(f"nvme:{folder}", optimizer="cpu")
+    cases: list[tuple[Any, tuple[type, str], Any, str]] = [
+        ("cpu", (HostTime, "locked_memory"), no_memory, ": the .* of host memory .* allocate"),
+        (in_files, (System, "reserve"), full_after(4), rf", unit '\S+': .* needed in {folder}"),
+    ]
+    for offload, (where, name), fails, said in cases:
+        model = Stack()
+        params = [*model.parameters()]
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == victim:
+                patch.setattr(where, name, fails)
+            with pytest.raises(StorageError, match=rf"rank {victim}{said}"):
+                shard(model, offload=offload)
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+        assert all(type(param) is nn.Parameter for param in params)
+        shard(model, offload=offload)(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_rank_without_room_when_a_model_is_sharded_is_told_to_all_before_anything_changes(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(lack_room_when_sharded, world_size, tmp_path)
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def in_a_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(System, "write", io_error)
+
+
+def in_a_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(System, "read", io_error)
+
+
+def in_the_first_store(patch: pytest.MonkeyPatch) -> None:
+    store, stored = StateFile.store, list[Any]()
+
+    def fail(file: StateFile, held: Any) -> None:
+        stored.append(held)
+        if len(stored) == 3:
+            patch.setattr(System, "write", io_error)
+        store(file, held)
+
+    patch.setattr(StateFile, "store", fail)
+
+
+def in_space_for_means(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(System, "reserve", full_after(1))
+
+
+def train_on_a_disk_that_fails(
+    rank: int, world_size: int, folder: Path, place: Any, breaks: Break, first: int
+) -> str:
+    """Train until one rank fails, which then stays where it is; return what this rank was told."""
+    WATCH.look_every_s = 0.2
+    victim, told = world_size - 1, folder / "told"
+    told.mkdir(exist_ok=True)
+    begun_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "cached_share", lambda _: 0.0)
+        model, optimizer = make(3, "fp32", place, "adamw")
+        train(model, optimizer, first)
+        if rank == victim:
+            breaks(patch)
+        with pytest.raises((StorageError, ShardError, CollectiveError)) as caught:
+            train(model, optimizer, 5, first=first)
+        (told / str(rank)).touch()
+        while len(os.listdir(told)) < world_size and time.monotonic() - begun_s < HANG_S:
+            time.sleep(0.05)  # no connection is closed, so nobody is told by that
+    assert (rank == victim) == (caught.type is not CollectiveError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("kinds", "breaks", "first", "doing"),
+    [
+        (("", "", "nvme:"), in_a_write, 2, "writing"),
+        (("nvme:", "", ""), in_a_read, 2, "reading"),
+        (("", "", "nvme:"), in_the_first_store, 0, "writing"),
+        (("", "nvme:", ""), in_space_for_means, 1, "needed"),
+    ],
+)
+def test_a_disk_that_fails_in_training_is_told_to_every_rank_with_rank_unit_and_path(
+    kinds: tuple[str, ...], breaks: Break, first: int, doing: str, world_size: int, tmp_path: Path
+) -> None:
+    places = [f"{kind}{tmp_path}" if kind else "cpu" for kind in kinds]
+    found = run_ranks(
+        *(train_on_a_disk_that_fails, world_size, tmp_path, Offload(*places), breaks, first),
+        fresh=True,
+        timeout_s=SOON_S,
+    )
+    for text in found:
+        assert f"rank {world_size - 1}, unit '" in text and str(tmp_path) in text, found
+        assert doing in text, found
+    for rank, text in enumerate(found[:-1]):
+        assert text.startswith(f"rank {rank}: ") and "a rank has failed, and will not come" in text
+
+
+def save_after_one_has_failed(rank: int, world_size: int, folder: Path) -> None:
+    """A save tells all ranks, all load, and go on: the file that failed is made anew by all."""
+    place = f"nvme:{folder}"
+    model, optimizer = make(3, "fp32", place, "adamw")
+    train(model, optimizer, 2)
+    save(folder / "saved", model, optimizer)
+    expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        model(torch.ones(3, 8)).sum().backward()
+        if rank == world_size - 1:
+            patch.setattr(System, "write", io_error)
+        optimizer.step()
+        with pytest.raises(CheckpointError, match=rf"rank {world_size - 1}, unit .*writing"):
+            save(folder / "never", model, optimizer)
+    optimizer.zero_grad()
+    load(folder / "saved", model, optimizer)
+    assert_same(train(model, optimizer, 2, first=2) + everything(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_failure_that_a_save_has_told_is_mended_by_a_load_on_all_ranks(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(save_after_one_has_failed, world_size, tmp_path)
