@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Any] = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
     "own": lambda params: optim.AdamW(params, lr=0.05),
+    "own in 8 bits": lambda params: optim.AdamW(params, lr=0.05, moments="8bit", block=16),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05),
 }
 
@@ -198,6 +199,53 @@ def count_transfers(rank: int, world_size: int, folder: Path) -> None:
         assert [elements_of(moment).data_ptr() for moment in moments] == places
 
 
+def keep_codes(rank: int, world_size: int, folder: Path) -> None:
+    """Codes and scales rest in files, are read and written once a step, and get every bit."""
+    expected = None
+    for place in (
+        "cpu",
+        f"nvme:{folder}",
+        Offload(optimizer=f"nvme:{folder}", step_on="device"),
+    ):
+        model, optimizer = make(3, "fp32", place, "own in 8 bits")
+        with pytest.MonkeyPatch.context() as patch:
+            reads, plain = list[int](), Disk.start_read
+            patch.setattr(
+                Disk,
+                "start_read",
+                lambda disk, file, begin, into, *then, r=reads, f=plain: (
+                    r.append(into.numel()) or f(disk, file, begin, into, *then)
+                ),
+            )
+            found = train(model, optimizer, 3)
+            optimizer.state_dict()
+        optimizer.param_groups[0]["moments"] = "bf16"  # decoded, and stored anew
+        found += train(model, optimizer, 3, first=3)
+        optimizer.param_groups[0]["moments"] = "8bit"
+        found += train(model, optimizer, 3, first=6) + everything(model, optimizer)
+        expected = expected or found
+        assert_same(found, expected)
+        if place == "cpu":
+            continue
+        units = [unit for unit in engine_of(model).units if any(map(_has_elements, unit.params))]
+        assert len(reads) == 2 * len(engine_of(model).units)  # and in the first step none
+        kept = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
+        assert stats(model, optimizer).bytes_by_place["files"] == sum(v.nbytes for v in kept)
+        mapped = [vars(optimizer)["_shardwise_overlap"]._stored._files[unit] for unit in units]
+        memory = [(f._mapped.data_ptr(), f._mapped.data_ptr() + f.num_bytes) for f in mapped]
+        places = [v.data_ptr() for v in kept if v.numel()]
+        assert all(any(lo <= place < hi for lo, hi in memory) for place in places)
+
+
+def _has_elements(param: Any) -> bool:
+    return elements_of(param.sharded).numel() > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_codes_of_moments_rest_in_files_and_pass_the_ring(world_size: int, tmp_path: Path) -> None:
+    run_ranks(keep_codes, world_size, tmp_path)
+
+
 def states(model: nn.Module, optimizer: Any) -> list[tuple[Any, Any]]:
     of = [optimizer.state[param] for param in model.parameters()]
     return [(state["exp_avg"], state["exp_avg_sq"]) for state in of]
@@ -345,30 +393,34 @@ def test_host_memory_is_taken_once_before_values_are_sent(world_size: int) -> No
     run_ranks(take_memory_once, world_size)
 
 
-def save_and_load(rank: int, world_size: int, folder: Path) -> None:
+def save_and_load(rank: int, world_size: int, folder: Path, name: str) -> None:
     """From files to files, to host memory and back, in the foreground and behind training."""
+    # Codes are made anew with other bits where other elements share a block.
+    stages = (3, 3, 3, 3) if "8 bits" in name else (3, 1, 2, 0)
     place = Offload(params=f"nvme:{folder}", optimizer=f"nvme:{folder}")
-    model, optimizer = make(3, "bf16", place, "adamw")
+    model, optimizer = make(3, "bf16", place, name)
     train(model, optimizer, 2)
     save(folder / "saved", model, optimizer)
     with Checkpoints(folder / "kept", model, optimizer) as checkpoints:
         checkpoints.save(2)
         expected = train(model, optimizer, 2, first=2) + everything(model, optimizer)
     for number, where in enumerate((place, None, f"nvme:{folder}")):
-        other, of_other = make((3, 1, 2)[number], "bf16", where, "adamw")
+        other, of_other = make(stages[number], "bf16", where, name)
         load(folder / ("saved" if number else "kept/step-00000002"), other, of_other)
         found = train(other, of_other, 2, first=2) + everything(other, of_other)
         assert_same(found, expected)
         if number == 0:
             save(folder / "again", other, of_other)  # what was loaded, and stepped, since
-    model, optimizer = make(0, "bf16", None, "adamw")
+    model, optimizer = make(stages[3], "bf16", None, name)
     load(folder / "again", model, optimizer)
     assert_same(everything(model, optimizer), expected[-len(everything(model, optimizer)) :])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpoints_move_state_between_files_and_memory(world_size: int, tmp_path: Path) -> None:
-    run_ranks(save_and_load, world_size, tmp_path)
+@pytest.mark.parametrize(("world_size", "name"), [(1, "adamw"), (3, "adamw"), (3, "own in 8 bits")])
+def test_checkpoints_move_state_between_files_and_memory(
+    world_size: int, name: str, tmp_path: Path
+) -> None:
+    run_ranks(save_and_load, world_size, tmp_path, name)
 
 
 def fail_and_recover(rank: int, world_size: int, folder: Path) -> None:

@@ -34,6 +34,7 @@ from shardwise import (
     stats,
 )
 from shardwise.engine import steps as module
+from shardwise.engine.apart import Apart
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from trainer import SPREAD
@@ -104,6 +105,7 @@ def train(
 
 
 def everything(model: Any, optimizer: Any) -> list[Tensor]:
+    optimizer.state_dict()  # waits for codes too, which are plain tensors
     found = [p.full_tensor() for p in model.parameters()]
     for param in model.parameters():
         for _, value in sorted(optimizer.state[param].items()):
@@ -638,7 +640,7 @@ def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
     optimizers = [torch.optim.SGD(params[::2], lr=0.05), torch.optim.AdamW(params[1::2], lr=0.05)]
     save(folder, model)
     saved = [param.full_tensor().clone() for param in params]
-    plain = module.Apart.__call__
+    plain = Apart.__call__
 
     def step(self: Any) -> None:
         if isinstance(self._like, torch.optim.SGD):
@@ -649,7 +651,7 @@ def load_while_another_steps(rank: int, world_size: int, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for number in range(2):
             if number:
-                patch.setattr(module.Apart, "__call__", step)
+                patch.setattr(Apart, "__call__", step)
             model(torch.linspace(-1, 1, 24).view(3, 8)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()

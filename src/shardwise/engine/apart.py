@@ -243,10 +243,11 @@ class _Piece:
         return value.reshape(-1)[self.lo : self.hi]
 
 
-def part_of_step(
-    optimizer: Any, params: Sequence[tuple[int, Any]]
-) -> tuple[Callable[[], None], list[DTensor]]:
-    """Return the step of some parameters, named with their groups, and the tensors it takes."""
+def part_of_step(optimizer: Any, params: Sequence[tuple[int, Any]]) -> tuple[Any, list[DTensor]]:
+    """Return the step of some parameters, named with their groups, and the tensors it takes.
+
+    It is an `Apart`, or what does the same for an optimizer of `optim`.
+    """
     if not hasattr(optimizer, "part_of_step"):
         apart = Apart(optimizer, params)
         return apart, apart.sharded

@@ -63,5 +63,6 @@ def place_of_state(
     """Return where a tensor of an optimizer's state rests, of the parameter that ``owner`` is."""
     if owner is None:
         return "device"
-    is_cut = isinstance(value, DTensor) and optimizer is not None and is_elementwise(optimizer)
-    return place_of(owner.unit, "optimizer" if is_cut else None)
+    is_count = not value.ndim  # of steps, which stays in memory
+    in_files = not is_count and optimizer is not None and is_elementwise(optimizer)
+    return place_of(owner.unit, "optimizer" if in_files else None)

@@ -37,6 +37,7 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.param import sum_as_they_come
 from shardwise.unit.states import GradState
+from shardwise.unit.stepping import finish_all
 from shardwise.unit.unit import Unit
 
 _RANKS = CollectiveId("gather", "(ranks)", 0)
@@ -151,6 +152,8 @@ class Engine:
         in the background has failed.
         """
         self.finish_steps()
+        for unit in self.units:
+            finish_all(unit.writes)
         self.unpin(what, self.units)
 
     def unpin(self, what: str, units: Sequence[Unit]) -> None:

@@ -31,7 +31,7 @@ from torch.optim import optimizer as torch_optimizer
 from shardwise.comm.watch import WATCH
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
-from shardwise.engine.apart import Apart, part_of_step
+from shardwise.engine.apart import part_of_step
 from shardwise.engine.order import in_forward_order
 from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
@@ -244,7 +244,7 @@ class Overlap:
         ):
             if isinstance(work, StoredStep):
                 following = after if isinstance(after, StoredStep) else None
-                unit.writes.append(BackgroundStep(unit.name, work.finish, [*work.state.values()]))
+                unit.writes.append(BackgroundStep(unit.name, work.finish, work.state))
                 self._writer.submit(unit.writes[-1].run)
                 work = partial(work.step, following)
             if isinstance(work, StreamedStep):
@@ -260,12 +260,14 @@ class Overlap:
 
     def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
         """Return a unit's step and the tensors it takes, but for state that rests in a file."""
-        if not self._stored.has(unit) or hasattr(optimizer, "part_of_step"):
+        if not self._stored.has(unit):
             return self._part_at_home(optimizer, unit, params)
-        apart = Apart(optimizer, params)
+        part, tensors = part_of_step(optimizer, params)
+        if not self._stored.fits(optimizer, unit):  # a group keeps moments in another form now,
+            return self._part_at_home(optimizer, unit, params)  # so the next step stores them anew
         on_device = _steps_on_device(unit)
-        take = self.streaming.step_with_of(unit, apart) if on_device else apart.step_with
-        step = self._stored.step_of(optimizer, unit, apart, take)
+        take = self.streaming.step_with_of(unit, part) if on_device else part.step_with
+        step = self._stored.step_of(optimizer, unit, take, tensors)
         return step, step.tensors
 
     def _part_at_home(

@@ -18,15 +18,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.apart import Apart, sizes_of_state
+from shardwise.engine.apart import sizes_of_state
 from shardwise.errors import StorageError
 from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
+from shardwise.unit.plain_state import PLAIN_SCALARS
 from shardwise.unit.state_file import Key, StateFile
 from shardwise.unit.stepping import elements_of, set_elements
 from shardwise.unit.unit import Unit
@@ -47,13 +49,16 @@ class StoredState:
         """Tell whether a unit's state rests in a file."""
         return unit in self._files
 
+    def fits(self, optimizer: Any, unit: Unit) -> bool:
+        """Tell whether a unit's file is whole, and has a place for all of its state as it is."""
+        file, held = self._files.get(unit), _held_of(optimizer, unit)
+        return file is not None and file.fits({key: kept.elements for key, kept in held.items()})
+
     def needs_storing(self, optimizer: Any, unit: Unit, params: Params) -> bool:
         """Tell whether the next step of a unit, of these parameters, must store its state anew."""
         if unit.home is None or unit.home.files.optimizer is None:
             return False
-        file = self._files.get(unit)
-        held = {key: elements_of(t) for key, t in _held_of(optimizer, unit).items()}
-        return file is None or not file.fits(held) or bool(self._sizes_to_come(optimizer, params))
+        return not self.fits(optimizer, unit) or bool(self._sizes_to_come(optimizer, params))
 
     def _sizes_to_come(self, optimizer: Any, params: Params) -> list[int]:
         """Return the bytes of each part of the state that parameters without any will get.
@@ -63,7 +68,11 @@ class StoredState:
         sizes = []
         for group, param in params:
             local = elements_of(param)
-            if not optimizer.state.get(param):
+            if optimizer.state.get(param):
+                continue
+            if hasattr(optimizer, "bytes_to_come"):  # one of `optim`
+                sizes += optimizer.bytes_to_come(param)
+            else:
                 asked = group, local.dtype
                 if asked not in self._sizes:
                     self._sizes[asked] = sizes_of_state(optimizer, *asked)
@@ -82,7 +91,7 @@ class StoredState:
                     continue
                 assert unit.home is not None and unit.home.files.optimizer is not None
                 file = StateFile(unit.home.files.optimizer, unit.name)
-                held = [elements_of(t).nbytes for t in _held_of(optimizer, unit).values()]
+                held = [kept.elements.nbytes for kept in _held_of(optimizer, unit).values()]
                 file.reserve([*held, *self._sizes_to_come(optimizer, params)])
                 self._reserved[unit] = file
         except BaseException:
@@ -98,39 +107,39 @@ class StoredState:
         step()
         held = _held_of(optimizer, unit)
         file = self._reserved.pop(unit)
-        file.store({key: elements_of(tensor) for key, tensor in held.items()})
-        for key, tensor in held.items():
-            set_elements(tensor, file.at_rest(key))
+        file.store({key: kept.elements for key, kept in held.items()})
+        for key, kept in held.items():
+            kept.put(file.at_rest(key))
         self._files[unit] = file
         file.disk.reserve(max(file.num_bytes for file in self._files.values()))
 
-    def step_of(self, optimizer: Any, unit: Unit, apart: Apart, take: Take) -> StoredStep:
-        """Return the step of a unit that reads its state and writes it."""
-        return StoredStep(apart, take, self._files[unit], _held_of(optimizer, unit))
+    def step_of(
+        self, optimizer: Any, unit: Unit, take: Take, tensors: Sequence[DTensor]
+    ) -> StoredStep:
+        """Return the step of a unit that reads its state and writes it; ``tensors`` it takes."""
+        return StoredStep(take, tensors, self._files[unit], _held_of(optimizer, unit))
 
 
 class StoredStep:
     """One step of one unit: `begin`, `step` and `finish`, called by different threads.
 
-    ``take`` is `Apart.step_with`, or does the same elsewhere.
+    ``take`` is `Apart.step_with`, or does the same elsewhere. ``state`` are the DTensors that rest
+    in the file, and ``tensors`` all others that take part: parameters and gradients.
     """
 
     def __init__(
-        self, apart: Apart, take: Take, file: StateFile, state: dict[Key, DTensor]
+        self, take: Take, tensors: Sequence[DTensor], file: StateFile, held: dict[Key, _Kept]
     ) -> None:
-        self.state = state
-        self._apart = apart
+        values = [kept.value for kept in held.values()]
+        self.state = [value for value in values if isinstance(value, DTensor)]
+        state = {id(value) for value in self.state}
+        self.tensors = [tensor for tensor in tensors if id(tensor) not in state]
+        self._held = held
         self._take = take
         self._file = file
         self._buffer: Buffer | None = None
         self._read: Transfer | None = None
         self._write: Future[Transfer] = Future()  # begun
-
-    @property
-    def tensors(self) -> list[DTensor]:
-        """The parameters and gradients that take part."""
-        state = {id(tensor) for tensor in self.state.values()}
-        return [tensor for tensor in self._apart.sharded if id(tensor) not in state]
 
     def begin(self, *, if_free: bool = False) -> None:
         """Begin to read the state; ``if_free``: only if there is memory for it now."""
@@ -153,10 +162,10 @@ class StoredStep:
                 with suppress(StorageError):  # it begins again, and says then what is wrong
                     following.begin(if_free=True)
             memory = self._buffer.memory
-            brought = {key: self._file.brought(key, memory) for key in self.state}
-            for key, tensor in self.state.items():
-                if not self._file.is_at_rest(key, elements_of(tensor)):  # somebody has replaced it
-                    brought[key].copy_(elements_of(tensor))
+            brought = {key: self._file.brought(key, memory) for key in self._held}
+            for key, kept in self._held.items():
+                if not self._file.is_at_rest(key, kept.elements):  # somebody has replaced it
+                    brought[key].copy_(kept.elements)
             for key, replaced in self._take(brought).items():
                 brought[key].copy_(replaced)
             write = self._file.start_write(memory, self._buffer.release)
@@ -170,15 +179,44 @@ class StoredStep:
     def finish(self) -> None:
         """Return when the state is in its file."""
         self._write.result().wait()
-        for key, tensor in self.state.items():
-            set_elements(tensor, self._file.at_rest(key))
+        for key, kept in self._held.items():
+            if not self._file.is_at_rest(key, kept.elements):
+                kept.put(self._file.at_rest(key))
 
 
-def _held_of(optimizer: Any, unit: Unit) -> dict[Key, DTensor]:
-    """Return the tensors of a unit's state that are cut as its parameters are."""
-    return {
-        (id(param.sharded), name): value
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of a parameter's state: cut like it, or of this rank alone, as codes are."""
+
+    state: dict[str, Any]
+    name: str
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor itself."""
+        found: torch.Tensor = self.state[self.name]
+        return found
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """This rank's elements, without waiting."""
+        return elements_of(self.value) if isinstance(self.value, DTensor) else self.value
+
+    def put(self, elements: torch.Tensor) -> None:
+        """Let other memory be this rank's elements, without waiting."""
+        if isinstance(self.value, DTensor):
+            set_elements(self.value, elements)
+        else:
+            self.state[self.name] = elements
+
+
+def _held_of(optimizer: Any, unit: Unit) -> dict[Key, _Kept]:
+    """Return the tensors of a unit's state that have elements; not its counts."""
+    all_kept = {
+        (id(param.sharded), name): _Kept(state, name)
         for param in unit.params
-        for name, value in optimizer.state.get(param.sharded, {}).items()
-        if isinstance(value, DTensor) and elements_of(value).numel()
+        for state in [optimizer.state.get(param.sharded, {})]
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim and name not in PLAIN_SCALARS
     }
+    return {key: kept for key, kept in all_kept.items() if kept.elements.numel()}

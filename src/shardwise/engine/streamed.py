@@ -19,7 +19,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.device import Event
-from shardwise.engine.apart import Apart
 from shardwise.homes import LOAD_BYTES
 from shardwise.offload.lane import Lane
 from shardwise.unit.home import Home
@@ -39,8 +38,7 @@ class StreamedStep:
     ) -> None:
         self._part = part
         self._mirrors = _Mirrors(unit)
-        given = (home.memory, state) if isinstance(part, Apart) else ()
-        self._loads = part.loads(LOAD_BYTES, self._mirrors.of, *given)
+        self._loads = part.loads(LOAD_BYTES, self._mirrors.of, home.memory, state)
         self._lane = lane
         self._called = called  # what was enqueued before may still read the mirrors
         self._back: Future[Event | None] = Future()
@@ -114,7 +112,7 @@ class Streaming:
         """Return the step of a part of a unit with a home; called where the optimizer's step is."""
         return self._step(unit, part, _moment(unit), {})
 
-    def step_with_of(self, unit: Unit, part: Apart) -> Callable[[State], State]:
+    def step_with_of(self, unit: Unit, part: Any) -> Callable[[State], State]:
         """Return what does as `Apart.step_with`, but replaces nothing; called as `step_of` is."""
         called = _moment(unit)
 
@@ -148,7 +146,7 @@ def lock_pages(optimizer: Any, unit: Unit) -> None:
     for param in unit.params:
         state = optimizer.state.get(param.sharded, {})
         for key, value in state.items():
-            rests_in_file = home.files.optimizer is not None and isinstance(value, DTensor)
+            rests_in_file = home.files.optimizer is not None
             if not isinstance(value, torch.Tensor) or not value.ndim or rests_in_file:
                 continue
             held = elements_of(value) if isinstance(value, DTensor) else value

@@ -102,6 +102,13 @@ class AdamW(torch.optim.Optimizer):
 
         return PartOfStep(todo)  # nothing changes before all is known to be right
 
+    def bytes_to_come(self, param: torch.Tensor) -> list[int]:
+        """Return the bytes of each tensor that a first step makes for a parameter."""
+        group = next(g for g in self.param_groups if any(param is p for p in g["params"]))
+        kind, local = kind_of(group["moments"], group["block"]), local_of(param)
+        made = kind.empty(place_of(param), torch.empty_like(local, device="meta"))
+        return [tensor.nbytes for tensor in made.values()] * len(MOMENTS)
+
     def saved_state(self, param: torch.Tensor) -> dict[str, Any]:
         """Return a parameter's state as torch's AdamW has it: moments that are codes, decoded.
 

@@ -16,15 +16,15 @@ that saves: with 32 Ki elements a step takes 1.5 times as long. Spans begin at m
 the whole parameter, where blocks and rows of random bits do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.offload.lane import Copies, Load, cut
 from shardwise.optim.kinds import ROW
-from shardwise.optim.moments import AsTheyAre, Held, Moments, Span, computed_in
+from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, Moments, Span, computed_in
 from shardwise.optim.scratch import Scratch
 from shardwise.optim.slices import Place, Slice, finish, keep
 
@@ -77,6 +77,14 @@ class Work:
         inside = Slice(mine.param[lo:hi], mine.grad[lo:hi], there, None)
         return Work(inside, (first, second), self.step, None, self.param, lo)
 
+    def with_state(self, state: Mapping[tuple[int, str], torch.Tensor]) -> "Work":
+        """Return the work with this memory in the place of moments, by parameter's id and name."""
+        moments = [
+            {end: state.get((id(self.param), name + end), flat).view(-1) for end, flat in h.items()}
+            for name, h in zip(MOMENTS, self.moments, strict=True)
+        ]
+        return replace(self, moments=(moments[0], moments[1]))
+
     def with_tensors(self, tensors: Iterator[torch.Tensor]) -> "Work":
         """Return the work with the next of these in the place of `tensors`."""
         param = next(tensors)
@@ -126,15 +134,37 @@ class PartOfStep:
             torch._foreach_add_([each.step for each in work], 1)
             update(work, kind, settings)
 
+    def step_with(
+        self, state: Mapping[tuple[int, str], torch.Tensor]
+    ) -> dict[tuple[int, str], torch.Tensor]:
+        """Step with this memory in the place of some of the state, by id and name.
+
+        It has what the step makes of it, so nothing is returned to be put there.
+        """
+        self._bring(state)
+        self()
+        return {}
+
+    def _bring(self, state: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        self._todo = [
+            ([each.with_state(state) for each in work], kind, settings)
+            for work, kind, settings in self._todo
+        ]
+
     @torch.no_grad()
     def loads(
-        self, num_bytes: int, mirror: Callable[[Any], torch.Tensor | None], *_: Any
+        self,
+        num_bytes: int,
+        mirror: Callable[[Any], torch.Tensor | None],
+        make_memory: object,
+        state: Mapping[tuple[int, str], torch.Tensor],
     ) -> Iterator[Load]:
         """Yield the step as loads of a lane, of about so many bytes.
 
         ``mirror`` tells where on the device a parameter's new values go as well, asked once for
-        each part of one.
+        each part of one; ``state`` as in `step_with`. All memory is there.
         """
+        self._bring(state)
         for work, kind, settings in self._todo:
             torch._foreach_add_([each.step for each in work], 1)
             yield from _loads(work, kind, settings, num_bytes, mirror)
