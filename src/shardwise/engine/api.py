@@ -78,9 +78,8 @@ def shard(
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
-    **Raises** ConfigError, before anything is changed, naming the setting and the remedy; on all
-    ranks when they differ in version, setting or model, or when one of them refuses. StorageError
-    on all ranks, with nothing changed, where one has no room for what is offloaded.
+    **Raises** ConfigError, before anything is changed, naming setting and remedy; on all ranks when
+    they differ in version, setting or model, or when one refuses or lacks room (StorageError).
     """
     try:
         wanted = layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
@@ -99,10 +98,7 @@ def shard(
     check_host_room(comm.control, specs, config, axes.shard.size)
     engine = Engine(config, comm, FullParamLedger())
     materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
-    materializer.check(specs)
-    if config.state_offload is not None:
-        make_room(comm.control, partial(materializer.reserve, specs))
-    materializer.agree_on_seed()
+    _check_and_reserve(materializer, specs, config, comm)
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
     attach_engine(model, engine, _build(model, remaining, materializer, adoption))
@@ -116,6 +112,16 @@ def _agreed(facts: list[str], axes: DataAxes, device: torch.device | None) -> Co
     agree(comm.control, facts, "shard()")
     comm.agree_on_number()
     return comm
+
+
+def _check_and_reserve(
+    materializer: Materializer, specs: Sequence[UnitSpec], config: ShardConfig, comm: Comm
+) -> None:
+    """Refuse what cannot be built, or has no room on some rank, before anything is changed."""
+    materializer.check(specs)
+    if config.state_offload is not None:
+        make_room(comm.control, partial(materializer.reserve, specs))
+    materializer.agree_on_seed()
 
 
 def _build(

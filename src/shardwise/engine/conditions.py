@@ -37,6 +37,7 @@ class Conditions:
         self._half_loaded: set[str] = set()
         self.num_loads = 0  # begun, on all ranks alike
         self._checks: list[Callable[[], None]] = []
+        self.steppers: list[Callable[[list[Any]], None]] = []  # take units whose means are final
         self.rounds = Alone()
 
     # -- full parameters in the modules

@@ -35,7 +35,7 @@ _OVERLAP = "_shardwise_overlap"
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - a type
 
 
-def overlap(optimizer: O, *, threads: int | None = None) -> O:
+def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = False) -> O:
     """Let an optimizer's step go on in the background; return the optimizer.
 
     Its ``step()`` returns at once, and takes the same steps to the bit. The next forward pass waits
@@ -43,6 +43,10 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
     parameter, clipping, saving and evaluating wait for what they need. ``threads`` are those of the
     step; None is as many as the caller has. See Note [A step behind the next forward pass] in
     `steps`.
+
+    With ``in_backward`` a unit's step begins as soon as its gradients are final, in the backward
+    pass of the last micro-batch, and ``step()`` completes the rest: for loops that neither clip nor
+    scale. What is stepped refuses to be read until ``step()``; see `early`.
 
     Steps are plain, and block, where they make a parameter's state (the first with it), on an
     accelerator (where they do not block anyway), inside accumulation windows, and while `unshard()`
@@ -54,6 +58,7 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
 
     **Raises** ConfigError for an optimizer that is not known to work element by element. What
     fails in the background raises ShardError in the next call that waits, with unit and rank.
+    StateError where a step in backward was not, or could not be, followed by ``step()``.
     """
     if not is_elementwise(optimizer):
         raise ConfigError(
@@ -65,6 +70,8 @@ def overlap(optimizer: O, *, threads: int | None = None) -> O:
         raise ConfigError(f"threads={threads}: expected 1 or more, or None")
     if _OVERLAP not in vars(optimizer):
         vars(optimizer)[_OVERLAP] = Overlap(optimizer, threads)
+    if in_backward:
+        vars(optimizer)[_OVERLAP].begin_in_backward(optimizer)
     return optimizer
 
 

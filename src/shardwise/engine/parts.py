@@ -16,7 +16,7 @@ from shardwise.comm.control import Control
 from shardwise.engine.adoption import state_to_save
 from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
-from shardwise.errors import ConfigError, ShardError
+from shardwise.errors import ConfigError, ShardError, StateError
 from shardwise.offload.disk import Disk
 from shardwise.unit.stepping import finish_all
 from shardwise.unit.unit import Unit
@@ -120,7 +120,7 @@ class Parts:
                 try:
                     unit.finish_steps()
                     finish_all(unit.writes)
-                except ShardError as failure:
+                except (ShardError, StateError) as failure:
                     for step in (*unit.steps, *unit.writes):
                         step.give_up()
                     unit.steps, unit.writes = [], []

@@ -42,7 +42,19 @@ def end_passes(engine: Engine) -> None:
     if engine.conditions.is_last_micro_batch is False:
         _keep(engine)
     else:
-        engine.reduce_kept()
+        _reduce(engine, last=True)
+
+
+def _reduce(engine: Engine, *, last: bool) -> None:
+    """Reduce the gradients that are there, wherever they came from; free what is full."""
+    for unit in engine.units:
+        if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
+            unit.enter_grad_state(GradState.PARTIAL)
+        if not unit.settings.stays_full:
+            unit.unpin()
+    with engine.conditions.micro_batch(last=last):
+        engine.on_pass([])  # those that another rank may have take part, as in any pass
+        engine.on_pass_end()
 
 
 def _has_grad(param: ShardedParam) -> bool:
@@ -54,7 +66,7 @@ def _keep(engine: Engine) -> None:
     """Keep the sums on this rank, and free what is full."""
     for unit in engine.units:
         unit.settings = replace(unit.settings, keeps_grads=True)
-    engine.reduce_kept(last=False)
+    _reduce(engine, last=False)
     for unit in engine.units:
         unit.settings = replace(unit.settings, keeps_grads=False)
         if unit.grad_state is GradState.PARTIAL:

@@ -309,13 +309,20 @@ class Engine:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
         unit.comm.tracer.mark_end("backward", unit.name)
         self._schedule.after_backward(unit, is_last=self.conditions.is_last_micro_batch)
+        self._step_early()
+
+    def _step_early(self) -> None:
+        """Let units be stepped whose gradients are final, where an optimizer is to."""
+        if self.conditions.steppers and self.is_last_micro_batch and not any_grad_hooks(self.units):
+            final = self._reductions.finish_waited()
+            for step in self.conditions.steppers:
+                step(final)
 
     def on_pass_end(self) -> None:
         """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
         is_last = self.conditions.is_last_micro_batch
         keeps = not is_last and any(unit.settings.keeps_grads for unit in self.units)
         self.window_open = is_last is False or keeps
-        self.num_reduced += not self.window_open
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)
@@ -330,6 +337,8 @@ class Engine:
         for unit in self.units:
             if not unit.settings.stays_full:
                 unit.hide()  # what steps, clips and zeroes gradients needs the sharded ones
+        self._step_early()
+        self.num_reduced += not self.window_open
         if self.is_last_micro_batch and any_grad_hooks(self.units):
             self.finish_reductions()
             self._runs_grad_hooks = True
@@ -347,7 +356,8 @@ class Engine:
         if self.window_open and any(unit.has_local_sum for unit in self.units):
             warn_of_dropped_window()
         self.window_open = False
-        self._reductions.drop()
+        if self._reductions.drop():
+            self.conditions.refuse("a backward pass raised that steps had begun in. load() it")
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()
@@ -365,17 +375,6 @@ class Engine:
     def reductions(self) -> Reductions:
         """Gradients on their way to ``p.grad``."""
         return self._reductions
-
-    def reduce_kept(self, *, last: bool = True) -> None:
-        """Reduce the gradients that are there, wherever they came from; free what is full."""
-        for unit in self.units:
-            if unit.grad_state is GradState.EMPTY and any(s.has_partial for s in unit.params):
-                unit.enter_grad_state(GradState.PARTIAL)
-            if not unit.settings.stays_full:
-                unit.unpin()
-        with self.conditions.micro_batch(last=last):
-            self.on_pass([])  # those that another rank may have take part, as in any pass
-            self.on_pass_end()
 
     def allow_in_flight(self, num: int) -> None:
         """Let so many reductions be in flight from now on."""
