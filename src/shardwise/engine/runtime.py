@@ -357,7 +357,7 @@ class Engine:
             warn_of_dropped_window()
         self.window_open = False
         if self._reductions.drop():
-            self.conditions.refuse("a backward pass raised that steps had begun in. load() it")
+            self.conditions.refuse("a backward pass raised after steps had begun in it. load()")
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()

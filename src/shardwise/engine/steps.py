@@ -94,6 +94,7 @@ class Overlap:
         self._stored = StoredState()
         self._early: Early | None = None
         self._num_loads = 0  # of the models, when the ranks last asked each other
+        self._some_rank_stores = False  # what they have answered, until the step is taken
         self.streaming = Streaming()
         self._thread = ThreadPoolExecutor(1, "shardwise-step")
         self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
@@ -196,6 +197,7 @@ class Overlap:
                     self._stored.step_and_store(optimizer, unit, step)
                 else:
                     step()
+            self._some_rank_stores = False
         except BaseException as failure:
             why = f"the optimizer's step failed part of the way: {failure}"
             for engine in _engines_of(found.by_unit):
@@ -214,10 +216,10 @@ class Overlap:
         needs = [u for u, p in by_unit.items() if u and self._stored.needs_storing(optimizer, u, p)]
         engines = _engines_of(filter(_has_disk, by_unit))
         num_loads = sum(engine.conditions.num_loads for engine in engines)
-        if not engines or num_loads == self._num_loads:
-            return bool(needs)
-        self._num_loads = num_loads
-        return any_rank(engines[0].comm.control, bool(needs))
+        if engines and num_loads != self._num_loads:
+            self._num_loads = num_loads
+            self._some_rank_stores = any_rank(engines[0].comm.control, bool(needs))
+        return bool(needs) or self._some_rank_stores
 
     def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
         self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
