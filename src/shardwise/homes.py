@@ -1,11 +1,14 @@
 """Where training state may rest: on the device, in host memory, or in files; what is asked for."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any, Literal
 
 from shardwise.errors import ConfigError
 
 LOAD_BYTES = 128 << 20  # of what passes the device at once: long copies, and little memory there
+NUM_BUFFERS = 3  # of a disk: one is read into, one stepped, one written
 LOADS = 3  # at once: one comes, one is worked on, one goes back
 _EXPECTED = "'device', 'cpu' (host memory) or 'nvme:FOLDER' (files in a folder of this machine)"
 
@@ -45,6 +48,18 @@ class Offload:
         params, grads, optimizer = (place.partition(":")[0] for place in places)
         return params, grads, optimizer, self.fraction, self.step_on or "host", self.activations
 
+    def num_staying(self, numels: Sequence[int]) -> int:
+        """Return how many units stay on the device, of units of so many elements: the first."""
+        if not self.moves_state:
+            return len(numels)
+        stay = (1 - self.fraction) * sum(numels)
+        return sum(total <= stay for total in accumulate(numels))
+
+
+def tier_of(place: str | None) -> str:
+    """Return "device", "cpu" or "nvme", of a place that was checked; None is "cpu"."""
+    return (place or "cpu").partition(":")[0]
+
 
 def folders_of(place: str | None) -> tuple[str, ...]:
     """Return the folders that a place names; none where it is no place in files."""
@@ -55,28 +70,43 @@ def folders_of(place: str | None) -> tuple[str, ...]:
 OffloadLike = str | Offload | None
 
 
-def resolve_offload(asked: OffloadLike) -> Offload | None:
+def offload_of(value: str | Mapping[str, Any] | OffloadLike) -> OffloadLike:
+    """Return an offload that a file or a flag writes as fields; leave all else be.
+
+    **Raises** ConfigError for a field that there is none of.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    known = [field.name for field in fields(Offload)]
+    for name in value:
+        if name not in known:
+            raise ConfigError(f"offload: {name!r} is none of {', '.join(sorted(known))}")
+    return Offload(**value)
+
+
+def resolve_offload(asked: OffloadLike, *, names_folders: bool = True) -> Offload | None:
     """Check what is asked for, and complete it; None where all stays on the device.
 
     "cpu" is everything in host memory; "nvme:FOLDER" is that with the optimizer's state in files.
+    A plan, which opens none, takes "nvme" as well: ``names_folders`` is False.
 
     **Raises** ConfigError, naming the field, what came and what would do.
     """
     if asked is None:
         return None
     if isinstance(asked, str):
-        if _tier(asked) not in ("cpu", "nvme"):
+        if _tier(asked, names_folders) not in ("cpu", "nvme"):
             raise ConfigError(
                 f"offload={asked!r}: expected 'cpu' (what a rank owns, and the optimizer's step, "
                 "are in host memory), 'nvme:FOLDER' (the optimizer's state is in files), a "
                 "shardwise.Offload for each kind, or None"
             )
-        return resolve_offload(Offload("cpu", "cpu", asked))
+        return resolve_offload(Offload("cpu", "cpu", asked), names_folders=names_folders)
     if not isinstance(asked, Offload):
         raise ConfigError(f"offload={asked!r}: expected 'cpu', a shardwise.Offload or None")
     for name in ("params", "grads", "optimizer"):
         place = getattr(asked, name)
-        if place is not None and _tier(place) is None:
+        if place is not None and _tier(place, names_folders) is None:
             raise ConfigError(f"offload: {name}={place!r}: expected {_EXPECTED}")
     if asked.activations not in ("device", "cpu"):
         raise ConfigError(
@@ -93,9 +123,9 @@ def resolve_offload(asked: OffloadLike) -> Offload | None:
     return Offload(activations="cpu") if asked.activations == "cpu" else None
 
 
-def _tier(place: object) -> str | None:
+def _tier(place: object, names_folders: bool) -> str | None:
     """Return "device", "cpu" or "nvme"; None for what is no place."""
-    if place in ("device", "cpu"):
+    if place in ("device", "cpu") or (place == "nvme" and not names_folders):
         return str(place)
     tier, _, folders = place.partition(":") if isinstance(place, str) else ("", "", "")
     return tier if tier == "nvme" and all(folders.split(",")) else None

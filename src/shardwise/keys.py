@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from shardwise.errors import ConfigError
@@ -25,6 +26,39 @@ def key(default: Any, panel: str, description: str, **limits: Any) -> Any:
 def flag_of(name: str) -> str:
     """Return the flag of a key."""
     return f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def read_options(value: Any) -> dict[str, Any] | None:
+    """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
+
+    **Raises** ValueError where it is none of both.
+    """
+    if isinstance(value, str):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError("expected `{name: value, ...}`") from None
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("expected `{name: value, ...}`")
+    return {str(name): _with_numbers(item) for name, item in value.items()} or None
+
+
+def _with_numbers(value: Any) -> Any:
+    """Read text that is a number, as in a list of them, as the number."""
+    if isinstance(value, list | tuple):
+        return [_with_numbers(item) for item in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def read_fields(value: Any) -> Any:
+    """Read text that begins with a brace as fields; leave all else be. **Raises** ValueError."""
+    is_fields = isinstance(value, str) and value.lstrip().startswith("{")
+    return read_options(value) if is_fields else value
 
 
 def check_keys(

@@ -25,13 +25,13 @@ from ranks import run_ranks
 from shardwise.cli.plan_accounting import accounting_json, show_accounting
 from shardwise.config import Precision
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload
+from shardwise.plan.accounted import Bytes, Setup
 from shardwise.plan.accounting import (
     MAX_PARAMS,
-    Setup,
     account,
     account_setup,
 )
-from shardwise.plan.candidate import Offload, OffloadHome
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS
 from shardwise.quantities import parse_count
 
@@ -260,21 +260,24 @@ def test_the_lines_are_what_the_engine_holds_and_sends(num_ranks: int) -> None:
 
 
 def test_zero_offload_leaves_two_bytes_on_the_device_and_puts_fourteen_on_the_host() -> None:
-    found = account("13B", 1, 2, "zero_paper", offload=Offload(optimizer="host"))
+    found = account("13B", 1, 2, "zero_paper", offload=Offload(optimizer="cpu"))
     assert (found.device_bytes, found.host_bytes) == (26 * GB, 14 * 13 * GB)
 
 
 @pytest.mark.parametrize(
     ("precision", "offload", "to_host", "to_device", "read", "written"),
     [
-        ("zero_paper", Offload(optimizer="host"), 2, 2, 0, 0),
-        ("bf16", Offload(optimizer="host"), 4, 2, 0, 0),
-        ("zero_paper", Offload(params="host", optimizer="host"), 2, 4, 0, 0),
+        ("zero_paper", Offload(optimizer="cpu"), 2, 2, 0, 0),
+        ("bf16", Offload(optimizer="cpu"), 4, 4, 0, 0),  # the masters are cast on the device
+        ("bf16", Offload("cpu", None, "cpu"), 4, 8, 0, 0),
+        ("bf16", Offload(optimizer="cpu", step_on="device"), 4 + 12, 16, 0, 0),
+        ("bf16", Offload("cpu", None, "cpu", step_on="device"), 4 + 12, 16 + 8, 0, 0),
+        ("bf16", Offload("cpu", "nvme", "nvme"), 4, 8, 4 + 8, 4 + 8),
+        ("zero_paper", Offload(params="cpu", optimizer="cpu"), 2, 4, 0, 0),
         ("zero_paper", Offload(optimizer="nvme"), 2, 2, 12, 12),
         ("zero_paper", Offload(params="nvme", optimizer="nvme"), 2, 4, 12 + 4, 12 + 2),
         ("fp32", Offload(params="nvme", optimizer="nvme"), 4, 8, 12 + 8, 12),
-        ("fp32", Offload(params="nvme", optimizer="host"), 4, 8, 8, 4),
-        ("bf16", Offload(params="host"), 2, 4, 0, 0),
+        ("fp32", Offload(params="nvme", optimizer="cpu"), 4, 8, 4 + 8, 4),
     ],
 )
 def test_traffic_of_offload_is_so_many_bytes_per_parameter(
@@ -294,11 +297,13 @@ def test_everything_on_nvme_leaves_the_device_empty_and_gradients_on_the_host() 
     found = account("1T", 512, offload=Offload(params="nvme", optimizer="nvme"))
     assert found.device_bytes == 0
     assert found.host_bytes == found.gradients.host == 4 * 10**12 // 512
-    assert found.nvme_bytes == (2 + 4 + 8) * 10**12 // 512
+    assert found.nvme_bytes == (4 + 8) * 10**12 // 512
+    in_paper = account("1T", 512, precision="zero_paper", offload=Offload("nvme", None, "nvme"))
+    assert in_paper.nvme_bytes == (2 + 4 + 8) * 10**12 // 512
 
 
 def test_host_memory_of_a_node_does_not_grow_with_the_number_of_nodes() -> None:
-    offload = Offload(optimizer="host")
+    offload = Offload(optimizer="cpu")
     nodes = [account("8.03B", 8 * n, 2, offload=offload).host_bytes_per_node for n in range(1, 9)]
     assert nodes == sorted(nodes, reverse=True) and nodes[0] > 7 * nodes[-1]
     assert account(GB, 2, 2, offload=offload).host_bytes_per_node == 16 * GB
@@ -306,7 +311,7 @@ def test_host_memory_of_a_node_does_not_grow_with_the_number_of_nodes() -> None:
 
 # -- properties
 
-homes = st.sampled_from(["device", "host", "nvme"])
+homes = st.sampled_from(["cpu", "nvme"])
 names = st.sampled_from(sorted(PRECISIONS))
 optimizers = st.sampled_from(sorted(OPTIMIZERS))
 counts = st.integers(1, 10**15)
@@ -315,8 +320,8 @@ counts = st.integers(1, 10**15)
 @st.composite
 def setups(draw: st.DrawFn) -> Setup:
     stage = draw(st.integers(0, 3))
-    params: OffloadHome = draw(homes) if stage == 3 else "device"
-    fraction = draw(st.floats(0, 1))
+    away = Offload(draw(homes | st.just("device")), draw(homes), draw(homes), draw(st.floats(0, 1)))
+    away = replace(away, step_on=draw(st.sampled_from([None, "host", "device"])))
     every: Literal["step", "micro_batch"] | None = draw(
         st.sampled_from([None, "step", "micro_batch"])
     )
@@ -326,7 +331,7 @@ def setups(draw: st.DrawFn) -> Setup:
         replicas=draw(st.integers(1, 3000)),
         precision=draw(names),
         optimizer=draw(optimizers),
-        offload=Offload(params, draw(homes), fraction),
+        offload=draw(st.sampled_from([Offload(), away])),
         accumulation=draw(st.integers(1, 100)),
         reduce_every=every,
     )
@@ -337,7 +342,8 @@ def test_the_lines_add_up_and_nothing_is_negative(params: int, setup: Setup) -> 
     found = account_setup(params, setup)
     for home in ("device", "host", "nvme"):
         assert getattr(found.total, home) == sum(getattr(b, home) for b in found.lines.values())
-    assert found.total == found.between_steps + found.gradients
+    on_host = Bytes(host=found.gradients.host)  # stays
+    assert found.total + on_host == found.between_steps + found.gradients
     assert all(v >= 0 for b in found.lines.values() for v in asdict(b).values())
     assert all(v >= 0 for v in asdict(found.traffic).values())
 
@@ -385,7 +391,7 @@ def test_all_ranks_together_hold_all_of_the_state(params: int, setup: Setup) -> 
     assert whole <= together
 
 
-@given(st.integers(1, 10**15), setups().filter(lambda s: s.offload.params == "device"))
+@given(st.integers(1, 10**15), setups())
 def test_the_largest_model_fits_and_one_more_parameter_does_not(memory: int, setup: Setup) -> None:
     found = largest_model(memory, setup)
     assert found == 0 or account_setup(found, setup).device_bytes <= memory
@@ -452,12 +458,11 @@ def test_what_is_no_whole_number_is_refused_by_name(text: Any) -> None:
         ({"precision": "bf61"}, "precision='bf61': .*did you mean 'bf16'"),
         ({"optimizer": "adam_w"}, "optimizer='adam_w': .*did you mean 'adamw'"),
         ({"reduce_every": "never"}, "reduce_every='never': "),
-        ({"offload": Offload(optimizer="cpu")}, "offload.optimizer='cpu': .*host, nvme"),
-        ({"offload": Offload(activations="nvme")}, "offload.activations='nvme': .*device, host"),
-        ({"offload": Offload(params="hots")}, "offload.params='hots': .*did you mean 'host'"),
-        ({"offload": Offload(params="host"), "stage": 2}, "offload.params='host' with stage=2"),
-        ({"offload": Offload("device", "host", 1.5)}, "offload.optimizer_fraction=1.5: "),
-        ({"offload": Offload("device", "host", float("nan"))}, "optimizer_fraction=nan: "),
+        ({"offload": Offload(optimizer="disk")}, "offload: optimizer='disk': .*'nvme:FOLDER'"),
+        ({"offload": Offload(activations="nvme")}, "offload: activations='nvme': .*'device' or"),
+        ({"offload": Offload(params="cpu")}, "params='cpu' with optimizer='device': .*rests where"),
+        ({"offload": Offload("device", None, "cpu", 1.5)}, "offload: fraction=1.5: "),
+        ({"offload": Offload("device", None, "cpu", float("nan"))}, "offload: fraction=nan: "),
     ],
 )
 def test_a_wrong_field_is_named_with_what_was_expected(
@@ -474,9 +479,9 @@ def test_what_is_left_out_is_said() -> None:
     said = " ".join(account(GB, 8, 3).left_out)
     assert "Activations" in said and "gathered" in said and "step counter" in said
     assert "engine does not run it" not in said and "offload" not in said.lower()
-    said = " ".join(account(GB, 8, 1, "zero_paper", "muon", Offload(optimizer="host")).left_out)
+    said = " ".join(account(GB, 8, 1, "zero_paper", "muon", Offload(optimizer="cpu")).left_out)
     assert "Muon updates matrices" in said and "engine does not run it" in said
-    assert "Pinned" in said and "counted in full" in said
+    assert "whole units of a model" in said and "counted in full" in said
     assert "counted in full" not in " ".join(account(GB, 8, 1, accumulation=2).left_out)
 
 
@@ -495,8 +500,8 @@ def test_the_table_marks_the_chosen_stage_and_fits_a_terminal() -> None:
     assert "7,000,000,000 parameters, 8 ranks, fp32, adamw" in text and "left out" in text
 
 
-def test_offloaded_parameters_are_shown_beside_the_stages_that_cannot() -> None:
-    text = rendered(120, params="1T", ranks=512, offload=Offload("nvme", "host"), replicas=2)
+def test_parameters_in_files_are_shown_beside_the_stages_that_keep_full_ones() -> None:
+    text = rendered(120, params="1T", ranks=512, offload=Offload("nvme", None, "cpu"), replicas=2)
     assert "2 x 512 ranks" in text and "host memory of a node (8 ranks)" in text
     assert len([line for line in text.splitlines() if "TiB" in line or "GiB" in line]) == 5
 
@@ -513,10 +518,10 @@ def units_of(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_the_json_has_all_stages_and_a_unit_in_every_key() -> None:
-    chosen = account("7e9", 8, 3, "fp32", offload=Offload(optimizer="host"))
+    chosen = account("7e9", 8, 3, "fp32", offload=Offload(optimizer="cpu"))
     data = json.loads(json.dumps(accounting_json(chosen)))
     fractional = [k for k, v in units_of(data) if isinstance(v, float)]
-    assert fractional == ["optimizer_fraction"]
+    assert fractional == ["fraction"]
     inputs = {f.name for f in fields(Setup)} | {"params", "world_size"}
     for key, value in units_of(data):
         if isinstance(value, int) and key not in inputs:

@@ -15,7 +15,8 @@ from ranks import run_ranks
 from shardwise import layer_by_layer, shard, stats
 from shardwise.cli.plan_setup import set_up
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.homes import Offload
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Transfer
@@ -69,7 +70,7 @@ def test_traffic_and_full_parameters_are_those_of_a_run() -> None:
 def test_what_is_gathered_and_fetched_does_not_grow_with_the_micro_batches(
     precision: str, recomputes: bool
 ) -> None:
-    offload = Offload(params="host", optimizer="host")
+    offload = Offload(params="cpu", optimizer="cpu")
     candidate = replace(SMALL, precision=precision, offload=offload)
     tape = make_tape(MODEL, recomputes=recomputes)
     alone, rounds = play(tape, candidate), play(tape, in_rounds(candidate, 5))
@@ -113,7 +114,7 @@ def test_the_key_of_a_run_and_the_flag_decide_the_plan(tmp_path: Path) -> None:
     assert not set_up(str(run), flags).candidate.in_rounds
     with pytest.raises(ValueError, match="leave it out with pp, which has pp_schedule"):
         PlanRequest(pp=2, accumulation_order="breadth_first")
-    away = replace(in_rounds(SMALL, 2), offload=Offload(activations="host"))
+    away = replace(in_rounds(SMALL, 2), offload=Offload(activations="cpu"))
     with pytest.raises(ConfigError, match="leave out --offload-activations"):
         play(make_tape(MODEL), away)
     assert not replace(in_rounds(SMALL, 2), activation_checkpointing="full").with_inputs_away

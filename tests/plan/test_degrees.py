@@ -12,7 +12,8 @@ from shardwise.cli.plan import run_plan, run_simulate
 from shardwise.cli.plan_setup import set_up
 from shardwise.cli.simulate import scenario_of
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.homes import Offload
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.links import send_seconds
 from shardwise.plan.machine.pricing import Prices
@@ -282,7 +283,7 @@ def test_noise_in_a_long_window_is_averaged_not_multiplied() -> None:
     [
         {"num_shards": 4, "accumulation": 2},
         {"num_shards": 2, "num_replicas": 2, "stage": 2},
-        {"num_shards": 2, "offload": Offload("host", "nvme"), "accumulation": 2},
+        {"num_shards": 2, "offload": Offload("cpu", None, "nvme"), "accumulation": 2},
         {"num_shards": 2, "tp": 2, "pp": 3},
     ],
 )

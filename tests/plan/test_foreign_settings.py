@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload
 from shardwise.interop.foreign_settings import read_accelerate, read_deepspeed
-from shardwise.plan.candidate import Offload
 
 ZERO3_OFFLOAD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -53,7 +53,7 @@ def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path: Path
         "global_batch": 256,
         "optimizer": "adamw",
         "prefetch_bytes": 100_000_000,
-        "offload": Offload("nvme", "host", 0.3),
+        "offload": Offload("nvme", None, "cpu", 0.3),
     }
 
 
@@ -154,7 +154,7 @@ fsdp_config:
         "ranks": 8,
         "units": ("LlamaDecoderLayer",),
         "activation_checkpointing": "full",
-        "offload": Offload("host", "host"),
+        "offload": "cpu",
     }
 
 
@@ -163,7 +163,7 @@ def test_accelerate_takes_the_deepspeed_file_that_it_names(tmp_path: Path) -> No
     text = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
     found = read_accelerate(write_yaml(tmp_path, text))
     assert found.values["stage"] == 3
-    assert found.values["offload"] == Offload("nvme", "host", 0.3)
+    assert found.values["offload"] == Offload("nvme", None, "cpu", 0.3)
 
 
 def test_accelerate_without_a_strategy_is_replicated(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_flag_in_quotes_is_a_flag(tmp_path: Path, text: str) -> None:
     on = f"fsdp_config:\n{lines}".replace("false", "true").replace("False", "True")
     found = read_accelerate(write_yaml(tmp_path, on))
     assert found.values["activation_checkpointing"] == "full"
-    assert found.values["offload"] == Offload("host", "host")
+    assert found.values["offload"] == "cpu"
 
 
 def test_a_mesh_of_accelerate_is_planned_with_its_replicas(tmp_path: Path) -> None:

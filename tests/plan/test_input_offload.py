@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from ranks import run_ranks
 from shardwise import Offload as Away
 from shardwise import shard, stats
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.homes import Offload
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
@@ -26,7 +27,7 @@ from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
 
 BLOCKS, DIM, SEQ, VOCAB, ROWS = 5, 32, 16, 64, 2
-HOST = Offload(activations="host")
+HOST = Offload(activations="cpu")
 
 
 def decoder() -> nn.Module:
@@ -103,7 +104,7 @@ def test_planned_host_bytes_are_those_of_a_run(
     if make is llama:
         pytest.importorskip("transformers")
     tape = tape_of(make, precision, units)
-    planned = play(tape, candidate_of(precision, units, HOST)).host_bytes
+    planned = play(tape, candidate_of(precision, units, HOST)).host.total
     size = 2 if precision == "bf16" else 4
     assert planned == (BLOCKS - 1) * ROWS * SEQ * DIM * size
     assert run_ranks(host_bytes_of_a_run, 1, make, precision, units) == [planned]
@@ -154,7 +155,7 @@ def test_micro_batches_in_flight_have_memory_each() -> None:
     two = replace(candidate_of("fp32", None, HOST), pp=2, accumulation=4)
     stages = model.stages(two)
     each = (BLOCKS - 1) * ROWS * SEQ * DIM * 4
-    assert [play(tape, two).host_bytes for tape in stages.values()] == [2 * each, each]
+    assert [play(tape, two).host.total for tape in stages.values()] == [2 * each, each]
     plain = replace(two, offload=Offload())
     for number, tape in stages.items():
         begins = [
@@ -180,7 +181,7 @@ def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
     )
     found = search(model, cluster, space)
     met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
-    moved = [c for c in met if c.offload.activations == "host"]
+    moved = [c for c in met if c.offload.activations == "cpu"]
     without = [replace(c, offload=Offload()) for c in moved]
     lost = {r.candidate: r.reason for r in found.rejected}
     assert all(c.activation_checkpointing == "full" for c in moved)
@@ -189,10 +190,10 @@ def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
     capacity = min(cluster.node.accelerator.memory_bytes, 1 << 50)
     for each in wide.pareto:
         fits = plan(model, cluster, replace(each.candidate, offload=Offload()))
-        is_moved = each.candidate.offload.activations == "host"
+        is_moved = each.candidate.offload.activations == "cpu"
         assert is_moved == (fits.memory.high_bytes > capacity)
     never = search(model, cluster, replace(space, may_move_inputs=False))
-    assert not [p for p in never.pareto if p.candidate.offload.activations == "host"]
+    assert not [p for p in never.pareto if p.candidate.offload.activations == "cpu"]
     best = found.winner
     assert best is not None and never.winner is not None
     assert best.tokens_per_s >= never.winner.tokens_per_s

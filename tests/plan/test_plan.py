@@ -20,7 +20,8 @@ from decoders import (
     shapes,
 )
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.homes import Offload
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.margins import MemoryInterval
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.planning import Plan, plan
@@ -97,7 +98,7 @@ def test_twice_the_bandwidth_or_speed_is_never_slower_and_needs_the_same_memory(
     STAGES,
     st.sampled_from([1, 3]),
     st.integers(5, 9),
-    st.sampled_from([Offload(), Offload(optimizer="host"), Offload("host", "nvme")]),
+    st.sampled_from([Offload(), Offload(optimizer="cpu"), Offload("cpu", None, "nvme")]),
 )
 def test_a_long_window_is_the_same_as_one_played_in_full(
     shape: DecoderShape,
@@ -107,8 +108,6 @@ def test_a_long_window_is_the_same_as_one_played_in_full(
     accumulation: int,
     offload: Offload,
 ) -> None:
-    if stage < 3:
-        offload = replace(offload, params="device")
     sizes = {"num_shards": num_shards, "accumulation": accumulation, "offload": offload}
     short = make_plan(shape, stage=stage, **sizes, **others)
     with pytest.MonkeyPatch.context() as patch:
@@ -119,6 +118,8 @@ def test_a_long_window_is_the_same_as_one_played_in_full(
     assert short.memory == full.memory
     assert short.played.program.sent_bytes == full.played.program.sent_bytes
     assert short.played.program.num_collectives == full.played.program.num_collectives
+    assert short.played.program.copied_bytes == full.played.program.copied_bytes
+    assert (short.played.host, short.played.files) == (full.played.host, full.played.files)
     assert short.step_s == pytest.approx(full.step_s, rel=1e-6)
 
 

@@ -245,8 +245,7 @@ def test_blocks_that_a_plan_does_not_count_are_refused(
     ("flags", "reason"),
     [
         (["gpt2"], "gpt2"),
-        (["demo", "--offload-params", "host"], "add --offload-optimizer host"),
-        (["demo", "--offload-optimizer", "nvme"], "`offload: nvme:FOLDER`"),
+        (["demo", "--offload-optimizer", "nvme"], "--offload nvme:/local/ssd"),
         (["demo", "--activation-checkpointing", "selective"], "selective"),
         (["demo", "--optimizer", "lion"], "'lion'"),
         (["demo", "--precision", "pure_bf16"], "'bf16'"),
@@ -431,27 +430,27 @@ def test_a_run_with_its_state_in_host_memory_is_planned_so_and_written_again(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, written = tmp_path / "run.yaml", tmp_path / "written.yaml"
-    for stage, params in ((3, "host"), (1, "device")):
+    for stage in (3, 1):
         path.write_text(f"{tiny.read_text()}\nstage: {stage}\noffload: cpu\n")
         call = [str(path), "--ranks", "2", "--gpu", "h100-sxm", "--json", "--write", str(written)]
         assert run_plan(call) == 0
         found = json.loads(capsys.readouterr().out)
-        assert found["candidate"]["offload"]["params"] == params
-        assert found["candidate"]["offload"]["optimizer"] == "host"
+        offload = found["candidate"]["offload"]
+        assert (offload["params"], offload["grads"], offload["optimizer"]) == ("cpu", "cpu", "cpu")
         assert load_config(written, {}).offload == "cpu"
     asked = [*call[:5], "--offload-optimizer", "host", "--offload-fraction", "0.5"]
     assert run_plan([*asked, "--write", str(written)]) == 0
-    wanted = {"params": "device", "optimizer": "cpu", "fraction": 0.5}
+    wanted = {"params": "cpu", "optimizer": "cpu", "fraction": 0.5}
     assert load_config(written, {}).offload == wanted
     assert run_plan([*asked, "--offload-step-on", "device", "--write", str(written)]) == 0
     assert load_config(written, {}).offload == wanted | {"step_on": "device"}
     capsys.readouterr()
     assert run_plan([str(written), *call[1:6]]) == 0
     found = json.loads(capsys.readouterr().out)["candidate"]["offload"]
-    assert (found["step_on"], found["optimizer_fraction"]) == ("device", 0.5)
+    assert (found["step_on"], found["fraction"]) == ("device", 0.5)
     path.write_text(f"{tiny.read_text()}\noffload: nvme:/ssd\n")
     capsys.readouterr()
     assert run_plan(call) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["candidate"]["offload"]["optimizer"] == "nvme"
+    assert found["candidate"]["offload"]["optimizer"] == "nvme:/ssd"
     assert load_config(written, {}).offload == "nvme:/ssd"

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload
 from shardwise.plan.accounting import account
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import (
     Cost,
     LiveBytes,
@@ -171,22 +172,20 @@ def test_only_clipping_sends_a_norm() -> None:
 
 HOMES = [
     Offload(),
-    Offload(optimizer="host"),
-    Offload(optimizer="host", optimizer_fraction=0.5),
-    Offload(params="host", optimizer="host"),
-    Offload(params="nvme", optimizer="host"),
-    Offload(params="host", optimizer="nvme"),
-    Offload(optimizer="host", step_on="device"),
-    Offload(params="host", optimizer="host", optimizer_fraction=0.5, step_on="device"),
+    Offload(optimizer="cpu"),
+    Offload(optimizer="cpu", fraction=0.5),
+    Offload(params="cpu", optimizer="cpu"),
+    Offload(params="nvme", grads="nvme", optimizer="cpu"),
+    Offload(params="cpu", optimizer="nvme"),
+    Offload(optimizer="cpu", step_on="device"),
+    Offload(params="cpu", optimizer="cpu", fraction=0.5, step_on="device"),
     Offload(optimizer="nvme", step_on="device"),
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
-@pytest.mark.parametrize(
-    ("stage", "offload"),
-    [(s, o) for s in (0, 1, 2, 3) for o in HOMES if o.params == "device" or s == 3],
-)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16", "zero_paper"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", [home for home in HOMES if home.fraction == 1])
 def test_what_rests_is_what_the_accounting_says(
     stage: int, precision: str, offload: Offload
 ) -> None:
@@ -206,15 +205,15 @@ def test_what_rests_is_what_the_accounting_says(
         for link in ("to_host", "to_device")
     ]
     assert moved[0] == sums.traffic.to_host_bytes
-    if offload.params == "device":
+    if offload.params == "device" or stage < 3:  # else less: the last unit is not fetched again
         assert moved[1] == sums.traffic.to_device_bytes
-    if "nvme" not in (offload.params, offload.optimizer):
-        assert (played.host_bytes, played.nvme_bytes) == (sums.host_bytes, 0)
+    assert played.host.total - played.host.disk_buffers == sums.host_bytes
+    assert played.files.total == sums.nvme_bytes
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "pure_bf16"])
 def test_offloaded_parameters_of_one_rank_are_not_on_the_device_either(precision: str) -> None:
-    offload = Offload(params="host", optimizer="host")
+    offload = Offload(params="cpu", optimizer="cpu")
     candidate = replace(SMALL, num_shards=1, precision=precision, offload=offload)
     played = play(make_tape(EVEN), candidate)
     assert played.resting.param_shards == played.resting.param_full == 0

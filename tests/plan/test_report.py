@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from decoders import SHAPE, cluster_of_ranks, make_model, make_plan
-from shardwise.plan.candidate import Candidate, Offload
+from shardwise.homes import Offload
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan
 from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts, search_facts
 from shardwise.plan.report.page import full_page, plans_html
@@ -47,7 +48,7 @@ def made() -> Plan:
         num_replicas=2,
         micro_batch=2,
         accumulation=6,
-        offload=Offload(optimizer="host", optimizer_fraction=0.5),
+        offload=Offload(optimizer="cpu", fraction=0.5),
     )
 
 
@@ -102,7 +103,7 @@ def test_facts_say_what_the_plan_says(made: Plan, searched: SearchResult) -> Non
     assert facts["time"]["step_s"] == made.step_s
     assert facts["time"]["num_tokens_per_step"] == made.tokens_per_step
     assert facts["candidate"]["accumulation"] == 6
-    assert facts["candidate"]["offload"]["optimizer"] == "host"
+    assert facts["candidate"]["offload"]["optimizer"] == "cpu"
     assert facts["num_params"] == SHAPE.num_params
     found = search_facts(searched)
     assert len(found["pareto"]) + len(found["rejected"]) == found["num_candidates"]

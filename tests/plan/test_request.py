@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
-from shardwise.cli.plan_write import _written_offload, planned_offload, train_config_of
+from shardwise.cli.plan_write import _written_offload, train_config_of
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload
 from shardwise.keys import check_keys
-from shardwise.plan.candidate import Offload
+from shardwise.plan.candidate import Candidate, planned_offload
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
@@ -61,7 +61,8 @@ def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
     [
         ({"stage": 4}, ["--stage", "0, 1, 2 or 3", "got 4"]),
         ({"layout": "row"}, ["--layout", "did you mean 'rows'"]),
-        ({"offload_params": "hots"}, ["--offload-params", "did you mean 'host'"]),
+        ({"offload": "hots"}, ["--offload", "expected 'cpu'"]),
+        ({"offload": "{optimiser: cpu}"}, ["'optimiser'", "optimizer"]),
         ({"activation_checkpointing": "ful"}, ["did you mean 'full'"]),
         ({"ranks": 0}, ["--ranks", "greater than 0"]),
         ({"ranks": "1e30"}, ["--ranks", "integer", "1e30"]),
@@ -86,11 +87,6 @@ def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
         ({"accumulation": 2, "tokens_per_step": 8}, ["accumulation", "tokens_per_step"]),
         ({"deepspeed": "a", "accelerate": "b"}, ["not both"]),
         ({"micro_batch": 10**12}, ["--micro-batch", "1000000"]),
-        ({"offload_fraction": 0.5}, ["offload_fraction", "--offload-optimizer"]),
-        (
-            {"offload_fraction": 0.5, "offload_optimizer": "device"},
-            ["offload_fraction", "--offload-optimizer"],
-        ),
         ({"tokens_per_step": "4Ki4"}, ["--tokens-per-step"]),
         ({"stagee": 3}, ["'stagee'", "did you mean 'stage'"]),
     ],
@@ -118,8 +114,25 @@ def test_the_tokens_of_the_helps_example_make_a_step() -> None:
 def test_a_fraction_of_a_file_that_offloads_nothing_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 3}}')
-    with pytest.raises(ConfigError, match="--offload-optimizer host"):
+    with pytest.raises(ConfigError, match="--offload-optimizer cpu"):
         set_up_tiny(tmp_path, deepspeed=path, offload_fraction=0.5)
+    with pytest.raises(ConfigError, match="--offload-optimizer cpu"):
+        set_up_tiny(tmp_path, offload_optimizer="device", offload_step_on="device")
+
+
+def test_flags_of_parts_go_over_the_value_of_a_run(tmp_path: Path) -> None:
+    def found(more: str = "", **flags: Any) -> Offload:
+        return set_up_tiny(tmp_path, more, **flags).candidate.offload
+
+    assert (
+        found("offload: cpu\n") == found(offload="cpu") == Offload("cpu", "cpu", "cpu", 1, "host")
+    )
+    nvme = found("offload: nvme:/ssd\n", offload_params="device", offload_fraction=0.5)
+    assert nvme == Offload("device", "cpu", "nvme:/ssd", 0.5, "host")
+    assert found("offload: cpu\n", offload_optimizer="device", offload_params="device") == Offload()
+    asked = "{optimizer: nvme, step_on: device}"
+    assert found("offload: cpu\n", offload=asked) == Offload("device", "cpu", "nvme", 1, "device")
+    assert found(offload_optimizer="host") == Offload("device", "cpu", "cpu", 1, "host")
 
 
 def test_ranks_that_do_not_fill_nodes_are_told_by_their_flag() -> None:
@@ -202,7 +215,7 @@ def test_a_search_varies_what_a_train_file_leaves_out(tmp_path: Path) -> None:
     assert tuple(fixed.layouts) == ("flat",)
     assert tuple(fixed.micro_batches) == (2,)
     assert tuple(fixed.prefetch_units) == (None,)
-    assert {o.optimizer for o in space.offloads} == {"device", "host"}
+    assert {o.optimizer for o in space.offloads} == {"device", "cpu"}
     assert len(space_of(set_up_tiny(tmp_path), to_train=True).offloads) == 1
 
 
@@ -231,7 +244,8 @@ def test_flags_win_over_files_and_what_a_file_says_in_vain_is_noted(tmp_path: Pa
         ("demo", {"precision": "bf17"}, ["'bf17'", "'bf16'"]),
         ("demo", {"optimizer": "adamv"}, ["'adamv'", "'adam"]),
         ("demo", {"ranks": 8, "gpus_per_node": 3}, ["--gpus-per-node"]),
-        ("demo", {"stage": 2, "offload_params": "host"}, ["offload_params", "stage 3"]),
+        ("demo", {"offload_params": "cpu"}, ["params='cpu'", "let optimizer= be 'cpu'"]),
+        ("demo", {"offload_params": "hots"}, ["params='hots'", "'cpu' (host memory)"]),
         ("demo", {"dp_replicate": 3, "ranks": 8}, ["dp_replicate=3 does not divide 8 ranks"]),
         ("demo", {"tp": 3, "ranks": 8}, ["tp=3 does not divide 8 ranks", "make tp 1, 2, 4 or 8"]),
         ("none.yaml", {}, ["none.yaml", "No such file"]),
@@ -305,20 +319,20 @@ def test_presets_of_the_decoders_kind_become_train_files_with_as_many_parameters
 @pytest.mark.parametrize(
     ("stage", "asked", "planned"),
     [
-        (1, "cpu", Offload("device", "host")),
-        (2, "nvme:/disk", Offload("host", "nvme")),
-        (3, "cpu", Offload("device", "host")),
-        (3, None, Offload(activations="host")),
-        (1, "cpu", Offload("host", "host", 0.5, "host")),
+        (1, "cpu", Offload("device", None, "cpu")),
+        (2, "nvme:/disk", Offload("cpu", None, "nvme:/disk")),
+        (3, "cpu", Offload("device", None, "cpu")),
+        (3, None, Offload(activations="cpu")),
+        (1, "cpu", Offload("cpu", None, "cpu", 0.5, activations="cpu")),
         (3, {"activations": "cpu"}, Offload()),
     ],
 )
 def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(
     stage: int, asked: Any, planned: Offload
 ) -> None:
-    candidate: Any = SimpleNamespace(stage=3, offload=planned)
+    candidate = Candidate(offload=planned)
     found = _written_offload(candidate, TrainConfig(stage=stage, offload=asked))
-    assert planned_offload(TrainConfig(stage=3, offload=found), 3) == planned
+    assert planned_offload(TrainConfig(stage=3, offload=found).offloaded) == candidate.offload
 
 
 def test_a_width_that_the_decoder_cannot_have_is_no_train_file() -> None:

@@ -65,7 +65,7 @@ def _plan(model: str | None, flags: Mapping[str, Any]) -> int:
 def _account(model: str | None, request: PlanRequest) -> int:
     from shardwise.cli.plan_accounting import accounting_json, show_accounting
     from shardwise.plan.accounting import account
-    from shardwise.plan.candidate import Offload
+    from shardwise.plan.request import offload_asked
 
     if model is not None:
         raise ConfigError(f"params: leave it out beside a model, got {request.params} and {model}")
@@ -75,12 +75,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
         stage=3 if request.stage is None else request.stage,
         precision=request.precision or "bf16",
         optimizer=request.optimizer or "adamw",
-        offload=Offload(
-            request.offload_params or "device",
-            request.offload_optimizer or "device",
-            request.offload_fraction,
-            step_on=request.offload_step_on or "host",
-        ),
+        offload=offload_asked(request.model_dump()),
         replicas=request.dp_replicate,
         accumulation=request.accumulation or 1,
         reduce_every=request.reduce_every,

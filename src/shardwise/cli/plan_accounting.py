@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from shardwise.plan.accounting import Accounting, Bytes, account_setup
+from shardwise.plan.accounted import Accounting, Bytes
+from shardwise.plan.accounting import account_setup
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES
@@ -16,17 +17,10 @@ if TYPE_CHECKING:
 
 
 def all_stages(chosen: Accounting) -> list[Accounting]:
-    """Return the same accounting for every stage.
-
-    Parameters that are offloaded at stage 3 rest on the device at the others.
-    """
-    found = []
-    for stage in STAGES:
-        setup = replace(chosen.setup, stage=stage.number)
-        if not stage.frees_after_backward:
-            setup = replace(setup, offload=replace(setup.offload, params="device"))
-        found.append(account_setup(chosen.params, setup))
-    return found
+    """Return the same accounting for every stage."""
+    return [
+        account_setup(chosen.params, replace(chosen.setup, stage=stage.number)) for stage in STAGES
+    ]
 
 
 def accounting_json(chosen: Accounting) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 from shardwise.axes import Axes
 from shardwise.cli.plan_write import (
     ALIKE,
-    planned_offload,
     planned_optimizer,
     train_config_of,
     trainable_degrees,
 )
 from shardwise.errors import ConfigError
+from shardwise.homes import Offload
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
-from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload
+from shardwise.plan.candidate import ALL_DEGREES, Candidate
 from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
 from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster
@@ -27,10 +27,9 @@ from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
-from shardwise.plan.request import SHARE_OF_NOTHING, ModelRequest, PlanRequest
+from shardwise.plan.request import ModelRequest, PlanRequest, offload_asked
 from shardwise.plan.searching import Limits, Space
 from shardwise.quantities import format_bytes
-from shardwise.stages import STAGES
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.text import load_tokenizer
 
@@ -200,14 +199,15 @@ def limits_of(setup: Setup, request: PlanRequest) -> Limits:
 
 def _offloads(setup: Setup) -> tuple[Offload, ...]:
     """Return where state may rest; a device that is the host has nowhere else."""
-    is_given = setup.given & {"offload", "offload_params", "offload_optimizer", "offload_step_on"}
+    offload = setup.candidate.offload
+    inputs = {"offload_activations"}
+    is_given = {name for name in setup.given - inputs if name.startswith("offload")}
     if is_given or not setup.cluster.node.accelerator.asynchronous:
-        return (setup.candidate.offload,)
-    inputs = setup.candidate.offload.activations
-    wholly = Offload(optimizer="host"), Offload("host", "host")
-    found = [Offload(), Offload(optimizer="host", optimizer_fraction=0.5), *wholly]
+        return (offload,)
+    wholly = Offload(optimizer="cpu"), Offload("cpu", optimizer="cpu")
+    found = [Offload(), Offload(optimizer="cpu", fraction=0.5), *wholly]
     found += [replace(each, step_on="device") for each in wholly]
-    return tuple(replace(each, activations=inputs) for each in found)
+    return tuple(replace(each, activations=offload.activations) for each in found)
 
 
 def _foreign(request: ModelRequest) -> ForeignSettings | None:
@@ -223,7 +223,7 @@ def _of_train(config: TrainConfig) -> dict[str, Any]:
     found["activation_checkpointing"] = "full" if config.activation_checkpointing else "none"
     found["optimizer"] = planned_optimizer(config)
     if config.offload is not None:
-        found["offload"] = planned_offload(config, config.stage)
+        found["offload"] = config.offload
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -257,28 +257,11 @@ def _cluster(
 def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
     names = (*ALIKE, "activation_checkpointing", "optimizer", *ALL_DEGREES)
     chosen = {k: v for k, v in {**_DEFAULTS, **values}.items() if k in names}
-    offload: Offload = values.get("offload", Offload())
-    offload = replace(
-        offload,
-        params=values.get("offload_params", offload.params),
-        optimizer=values.get("offload_optimizer", offload.optimizer),
-        optimizer_fraction=values.get("offload_fraction", offload.optimizer_fraction),
-        activations=values.get("offload_activations", offload.activations),
-        step_on=values.get("offload_step_on", offload.step_on),
-    )
+    offload = offload_asked(values)
     if offload.activations != "device" and chosen["activation_checkpointing"] != "full":
         raise ConfigError(
             "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
-        )
-    if offload.step_on == "device" == offload.optimizer:
-        raise ConfigError("offload_step_on: nothing is offloaded; add --offload-optimizer host")
-    if "offload_fraction" in values and offload.optimizer == "device":
-        raise ConfigError(SHARE_OF_NOTHING)
-    if offload.params != "device" and not STAGES[chosen["stage"]].frees_after_backward:
-        raise ConfigError(
-            f"offload_params: expected stage 3, where parameters are sharded, got {offload.params} "
-            f"at stage {chosen['stage']}"
         )
     on_cpu = not cluster.node.accelerator.asynchronous  # gloo, as the engine has it there
     candidate = Candidate(

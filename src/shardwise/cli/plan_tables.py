@@ -167,9 +167,11 @@ def _memory_table(plan: Plan) -> RenderableType:
     table.add_row("all tensors", format_bytes(peak.ledger.total), style="bold")
     for name, num_bytes in plan.memory.margins.items():
         table.add_row(name, format_bytes(num_bytes), "beside the tensors")
-    for name, num_bytes in (("host", plan.played.host_bytes), ("NVMe", plan.played.nvme_bytes)):
-        if num_bytes:
-            table.add_row(f"on {name}", format_bytes(num_bytes), "off the device")
+    for place, away in (("on host", plan.played.host), ("in files", plan.played.files)):
+        for name, num_bytes in away.lines().items():
+            if num_bytes:
+                said = f"{place}: {name.replace('_', ' ')}"
+                table.add_row(said, format_bytes(num_bytes), "off the device")
     others = ", ".join(
         f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
         for m in plan.played.peaks
@@ -185,8 +187,11 @@ def _time_table(plan: Plan) -> RenderableType:
         table.add_row(f"{'  ' * row.is_part}{row.name}", f"{row.seconds:.3g} s")
     hidden = f"communication: {plan.simulated.overlap:.0%} hidden"
     sent = ", ".join(f"{k} {format_bytes(b)}" for k, b in plan.played.program.sent_bytes.items())
-    line = f"{hidden}; sent by a rank in a step: {sent or 'nothing'}"
-    return Group(table, Text(line, style="dim"))
+    lines = [f"{hidden}; sent by a rank in a step: {sent or 'nothing'}"]
+    if copied := plan.played.program.copied_bytes:
+        parts = (f"{k.replace('_', ' ')} {format_bytes(b)}" for k, b in copied.items())
+        lines.append(f"copied by a rank in a step: {', '.join(parts)}")
+    return Group(table, Text("\n".join(lines), style="dim"))
 
 
 def _of_micro_batches(plan: Plan) -> str:

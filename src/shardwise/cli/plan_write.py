@@ -6,20 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.homes import resolve_offload
+from shardwise.interop.deepspeed.homes import offload_keys
 from shardwise.keys import check_keys, flag_of
 from shardwise.optim.kinds import BLOCK
-from shardwise.plan.candidate import ALL_DEGREES, Candidate, Offload, OffloadHome
+from shardwise.plan.candidate import ALL_DEGREES, Candidate, planned_offload
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan
 from shardwise.plan.sizes import OPTIMIZERS
-from shardwise.stages import STAGES
 from shardwise.train.checks import check_micro_batches
 from shardwise.train.config import TrainConfig, dump_config
 from shardwise.train.optimizers import is_own
 
 _STATE_LINES = ("param_shards", "param_full", "grad_shards", "optimizer_state")
-_HOMES: dict[str, OffloadHome] = {"device": "device", "cpu": "host", "nvme": "nvme"}
 # Optimizers of plans, as keys of a run.
 _WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
     **{name: (name, None) for name in ("adamw", "adam", "sgd")},
@@ -94,40 +92,11 @@ def planned_optimizer(config: TrainConfig) -> str:
     return name
 
 
-def planned_offload(config: TrainConfig, stage: int) -> Offload:
-    """Return what the key ``offload`` of a run means at a stage, as a plan has it."""
-    found = resolve_offload(config.offloaded)
-    if found is None:
-        return Offload()
-    params = _HOMES[found.params.partition(":")[0]] if STAGES[stage].frees_after_backward else None
-    return Offload(
-        params or "device",
-        _HOMES[found.optimizer.partition(":")[0]],
-        float(found.fraction),
-        "host" if found.activations == "cpu" else "device",
-        found.step_on if found.step_on and found.optimizer != "device" else "host",
-    )
-
-
-def _written_offload(candidate: Candidate, config: TrainConfig) -> str | dict[str, Any] | None:
-    """Return the key ``offload`` of a run that is as a plan has it."""
-    offload = candidate.offload
-    if offload == planned_offload(config, candidate.stage):
+def _written_offload(candidate: Candidate, config: TrainConfig) -> Any:
+    """Return the key ``offload`` of a run that is as a plan has it, in as few words."""
+    if candidate.offload == planned_offload(config.offloaded):
         return config.offload
-    if offload == Offload():
-        return None
-    places = {"device": "device", "host": "cpu"}
-    state = {
-        "params": places[offload.params],
-        "optimizer": places[offload.optimizer],
-        "fraction": offload.optimizer_fraction,
-    }
-    inputs = {"activations": places[offload.activations]}
-    state |= {"step_on": "device"} if offload.step_on == "device" else {}
-    return {
-        **(state if offload.optimizer != "device" else {}),
-        **(inputs if offload.activations != "device" else {}),
-    }
+    return offload_keys(candidate.offload) or None
 
 
 def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
@@ -143,17 +112,10 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
             "settings that the plan prints into your own shardwise.shard(...)"
         )
     offload = candidate.offload
-    if not candidate.engine_runs_it:
+    if "nvme" in (offload.params, offload.grads, offload.optimizer):
         raise ConfigError(
-            f"write: parameters rest on the {offload.params} only where the optimizer's state does "
-            "not rest on the device; add --offload-optimizer host"
-        )
-    if "nvme" in (offload.params, offload.optimizer) and (
-        offload != planned_offload(config, candidate.stage)
-    ):
-        raise ConfigError(
-            "write: a plan does not know the folder of files on disk; give the run's file "
-            "`offload: nvme:FOLDER` and plan from it"
+            "write: the files of a run rest in a folder, and the plan has none; say it, as in "
+            "--offload nvme:/local/ssd"
         )
     if candidate.activation_checkpointing == "selective":
         raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
@@ -216,8 +178,8 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
     if candidate.optimizer != planned_optimizer(config):
         kind, options = _WRITABLE[candidate.optimizer]
         other = {"optimizer": kind, "optimizer_options": options}
-    moves_state = replace(candidate.offload, activations="device") != Offload()
-    moves = candidate.offload != Offload()
+    moves_state = candidate.offload.moves_state
+    moves = moves_state or candidate.offload.activations != "device"
     made = _for_stages(candidate, config).model_copy(
         update={
             **other,

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.layout.placements import local_of
-from shardwise.offload.lane import Copies, Load, cut
+from shardwise.offload.lane import Copies, Load
+from shardwise.offload.loads import MULTIPLE, cut
 from shardwise.unit.plain_state import PLAIN_SCALARS, owner_of
 
-_MULTIPLE = 1 << 12  # elements: more than any kernel works on at once, so no rounding depends on it
 MakeHostMemory = Callable[[int, torch.dtype], torch.Tensor]
 Mirror = Callable[[Any], torch.Tensor | None]
 
@@ -112,7 +112,7 @@ class Apart:
                 if row.is_cut_alike(key, value) and not value.is_contiguous():
                     row.values[key] = row.made[key] = value.contiguous()
         sizes = [(row.local.numel(), row.bytes_of_element, 0) for row in self._rows]
-        for load in cut(sizes, _MULTIPLE, num_bytes):
+        for load in cut(sizes, MULTIPLE, num_bytes):
             pieces = [_Piece(self._rows[row], lo, hi) for row, lo, hi in load]
             work = self._work_on(pieces, mirror, make_memory)
             yield Load([tensor for piece in pieces for tensor in piece.tensors], work)

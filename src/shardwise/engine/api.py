@@ -28,13 +28,13 @@ from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
-from shardwise.homes import Offload, OffloadLike, folders_of
+from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
 from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.offload.disk import Disk
 from shardwise.trace import FullParamLedger, Stats, Traffic
-from shardwise.unit.home import NUM_BUFFERS, Files
+from shardwise.unit.home import Files
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
 from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state

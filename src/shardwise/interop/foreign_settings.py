@@ -29,7 +29,6 @@ from shardwise.interop.foreign_keys import (
     load_keys,
 )
 from shardwise.keys import near_miss
-from shardwise.plan.candidate import Offload
 
 _MOST = 1 << 40  # of windows or micro-batches; what is beyond is a slip
 _MOST_MICRO_BATCH = 10**6
@@ -251,7 +250,7 @@ class _Accelerate:
 
         def offload(name: str, value: Any) -> None:
             if self._flag(name, value):
-                values["offload"] = Offload("host", "host") if self.reader.plans else "cpu"
+                values["offload"] = "cpu"
             self._take(name, value)
 
         def checkpointing(name: str, value: Any) -> None:

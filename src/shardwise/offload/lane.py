@@ -11,15 +11,14 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.device import DeviceTime, Event
-from shardwise.homes import LOAD_BYTES, LOADS
-
-_ALIGNMENT = 256  # bytes; as the allocators of accelerators have it
+from shardwise.homes import LOADS
+from shardwise.offload.loads import room_of
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]  # what is on the device, and where it goes
 
@@ -35,38 +34,6 @@ class Load:
 
     tensors: Sequence[torch.Tensor]
     work: Callable[[list[torch.Tensor]], Copies]
-
-
-def cut(
-    rows: Sequence[tuple[int, int, int]], multiple: int, num_bytes: int = LOAD_BYTES
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield, for each load, its (row, lo, hi): elements [lo, hi) of a row, in the rows' order.
-
-    ``rows`` are (elements, bytes of each, the number that the first one has); where a row is cut,
-    the number of the element is a ``multiple``. A load has about ``num_bytes`` at most. Each row
-    is in a load, also one without elements.
-    """
-    load: list[tuple[int, int, int]] = []
-    room = num_bytes
-    for row, (numel, size, first) in enumerate(rows):
-        lo = 0
-        while True:
-            hi = numel
-            if (numel - lo) * size > room:
-                hi = (first + lo + room // size) // multiple * multiple - first
-                if hi <= lo and load:
-                    yield load
-                    load, room = [], num_bytes
-                    continue
-                if hi <= lo:
-                    hi = min(numel, ((first + lo) // multiple + 1) * multiple - first)
-            load.append((row, lo, hi))
-            room -= (hi - lo) * size
-            lo = hi
-            if lo == numel:
-                break
-    if load:
-        yield load
 
 
 @dataclass
@@ -101,7 +68,7 @@ class Lane:
 
     def run(self, load: Load) -> Event:
         """Bring a load, work on it and take it back; return the moment at which it is there."""
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in load.tensors]
+        sizes = [room_of(tensor.nbytes) for tensor in load.tensors]
         buffer = self._next(sum(sizes))
         brought = self._bring(load.tensors, buffer.memory[: sum(sizes)].split(sizes), buffer.left)
         self._working.wait(self._fetching.record())

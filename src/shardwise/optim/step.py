@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from shardwise.offload.lane import Copies, Load, cut
+from shardwise.offload.lane import Copies, Load
+from shardwise.offload.loads import cut
 from shardwise.optim.kinds import ROW
 from shardwise.optim.moments import MOMENTS, AsTheyAre, Held, Moments, Span, computed_in
 from shardwise.optim.scratch import Scratch

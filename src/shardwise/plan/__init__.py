@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
+    from shardwise.homes import Offload as Offload
     from shardwise.plan.accounting import account as account
     from shardwise.plan.candidate import Candidate as Candidate
-    from shardwise.plan.candidate import Offload as Offload
     from shardwise.plan.machine.catalogue import make_cluster as make_cluster
     from shardwise.plan.model.presets import find_model as find_model
     from shardwise.plan.model.traced import TracedModel as TracedModel
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Candidate": "shardwise.plan.candidate",
     "Limits": "shardwise.plan.searching",
-    "Offload": "shardwise.plan.candidate",
+    "Offload": "shardwise.homes",
     "Scenario": "shardwise.plan.timing.scenario",
     "Space": "shardwise.plan.searching",
     "TracedModel": "shardwise.plan.model.traced",

@@ -8,174 +8,27 @@ differ, this engine keeps no shard in the computing dtype: the gather casts the 
 that are reduced once per step are counted in full, as an accumulation window holds them.
 
 Note [Where offloaded state lies]
-The optimizer's state and the master weights (or, without any, a copy of the shard) are at its home,
-with the reduced gradients on the host; the device is left with the parameters in the computing
-dtype, at stage 3 a shard of them (ZeRO-Offload, arXiv 2101.06840). Offloaded parameters rest as
-shards in the computing dtype and are gathered from there (ZeRO-Infinity, arXiv 2104.07857).
+As the engine has it: the master weights (or, without any, the slices) are where parameters are to
+rest, on the host where these stay on the device. There a gather fetches them, and the device casts
+them; of parameters that stay, stage 3 has a copy on the device, fetched once a step. Reduced
+gradients have memory of their own on the host all the time, or are in files until the step.
+Precisions of papers (``keeps_compute_shard``) have the masters with the optimizer's state, and
+slices in the computing dtype where parameters rest, which are gathered from there (ZeRO-Offload,
+arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). A fraction is one of elements here, of whole
+units in a run.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shardwise.errors import ConfigError
+from shardwise.homes import OffloadLike, tier_of
 from shardwise.layout.segments import flat_layout
-from shardwise.plan.candidate import Offload
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, Dtypes, Optimizer, row_of
-from shardwise.precisions import plain_precision
+from shardwise.plan.accounted import Accounting, Bytes, Setup, Traffic, check_setup
+from shardwise.plan.candidate import planned_offload
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, Dtypes, Optimizer
 from shardwise.quantities import check_whole, parse_count
 from shardwise.stages import STAGES, ReduceEvery, Stage
 
 MAX_PARAMS = 10**18
-MAX_RANKS = 10**7
-_HOMES = ("device", "host", "nvme")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How a model is trained, as far as the formulas ask.
-
-    ``ranks`` share one copy of the state; ``replicas`` such groups hold the same (hybrid sharding).
-    ``accumulation`` is micro-batches per step; ``reduce_every`` None: as the stage says.
-    """
-
-    ranks: int
-    stage: int = 3
-    replicas: int = 1
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    offload: Offload = field(default_factory=Offload)
-    accumulation: int = 1
-    reduce_every: ReduceEvery | None = None
-    ranks_per_node: int = 8
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "precision", plain_precision(self.precision))
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in all."""
-        return self.ranks * self.replicas
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes of one rank by where they are."""
-
-    device: int = 0
-    host: int = 0
-    nvme: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum over the places."""
-        return self.device + self.host + self.nvme
-
-    def __add__(self, other: "Bytes") -> "Bytes":
-        return Bytes(self.device + other.device, self.host + other.host, self.nvme + other.nvme)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank sends and copies in one step, padding and counts of gradients left out.
-
-    ``shard_sent_elements`` go to the ranks that share a copy, ``replica_sent_elements`` to other
-    copies; bytes likewise. A gather and a reduction are one collective each over the whole model;
-    an all-reduce is both. Gradients travel in the dtype of the reduction (over gloo, without
-    accumulation, in the computing dtype). The last unit and the root are gathered once per
-    micro-batch, which at stage 3 makes for a little less than this. The rest are copies between the
-    rank's device and its host, and between host and disk.
-
-    **Source** ZeRO, section 7; between copies FSDP (arXiv 2304.11277), section 3.2.2.
-    """
-
-    num_gathers: int
-    num_reductions: int
-    shard_sent_elements: int
-    shard_sent_bytes: int
-    replica_sent_elements: int
-    replica_sent_bytes: int
-    to_host_bytes: int
-    to_device_bytes: int
-    nvme_read_bytes: int
-    nvme_written_bytes: int
-
-
-@dataclass(frozen=True)
-class Accounting:
-    """The bytes of one rank; see Note [What the lines mean]. The four lines add up to ``total``."""
-
-    params: int
-    setup: Setup
-    parameters: Bytes
-    master_weights: Bytes
-    gradients: Bytes
-    optimizer_state: Bytes
-    traffic: Traffic
-    left_out: tuple[str, ...]
-
-    @property
-    def lines(self) -> dict[str, Bytes]:
-        """The four lines by name."""
-        return {
-            "parameters": self.parameters,
-            "master_weights": self.master_weights,
-            "gradients": self.gradients,
-            "optimizer_state": self.optimizer_state,
-        }
-
-    @property
-    def total(self) -> Bytes:
-        """Sum of the lines."""
-        return sum(self.lines.values(), Bytes())
-
-    @property
-    def between_steps(self) -> Bytes:
-        """What stays when the gradients are gone."""
-        return self.parameters + self.master_weights + self.optimizer_state
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes on the device at the end of backward."""
-        return self.total.device
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes on the host, of this rank."""
-        return self.total.host
-
-    @property
-    def nvme_bytes(self) -> int:
-        """Bytes on disk, of this rank."""
-        return self.total.nvme
-
-    @property
-    def host_bytes_per_node(self) -> int:
-        """Host memory that the ranks of one node take together."""
-        return self.total.host * min(self.setup.ranks_per_node, self.setup.world_size)
-
-
-def check_setup(setup: Setup) -> None:
-    """Check every field. **Raises** ConfigError, naming the field and what would do."""
-    for name in ("ranks", "replicas", "accumulation", "ranks_per_node"):
-        check_whole(getattr(setup, name), name, MAX_RANKS)
-    check_whole(setup.world_size, "ranks x replicas", MAX_RANKS)
-    if repr(setup.stage) not in map(str, range(len(STAGES))):  # nor True, nor 2.0
-        raise ConfigError(f"stage={setup.stage!r}: expected 0, 1, 2 or 3")
-    row_of(PRECISIONS, setup.precision, "precision")
-    row_of(OPTIMIZERS, setup.optimizer, "optimizer")
-    if setup.reduce_every not in (None, "step", "micro_batch"):
-        raise ConfigError(f"reduce_every={setup.reduce_every!r}: expected 'step' or 'micro_batch'")
-    offload = setup.offload
-    for name, home in (("params", offload.params), ("optimizer", offload.optimizer)):
-        row_of(dict.fromkeys(_HOMES), home, f"offload.{name}")
-    row_of(dict.fromkeys(_HOMES[:2]), offload.activations, "offload.activations")
-    if offload.params != "device" and setup.stage != len(STAGES) - 1:
-        raise ConfigError(
-            f"offload.params={offload.params!r} with stage={setup.stage}: expected stage 3, where "
-            "parameters are sharded"
-        )
-    fraction = offload.optimizer_fraction
-    if not 0 <= fraction <= 1:  # NaN is not
-        raise ConfigError(f"offload.optimizer_fraction={fraction!r}: expected a number of 0 to 1")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,9 +50,46 @@ class _Sums:
     moved: int
 
     @property
-    def has_separate_home(self) -> bool:
-        """Tell whether the optimizer's elements are elsewhere than the parameters."""
-        return self.setup.offload.params != self.setup.offload.optimizer
+    def params_away(self) -> bool:
+        """Tell whether parameters come and go between their place and the device."""
+        return self.stage.frees_after_backward and self.setup.offload.params != "device"
+
+    @property
+    def masters(self) -> str:
+        """Where master weights are that the optimizer does not update on the device."""
+        offload = self.setup.offload
+        in_papers = self.dtypes.keeps_compute_shard
+        tier = tier_of(offload.optimizer if in_papers else offload.params)
+        return "cpu" if tier == "device" else tier
+
+    @property
+    def fetched_size(self) -> int:
+        """Bytes of an element that is fetched."""
+        dtypes = self.dtypes
+        return DTYPE_BYTES[dtypes.compute if dtypes.keeps_compute_shard else dtypes.master]
+
+    @property
+    def grad_size(self) -> int:
+        """Bytes of an element of reduced gradients that are not on the device."""
+        dtypes = self.dtypes
+        return DTYPE_BYTES[dtypes.reduce if dtypes.keeps_compute_shard else dtypes.master]
+
+    @property
+    def num_reductions(self) -> int:
+        """How often per step gradients are reduced."""
+        return self.setup.accumulation if self.reduce_every == "micro_batch" else 1
+
+    @property
+    def num_fetches(self) -> int:
+        """How often per step what is away is fetched: for each use, or once after the step.
+
+        After a step on the device its copy there has the new values.
+        """
+        if self.params_away:
+            return self.uses
+        has_copy = self.stage.frees_after_backward or not self.stage.shards_state
+        stepped_there = self.setup.offload.step_on == "device" and self.optimizer.by
+        return 0 if stepped_there and (has_copy or self.setup.ranks == 1) else 1
 
     @property
     def uses(self) -> int:
@@ -208,13 +98,18 @@ class _Sums:
         return (stage.frees_after_forward + stage.frees_after_backward) * self.setup.accumulation
 
 
+def _at(tier: str, num_bytes: int) -> Bytes:
+    """Return bytes at a place."""
+    return Bytes(**{"host" if tier == "cpu" else tier: num_bytes})
+
+
 def account(
     params: int | float | str,
     ranks: int,
     stage: int = 3,
     precision: str = "bf16",
     optimizer: str = "adamw",
-    offload: Offload | None = None,
+    offload: OffloadLike = None,
     replicas: int = 1,
     accumulation: int = 1,
     reduce_every: ReduceEvery | None = None,
@@ -224,7 +119,7 @@ def account(
 
     **Cost** some microseconds. **Raises** ConfigError naming the field that is wrong.
     """
-    how = (ranks, stage, replicas, precision, optimizer, offload or Offload(), accumulation)
+    how = (ranks, stage, replicas, precision, optimizer, planned_offload(offload), accumulation)
     return account_setup(params, Setup(*how, reduce_every, ranks_per_node))
 
 
@@ -236,8 +131,8 @@ def account_setup(params: int | float | str, setup: Setup) -> Accounting:
     stage, offload = STAGES[setup.stage], setup.offload
     shard = flat_layout(((count,),), setup.ranks).piece(0, 0).numel
     state = shard if stage.shards_state else count
-    numerator, denominator = float(offload.optimizer_fraction).as_integer_ratio()
-    moved = 0 if offload.optimizer == "device" else -(-state * numerator // denominator)
+    numerator, denominator = float(offload.fraction).as_integer_ratio()
+    moved = -(-state * numerator // denominator) if offload.moves_state else 0
     sums = _Sums(
         params=count,
         setup=setup,
@@ -262,38 +157,44 @@ def account_setup(params: int | float | str, setup: Setup) -> Accounting:
 
 
 def _parameters(sums: _Sums) -> Bytes:
-    size, offload = DTYPE_BYTES[sums.dtypes.compute], sums.setup.offload
+    size, papers = DTYPE_BYTES[sums.dtypes.compute], sums.dtypes.keeps_compute_shard
     if not sums.stage.frees_after_backward:
         return Bytes(device=sums.params * size)
-    if offload.params != "device":
-        return Bytes(**{offload.params: sums.shard * size})
-    if sums.dtypes.has_master and not sums.dtypes.keeps_compute_shard:
-        return Bytes(device=sums.moved * size)  # the master itself is what is gathered
-    return Bytes(device=sums.shard * size)
+    # Without masters, or beside them in papers, slices are there; else the master is gathered.
+    here = 0 if sums.dtypes.has_master and not papers else sums.shard - sums.moved
+    if not sums.params_away:
+        return Bytes(device=(here + sums.moved) * size)
+    away = _at(tier_of(sums.setup.offload.params), sums.moved * size if papers else 0)
+    return Bytes(device=here * size) + away
 
 
 def _master_weights(sums: _Sums) -> Bytes:
-    size, home = DTYPE_BYTES[sums.dtypes.master], sums.setup.offload.optimizer
+    size = DTYPE_BYTES[sums.dtypes.master]
     resting = sums.state - sums.moved if sums.dtypes.has_master else 0
-    away = sums.moved if sums.dtypes.has_master or sums.has_separate_home else 0
-    return Bytes(device=resting * size) + Bytes(**{home: away * size})
+    return Bytes(device=resting * size) + _at(sums.masters, sums.moved * size)
 
 
 def _gradients(sums: _Sums) -> Bytes:
     size, extra = DTYPE_BYTES[sums.dtypes.reduce], sums.dtypes.optimizer_grad
     resting = sums.params if sums.reduce_every == "step" else sums.state - sums.moved
-    held = Bytes(device=resting * size, host=sums.moved * size)
-    size = DTYPE_BYTES[extra] if extra is not None else 0
-    return held + Bytes(device=(sums.state - sums.moved) * size, host=sums.moved * size)
+    beside = DTYPE_BYTES[extra] if extra is not None else 0
+    here = resting * size + (sums.state - sums.moved) * beside
+    away = sums.moved * (sums.grad_size + beside)
+    return Bytes(device=here) + _at(tier_of(sums.setup.offload.grads), away)
 
 
 def _optimizer_state(sums: _Sums) -> Bytes:
-    master, home = sums.dtypes.master, sums.setup.offload.optimizer
-    resting = sums.optimizer.state_bytes(sums.state - sums.moved, master)
-    return Bytes(device=resting) + Bytes(**{home: _optimizer_state_of_moved(sums)})
+    resting = sums.optimizer.state_bytes(sums.state - sums.moved, sums.dtypes.master)
+    return Bytes(device=resting) + _at(_state_tier(sums), _state_of_moved(sums))
 
 
-def _optimizer_state_of_moved(sums: _Sums) -> int:
+def _state_tier(sums: _Sums) -> str:
+    tier = tier_of(sums.setup.offload.optimizer)
+    in_files = sums.optimizer.rests_in_files or sums.dtypes.keeps_compute_shard
+    return tier if in_files or tier == "device" else "cpu"
+
+
+def _state_of_moved(sums: _Sums) -> int:
     return sums.optimizer.state_bytes(sums.moved, sums.dtypes.master)
 
 
@@ -305,21 +206,17 @@ def _share(numel: int, ranks: int) -> int:
 def _traffic(sums: _Sums) -> Traffic:
     setup, stage, dtypes = sums.setup, sums.stage, sums.dtypes
     compute, reduced = DTYPE_BYTES[dtypes.compute], DTYPE_BYTES[dtypes.reduce]
-    num_reductions = setup.accumulation if sums.reduce_every == "micro_batch" else 1
+    num_reductions = sums.num_reductions
     num_gathers, gathered = sums.uses or 1, compute  # a kept copy is gathered after the step
     if not stage.shards_state:  # the mean is gathered: with the reduction, an all-reduce
         num_gathers, gathered = num_reductions, reduced
     once = _share(sums.params, setup.ranks)
     replica_sent_elements = 2 * num_reductions * _share(sums.shard, setup.replicas)
-    to_host, to_device = num_reductions * sums.moved * reduced, sums.moved * compute
-    if setup.offload.params != "device":
-        to_host += (sums.state - sums.moved) * compute  # what the device has updated
-        to_device = sums.uses * sums.shard * compute
-    if setup.offload.step_on == "device" and sums.moved:
-        taken_back = _optimizer_state_of_moved(sums) + sums.moved * DTYPE_BYTES[dtypes.master]
-        if setup.offload.params == "device":
-            to_device = 0
-        to_device += taken_back + sums.moved * reduced
+    to_host = num_reductions * sums.moved * sums.grad_size
+    to_device = sums.num_fetches * sums.moved * sums.fetched_size
+    if setup.offload.step_on == "device" and sums.optimizer.by:
+        taken_back = _state_of_moved(sums) + sums.moved * DTYPE_BYTES[dtypes.master]
+        to_device += taken_back + sums.moved * sums.grad_size
         to_host += taken_back
     nvme_read, nvme_written = _disk_traffic(sums)
     return Traffic(
@@ -337,15 +234,24 @@ def _traffic(sums: _Sums) -> Traffic:
 
 
 def _disk_traffic(sums: _Sums) -> tuple[int, int]:
-    """Return the bytes read and written: the optimizer's elements once, parameters at each use."""
+    """Return the bytes read and written: for the step once, parameters for each fetch as well.
+
+    Gradients of a further micro-batch are read with the first, and their sum is written.
+    """
     offload = sums.setup.offload
-    read = written = 0
-    if offload.optimizer == "nvme":
-        read = _optimizer_state(sums).nvme + sums.moved * DTYPE_BYTES[sums.dtypes.master]
+    read = written = _state_of_moved(sums) if _state_tier(sums) == "nvme" else 0
+    if sums.masters == "nvme":
+        read += sums.moved * DTYPE_BYTES[sums.dtypes.master]
         written = read
-    stored = _parameters(sums).nvme
-    is_master = not sums.dtypes.has_master and not sums.has_separate_home
-    return read + sums.uses * stored, written + (0 if is_master else stored)
+    if tier_of(offload.params) == "nvme" and (sums.params_away or sums.masters == "nvme"):
+        read += sums.num_fetches * sums.moved * sums.fetched_size
+        if sums.dtypes.keeps_compute_shard:
+            written += sums.moved * sums.fetched_size
+    if tier_of(offload.grads) == "nvme":
+        times = 2 * sums.num_reductions - 1
+        read += times * sums.moved * sums.grad_size
+        written += times * sums.moved * sums.grad_size
+    return read, written
 
 
 def _left_out(sums: _Sums) -> tuple[str, ...]:
@@ -364,10 +270,8 @@ def _left_out(sums: _Sums) -> tuple[str, ...]:
         ),
         "One step counter of 4 bytes per tensor.": sums.optimizer.has_step,
         f"{sums.optimizer.note[:1].upper()}{sums.optimizer.note[1:]}.": bool(sums.optimizer.note),
-        "Pinned buffers through which offloaded state is copied. Offloaded parameters have their "
-        "masters beside them here; the engine casts the masters on the device instead.": (
-            sums.moved > 0 or setup.offload.params != "device"
-        ),
+        "Buffers between files and memory, and those that a step on the device passes; a run moves "
+        "whole units of a model.": sums.moved > 0,
         f"Precision {setup.precision!r} is how another system keeps its state; the engine does not "
         "run it.": not sums.dtypes.engine_runs_it,
     }

@@ -4,31 +4,16 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
+from shardwise.homes import Offload, OffloadLike, resolve_offload, tier_of
 from shardwise.precisions import plain_precision
 from shardwise.quantities import format_bytes
 
-OffloadHome = Literal["device", "host", "nvme"]
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 PipelineSchedule = Literal["1f1b", "gpipe"]
 AccumulationOrder = Literal["depth_first", "breadth_first"]
 ContextMethod = Literal["gather", "heads", "ring"]
 DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the same names
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Where state rests; ``optimizer_fraction`` of the optimizer state is at ``optimizer``.
-
-    ``activations`` are the inputs of checkpointed blocks, until they are computed again;
-    ``step_on``: on the device, what is offloaded passes it in its step.
-    """
-
-    params: OffloadHome = "device"
-    optimizer: OffloadHome = "device"
-    optimizer_fraction: float = 1.0
-    activations: Literal["device", "host"] = "device"
-    step_on: Literal["host", "device"] = "host"
 
 
 @dataclass(frozen=True)
@@ -39,7 +24,8 @@ class Candidate:
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
     experts. ``pp_schedule``, ``cp_method`` and ``accumulation_order`` are the keys of `shardwise
     train`.
-    ``prefetch_bytes`` None: the largest unit, as the engine does.
+    ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
+    takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
     """
 
@@ -70,6 +56,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
+        object.__setattr__(self, "offload", planned_offload(self.offload))
 
     @property
     def data_parallel(self) -> int:
@@ -103,17 +90,12 @@ class Candidate:
         return self.num_shards * self.cp > 1 or (self.ep > 1 and self.expert_shards > 1)
 
     @property
-    def engine_runs_it(self) -> bool:
-        """Tell whether the engine can run it: what is a number of the plan only, it cannot."""
-        return self.offload.params == "device" or self.offload.optimizer != "device"
-
-    @property
     def with_inputs_away(self) -> "tuple[Candidate, ...]":
         """The same with inputs of its blocks on the host; none where no block is checkpointed."""
         moves = self.offload.activations != "device"
         if self.activation_checkpointing != "full" or moves or self.in_rounds:
             return ()
-        return (replace(self, offload=replace(self.offload, activations="host")),)
+        return (replace(self, offload=replace(self.offload, activations="cpu")),)
 
     @property
     def label(self) -> str:
@@ -144,18 +126,29 @@ class Candidate:
                 parts.append(f"{name} {degree}{ways.get(name, '')}")
         if self.ep > 1:
             parts.append(f"expert {self.ep}")
-        offload = self.offload
-        if offload.params != "device":
-            parts.append(f"parameters on {offload.params}")
-        if offload.optimizer != "device":
-            share = (
-                f"{offload.optimizer_fraction:.0%} of the "
-                if offload.optimizer_fraction < 1
-                else ""
-            )
-            parts.append(f"{share}optimizer on {offload.optimizer}")
-        if offload.step_on != "host":
-            parts.append("stepped on the device")
-        if offload.activations != "device":
-            parts.append(f"inputs of blocks on {offload.activations}")
+        parts += _said(self.offload)
         return ", ".join(parts).replace(", x ", " x ")
+
+
+def planned_offload(asked: OffloadLike) -> Offload:
+    """Return what is asked for, completed. **Raises** ConfigError as `shard()` does."""
+    return resolve_offload(asked, names_folders=False) or Offload()
+
+
+def _said(offload: Offload) -> list[str]:
+    """Write what is elsewhere."""
+    found = []
+    places = {"cpu": "host", "nvme": "nvme"}
+    if offload.moves_state:
+        share = f"{offload.fraction:.0%} of the " if offload.fraction < 1 else ""
+        params, grads, state = map(tier_of, (offload.params, offload.grads, offload.optimizer))
+        if params != "device":
+            found.append(f"parameters on {places[params]}")
+        found.append(f"{share}optimizer on {places[state]}")
+        if grads == "nvme":
+            found.append("gradients on nvme")
+        if offload.step_on == "device":
+            found.append("stepped on the device")
+    if offload.activations != "device":
+        found.append("inputs of blocks on host")
+    return found

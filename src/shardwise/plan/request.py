@@ -1,18 +1,21 @@
 """What the user asks of `shardwise plan` and `simulate`: keys with their limits and meanings."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, field_validator, model_validator
 
 from shardwise.errors import ConfigError
-from shardwise.keys import flag_of, key
+from shardwise.homes import Offload, offload_of
+from shardwise.keys import flag_of, key, read_fields
 from shardwise.plan.candidate import (
     AccumulationOrder,
     ContextMethod,
-    OffloadHome,
     PipelineSchedule,
+    planned_offload,
 )
 from shardwise.precisions import plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
@@ -22,16 +25,37 @@ _MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
 _ACCOUNTED = frozenset(
     (
         *("params", "ranks", "stage", "precision", "optimizer", "dp_replicate", "accumulation"),
-        *("offload_params", "offload_optimizer", "offload_fraction", "reduce_every"),
+        *("offload", "offload_params", "offload_grads", "offload_optimizer", "offload_fraction"),
+        *("offload_step_on", "reduce_every"),
         *("gpus_per_node", "json_"),
     )
 )
 
 
-SHARE_OF_NOTHING = (
-    "offload_fraction: it is a share of the offloaded optimizer; add --offload-optimizer host or "
-    "nvme, or leave it out"
-)
+def _read_offload(value: Any) -> Any:
+    value = read_fields(value)
+    planned_offload(offload_of(value))
+    return value
+
+
+def offload_asked(values: Mapping[str, Any]) -> Offload:
+    """Return where state rests: ``offload``, with what ``offload_params`` and the like say over it.
+
+    **Raises** ConfigError as `shard()` does, and for a share of nothing, or a step of nothing.
+    """
+    found: dict[str, Any] = asdict(planned_offload(offload_of(values.get("offload"))))
+    given = {name: values.get(f"offload_{name}") for name in found}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.keys() & {"optimizer"}:  # gradients and the step follow it
+        found |= {"grads": None, "step_on": None}
+    made = planned_offload(Offload(**(found | given)))
+    for name in ("fraction", "step_on"):
+        if given.get(name) not in (None, "host") and made.optimizer == "device":
+            raise ConfigError(
+                f"offload_{name}: nothing is offloaded; add --offload-optimizer cpu or nvme, or "
+                "leave it out"
+            )
+    return made
 
 
 def parse_positive(value: Any) -> Any:
@@ -46,6 +70,8 @@ def parse_positive(value: Any) -> Any:
     return value
 
 
+_Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
+_Offload = Annotated[str | dict[str, Any] | None, BeforeValidator(_read_offload)]
 _Words = Annotated[
     tuple[str, ...] | None,
     BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value),
@@ -95,13 +121,21 @@ class ModelRequest(BaseModel):
     cp: int = key(1, "Degrees", "ranks that share each window (context parallelism)", gt=0)
     cp_method: ContextMethod = key("gather", "Degrees", "how attention sees whole windows under cp")
 
-    offload_params: OffloadHome | None = key(None, "Offload", "where parameter shards rest")
-    offload_optimizer: OffloadHome | None = key(None, "Offload", "where optimizer state rests")
-    offload_fraction: float = key(1.0, "Offload", "share of the optimizer offloaded", ge=0, le=1)
-    offload_step_on: Literal["host", "device"] | None = key(
-        None, "Offload", "where the offloaded part of the optimizer steps; unset: host"
+    offload: _Offload = key(
+        None,
+        "Offload",
+        "where state rests, as a run has it: cpu, nvme, nvme:FOLDER or fields of shardwise.Offload",
     )
-    offload_activations: Literal["device", "host"] | None = key(
+    offload_params: _Place = key(None, "Offload", "where slices rest: device, cpu or nvme[:FOLDER]")
+    offload_grads: _Place = key(None, "Offload", "where reduced gradients rest; unset: cpu")
+    offload_optimizer: _Place = key(None, "Offload", "where optimizer state rests")
+    offload_fraction: float | None = key(
+        None, "Offload", "share of what is offloaded, in whole units; unset: all", ge=0, le=1
+    )
+    offload_step_on: Literal["host", "device"] | None = key(
+        None, "Offload", "where what is offloaded is stepped; unset: host"
+    )
+    offload_activations: _Place = key(
         None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
     )
 
@@ -125,10 +159,6 @@ class ModelRequest(BaseModel):
     list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
     json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
 
-    @property
-    def _has_file(self) -> bool:
-        return self.deepspeed is not None or self.accelerate is not None
-
     @field_validator("tokens_per_step", mode="before")
     @classmethod
     def _parse_tokens(cls, value: Any) -> Any:
@@ -141,9 +171,6 @@ class ModelRequest(BaseModel):
             raise ValueError("accumulation: leave it out beside tokens_per_step, which decides it")
         if self.pp > 1 and self.accumulation_order == "breadth_first":
             raise ValueError("accumulation_order: leave it out with pp, which has pp_schedule")
-        shares = "offload_fraction" in self.model_fields_set
-        if shares and self.offload_optimizer in (None, "device") and not self._has_file:
-            raise ValueError(SHARE_OF_NOTHING)
         if self.deepspeed is not None and self.accelerate is not None:
             raise ValueError("deepspeed: give it or accelerate, not both")
         return self

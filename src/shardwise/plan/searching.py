@@ -17,7 +17,8 @@ from math import prod
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import ALL_DEGREES, DEGREES, Candidate, Offload
+from shardwise.homes import Offload
+from shardwise.plan.candidate import ALL_DEGREES, DEGREES, Candidate, planned_offload
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer
 from shardwise.plan.model.tape import full_bytes
@@ -90,8 +91,8 @@ class SearchResult:
     """The fastest plan that keeps the limits, the Pareto set, and what lost.
 
     The Pareto set holds the plans that no other one beats in both tokens/s and memory, fastest
-    first; ``winner`` is the first of them that the engine can run as it is, or else the first.
-    ``num_played`` counts the candidates that were simulated.
+    first; ``winner`` is the first of them. ``num_played`` counts the candidates that were
+    simulated.
     """
 
     winner: Plan | None
@@ -160,9 +161,7 @@ def search(
         if progress is not None:
             progress(number + 1, len(families))
     pareto, beaten = front.result()
-    runnable = [made for made in pareto if made.candidate.engine_runs_it]
-    winner = next(iter((*runnable, *pareto)), None)
-    return SearchResult(winner, tuple(pareto), (*rejected, *beaten), num_played)
+    return SearchResult(next(iter(pareto), None), tuple(pareto), (*rejected, *beaten), num_played)
 
 
 def _check(space: Space, limits: Limits) -> None:
@@ -199,6 +198,7 @@ def _placed(candidate: Candidate) -> Candidate:
 
 def _families(space: Space, cluster: Cluster) -> Iterator[tuple[Candidate, int | None]]:
     """Yield candidates without a micro-batch, each with the number of units to prefetch."""
+    offloads = [*map(planned_offload, space.offloads)]
     for degrees in space.degrees:
         ranks, rest = divmod(cluster.num_ranks, prod(degrees))
         if rest:
@@ -212,9 +212,10 @@ def _families(space: Space, cluster: Cluster) -> Iterator[tuple[Candidate, int |
             for values, ahead in product(tried, space.prefetch_units):
                 settings: dict[str, Any] = dict(zip(_TRIED, values, strict=True))
                 candidate = replace(space.base, **placed, **settings)
-                stage = STAGES[candidate.stage]
-                if candidate.offload.params != "device" and not stage.frees_after_backward:
-                    continue  # only a stage that frees parameters can have them elsewhere
+                stage, offload = STAGES[candidate.stage], candidate.offload
+                is_same = not stage.frees_after_backward and offload.params == "cpu"
+                if is_same and replace(offload, params="device") in offloads:
+                    continue  # full parameters stay on the device
                 gathers = candidate.has_shards and stage.shards_state
                 if not gathers and ahead != space.prefetch_units[0]:
                     continue  # nothing to prefetch, whatever the setting
@@ -230,7 +231,7 @@ def _state_alone(model: Model, candidate: Candidate, capacity: int) -> str | Non
     """Say why the state alone is too large, or return None; see Note [How the search prunes]."""
     shards = candidate.num_shards * candidate.cp  # see planning, on contexts
     sharded = replace(candidate, num_shards=shards, cp=1)
-    state = resting_state(model.tape(candidate), sharded).total
+    state = resting_state(model.tape(candidate), sharded).device.total
     if state <= capacity:
         return None
     return (
@@ -345,12 +346,7 @@ class _Beaten:
 
     def why(self, best: Sequence[Plan]) -> str:
         """Name the fastest plan that needs no more, and where the time goes."""
-        runs = self.candidate.engine_runs_it
-        by = next(
-            p
-            for p in best
-            if p.memory.high_bytes <= self.high_bytes and (p.candidate.engine_runs_it or not runs)
-        )
+        by = next(p for p in best if p.memory.high_bytes <= self.high_bytes)
         slower = 1 - self.tokens_per_s / by.tokens_per_s
         larger = self.high_bytes - by.memory.high_bytes
         memory = format_bytes(larger)
@@ -388,9 +384,6 @@ class _Front:
 
 
 def _beats(one: Plan, other: Plan) -> bool:
-    """What the engine cannot run beats nothing that it can."""
-    if other.candidate.engine_runs_it and not one.candidate.engine_runs_it:
-        return False
     return (
         one.tokens_per_s >= other.tokens_per_s and one.memory.high_bytes <= other.memory.high_bytes
     )

@@ -90,7 +90,9 @@ class Optimizer:
     ``num_like`` state tensors have the parameter's shape, in ``bits`` per element or (``None``) in
     the master dtype, with one float32 scale per ``block`` elements (0: none). ``factored``: of
     matrices there are the means of rows and columns instead, of all else one tensor of its shape.
-    ``has_step``: one float32 counter per tensor. ``note`` is what the row leaves out.
+    ``has_step``: one float32 counter per tensor. ``note`` is what the row leaves out. ``by``: who
+    steps it unit by unit where it rests elsewhere, torch's class or the engine's own; "" is nobody:
+    then it steps all at once, in host memory.
     """
 
     num_like: int
@@ -100,17 +102,31 @@ class Optimizer:
     factored: bool = False
     has_step: bool = False
     note: str = ""
+    by: Literal["", "torch", "own"] = ""
+
+    @property
+    def rests_in_files(self) -> bool:
+        """Tell whether its state, but for counters, can rest in files."""
+        return bool(self.by) and not self.block
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the counter of one tensor."""
+        return _SCALAR_BYTES * self.has_step
+
+    def parts(self, numel: int, master: DtypeName) -> tuple[int, ...]:
+        """Return the bytes of each part of the state of so many parameters: no counters."""
+        bits = 8 * DTYPE_BYTES[master] if self.bits is None else self.bits
+        scales = (-(-numel // self.block) * _SCALE_BYTES,) if self.block else ()
+        return self.num_like * (-(-numel * bits // 8), *scales)
 
     def state_bytes(self, numel: int, master: DtypeName) -> int:
         """Return the bytes of state for so many parameters: no counters, all in matrices."""
-        bits = 8 * DTYPE_BYTES[master] if self.bits is None else self.bits
-        scales = -(-numel // self.block) * _SCALE_BYTES if self.block else 0
-        return self.num_like * (-(-numel * bits // 8) + scales)
+        return sum(self.parts(numel, master))
 
     def tensor_bytes(self, shape: tuple[int, ...], master: DtypeName) -> int:
         """Return the bytes of state of one tensor of this shape, its counter included."""
-        numel = prod(shape)
-        total = _SCALAR_BYTES * self.has_step
+        numel, total = prod(shape), self.counter_bytes
         if not self.factored:
             return total + self.state_bytes(numel, master)
         if len(shape) < 2 or not numel:
@@ -122,19 +138,20 @@ _QUANTIZED = "tensors of fewer than 4,096 elements or no whole number of blocks 
 _TORCHAO = "torchao.optim: block_size {}, one float32 scale per block"
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": Optimizer(2, "torch.optim.AdamW: exp_avg, exp_avg_sq, step", has_step=True),
-    "adam": Optimizer(2, "torch.optim.Adam: exp_avg, exp_avg_sq, step", has_step=True),
+    "adamw": Optimizer(2, "torch.optim.AdamW: exp_avg, exp_avg_sq, step",
+        has_step=True, by="torch"),
+    "adam": Optimizer(2, "torch.optim.Adam: exp_avg, exp_avg_sq, step", has_step=True, by="torch"),
     "adamw_bf16_moments": Optimizer(2,
         f"shardwise.optim.AdamW(moments='bf16'); {_MEGATRON}: 6 + 8/d with bf16 moments",
-        bits=16, has_step=True),
+        bits=16, has_step=True, by="own"),
     "adamw_8bit": Optimizer(2,
         f"shardwise.optim.AdamW(moments='8bit', block={BLOCK}): one float32 scale per block",
-        bits=8, block=BLOCK, has_step=True,
+        bits=8, block=BLOCK, has_step=True, by="own",
         note=f"a slice that begins inside a block of {BLOCK} elements may have one scale more"),
     "adamw_4bit": Optimizer(2, _TORCHAO.format(128), bits=4, block=128, has_step=True,
         note=_QUANTIZED),
-    "sgd": Optimizer(0, "torch.optim.SGD: no state"),
-    "sgd_momentum": Optimizer(1, "torch.optim.SGD with momentum: momentum_buffer"),
+    "sgd": Optimizer(0, "torch.optim.SGD: no state", by="torch"),
+    "sgd_momentum": Optimizer(1, "torch.optim.SGD with momentum: momentum_buffer", by="torch"),
     "lion": Optimizer(1, "Lion (arXiv 2302.06675), algorithm 2: one momentum"),
     "muon": Optimizer(1, "torch.optim.Muon: momentum_buffer",
         note="Muon updates matrices; embeddings, norms and biases need another optimizer's state"),

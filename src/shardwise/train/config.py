@@ -7,7 +7,6 @@ written for people.
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,8 +19,8 @@ from pydantic import (
 )
 
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, OffloadLike, resolve_offload
-from shardwise.keys import check_keys, flag_of, key
+from shardwise.homes import OffloadLike, offload_of, resolve_offload
+from shardwise.keys import check_keys, flag_of, key, read_fields, read_options
 from shardwise.precisions import plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.model_keys import ModelKeys
@@ -42,33 +41,6 @@ ScheduleName = Literal[
 ]
 
 
-def read_options(value: Any) -> dict[str, Any] | None:
-    """Take `{eps: 1e-8}` from a flag too; YAML leaves a number without a dot as text.
-
-    **Raises** ValueError where it is none of both.
-    """
-    if isinstance(value, str):
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise ValueError("expected `{name: value, ...}`") from None
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError("expected `{name: value, ...}`")
-    return {str(name): _with_numbers(item) for name, item in value.items()} or None
-
-
-def _with_numbers(value: Any) -> Any:
-    """Read text that is a number, as in a list of them, as the number."""
-    if isinstance(value, list | tuple):
-        return [_with_numbers(item) for item in value]
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 _OPTIONS = {"optimizer_options", "schedule_options"}
 
 
@@ -77,16 +49,8 @@ def read_offload(value: Any) -> str | dict[str, Any] | None:
 
     **Raises** ValueError where `shard()` would refuse it.
     """
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        value = read_options(value)
-    if not isinstance(value, dict):
-        resolve_offload(value)
-        return value
-    known = {field.name for field in fields(Offload)}
-    for name in value:
-        if name not in known:
-            raise ValueError(f"{name!r} is none of {', '.join(sorted(known))}")
-    resolve_offload(Offload(**value))
+    value = read_fields(value)
+    resolve_offload(offload_of(value))
     return value
 
 
@@ -229,7 +193,7 @@ class TrainConfig(ModelKeys):
     @property
     def offloaded(self) -> OffloadLike:
         """Where state rests, as `shard()` takes it."""
-        return Offload(**self.offload) if isinstance(self.offload, dict) else self.offload
+        return offload_of(self.offload)
 
     @field_validator("units", mode="before")
     @classmethod

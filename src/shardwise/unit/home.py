@@ -36,7 +36,6 @@ class Files:
 
 
 NO_FILES = Files()
-NUM_BUFFERS = 3  # of a disk: one is read into, one stepped, one written
 
 
 @dataclass(frozen=True)

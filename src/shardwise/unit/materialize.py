@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from math import prod
 
 import torch
@@ -372,6 +371,4 @@ def first_away(specs: Sequence[UnitSpec], config: ShardConfig) -> int:
     """Return how many units stay on the device, where others do not: the first, in whole units."""
     if config.state_offload is None:
         return len(specs)
-    numels = [sum(param.param.numel() for param in spec.params) for spec in specs]
-    stay = (1 - config.state_offload.fraction) * sum(numels)
-    return sum(total <= stay for total in accumulate(numels))
+    return config.state_offload.num_staying([sum(p.param.numel() for p in s.params) for s in specs])

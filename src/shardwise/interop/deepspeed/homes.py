@@ -10,11 +10,10 @@ from typing import Any, Literal
 
 from shardwise.homes import Offload, OffloadLike, folders_of, resolve_offload
 from shardwise.interop.deepspeed.reading import Reader
-from shardwise.plan.candidate import Offload as PlannedOffload
 
 Kind = Literal["params", "optimizer"]
 
-_PLANNED = {"none": "device", "cpu": "host", "nvme": "nvme"}
+_DEVICES = ("none", "cpu", "nvme")
 _TITLES = {"params": "parameters", "optimizer": "the optimizer's state"}
 
 
@@ -23,14 +22,14 @@ class Homes:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._devices: dict[Kind, tuple[str, Any, str]] = {}  # key, value, one of _PLANNED
+        self._devices: dict[Kind, tuple[str, Any, str]] = {}  # key, value, one of _DEVICES
         self._paths: dict[Kind, tuple[str, str]] = {}
         self._ratio: tuple[str, float] | None = None
 
     def note_device(self, kind: Kind, key: str, value: Any) -> None:
         """Note ``device`` of a block; true and false, of old keys, are "cpu" and "none"."""
         where = {True: "cpu", False: "none"}[value] if isinstance(value, bool) else value
-        self._devices[kind] = key, value, self._reader.word(key, where, tuple(_PLANNED))
+        self._devices[kind] = key, value, self._reader.word(key, where, _DEVICES)
 
     def note_path(self, kind: Kind, key: str, value: Any) -> None:
         """Note ``nvme_path`` of a block."""
@@ -45,16 +44,14 @@ class Homes:
             raise self._reader.refusal(key, f"expected 0 to 1, got {value!r}")
         self._ratio = key, float(value)
 
-    def settle(self, stage: int | None) -> str | Offload | PlannedOffload | None:
+    def settle(self, stage: int | None) -> str | Offload | None:
         """Return ``offload``, None where the file says nothing that moves state; tell every key.
 
         A plan has an offload wherever the file has a key of it. ``stage`` is None where the file
         leaves it open.
 
-        **Raises** ConfigError where state is to rest in files of no folder.
+        **Raises** ConfigError where state is to rest in files of no folder, but for a plan.
         """
-        if self._reader.plans:
-            return self._planned()
         has_params = stage in (None, 3)
         params = self._place("params") if has_params else "device"
         said = self._place("optimizer")
@@ -65,19 +62,15 @@ class Homes:
             offload = _shortest(Offload(params, None, optimizer, fraction), has_params)
         self._tell_devices(stage, offload, params, said)
         self._tell_others(params, said)
+        if offload is None and self._devices and self._reader.plans:
+            return Offload()
         return offload
-
-    def _planned(self) -> PlannedOffload | None:
-        for key, value, where in self._devices.values():
-            self._reader.mapped(key, value, f"offload: {_PLANNED[where]}")
-        places: dict[str, Any] = {kind: _PLANNED[x[2]] for kind, x in self._devices.items()}
-        if self._ratio is not None:
-            places["optimizer_fraction"] = self._ratio[1]
-        return PlannedOffload(**places) if places else None
 
     def _place(self, kind: Kind) -> str:
         key, _, where = self._devices.get(kind, ("", None, "none"))
         if where == "nvme" and kind not in self._paths:
+            if self._reader.plans:
+                return "nvme"
             wanted = key.replace("device", "nvme_path")
             raise self._reader.refusal(key, f"nvme needs a folder; add {wanted}, one on that disk")
         return {"none": "device", "cpu": "cpu"}.get(where) or f"nvme:{self._paths[kind][1]}"
@@ -123,8 +116,10 @@ def offload_keys(offload: str | Offload) -> Any:
     """Return an offload as the key of `shardwise train`: a word, or what differs from defaults."""
     if isinstance(offload, str):
         return offload
-    values = {field.name: getattr(offload, field.name) for field in fields(offload)}
-    return {x.name: values[x.name] for x in fields(offload) if values[x.name] != x.default}
+    found = {x.name: getattr(offload, x.name) for x in fields(offload)}
+    found = {x.name: found[x.name] for x in fields(offload) if found[x.name] != x.default}
+    usual = {"grads": "cpu", "step_on": "host"}
+    return {name: value for name, value in found.items() if usual.get(name) != value}
 
 
 def _spelled(offload: str | Offload | None) -> str:

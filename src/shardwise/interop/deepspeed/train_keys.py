@@ -11,8 +11,8 @@ from shardwise.interop.deepspeed.report import Fate, Line, Report
 from shardwise.interop.deepspeed.schedules import TorchSchedule
 from shardwise.interop.deepspeed.settings import BATCH_KEYS, DeepSpeedSettings, read_content
 from shardwise.interop.foreign_keys import load_json
+from shardwise.keys import read_options
 from shardwise.precisions import plain_precision
-from shardwise.train.config import read_options
 from shardwise.train.curves import CURVES
 from shardwise.train.optimizers import OPTIMIZERS
 

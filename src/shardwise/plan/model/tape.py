@@ -48,7 +48,8 @@ class UnitFacts:
 
     ``backward_reads_params`` is False for an embedding, whose backward needs the ids alone.
     ``experts_over``: they are experts spread over ranks, and what a rank has of them is sharded
-    over other ranks than the candidate's shards: so many times as many.
+    over other ranks than the candidate's shards: so many times as many. ``comes_last``: what it
+    trains stands behind all other units' in the order of the model's parameters.
     """
 
     name: str
@@ -56,6 +57,7 @@ class UnitFacts:
     params: tuple[ParamFacts, ...]
     backward_reads_params: bool = True
     experts_over: Fraction | None = None
+    comes_last: bool = False
 
 
 @dataclass(frozen=True)

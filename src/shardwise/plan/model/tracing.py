@@ -11,7 +11,7 @@ for its parameters, those of other units that use them included. A tied weight's
 from the first of its parts on, which autograd holds until the last has come.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -92,11 +92,10 @@ def trace(
         stack.callback(run.close)
         run.own(model, batch)
         _step(run, batch, loss, name)
+        written = {i: run.wrote(p) for i, p in fakes.items()}
         return Tape(
             model=name,
-            units=tuple(
-                _unit_facts(s, {i for i, p in fakes.items() if run.wrote(p)}) for s in specs
-            ),
+            units=_all_unit_facts(specs, written),
             events=run.events(),
             micro_batch=micro_batch,
             seq=seq,
@@ -121,15 +120,29 @@ def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
         ) from error
 
 
-def _unit_facts(spec: UnitSpec, written: set[int]) -> UnitFacts:
-    """Describe a unit; ``written`` has the ids of the parameters that got a gradient."""
+def _all_unit_facts(
+    specs: Sequence[UnitSpec], written: Mapping[int, bool]
+) -> tuple[UnitFacts, ...]:
+    """Describe all units, the root first; ``written`` are parameters by id, in the model's order.
+
+    It tells which of them got a gradient.
+    """
+    places = {param: place for place, (param, wrote) in enumerate(written.items()) if wrote}
+    owned = [[places[id(p.param)] for p in s.params if id(p.param) in places] for s in specs]
+    firsts = [min(each, default=-1) for each in owned]
+    root, *others = (_unit_facts(spec, written) for spec in specs)
+    return (replace(root, comes_last=firsts[0] > max(firsts[1:], default=0)), *others)
+
+
+def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> UnitFacts:
+    """Describe a unit; ``written`` tells by id which parameters got a gradient."""
     params = tuple(
         ParamFacts(
             p.name,
             tuple(p.param.shape),
             dtype_name(p.param.dtype),
             p.param.requires_grad,
-            gets_grad=not p.param.requires_grad or id(p.param) in written,
+            gets_grad=not p.param.requires_grad or written[id(p.param)],
         )
         for p in spec.params
     )

@@ -39,8 +39,10 @@ def plan_facts(plan: Planned) -> dict[str, Any]:
             "peak": _moment(plan, played.peak),
             "peaks": [_moment(plan, moment) for moment in played.peaks],
             "resting_bytes": played.resting.lines(),
-            "host_bytes": played.host_bytes,
-            "nvme_bytes": played.nvme_bytes,
+            "host_bytes": played.host.total,
+            "host_lines_bytes": played.host.lines(),
+            "nvme_bytes": played.files.total,
+            "nvme_lines_bytes": played.files.lines(),
         },
         "time": {
             "step_s": plan.step_s,
@@ -61,6 +63,7 @@ def plan_facts(plan: Planned) -> dict[str, Any]:
         "traffic": {
             "sent_bytes": dict(played.program.sent_bytes),
             "num_collectives": dict(played.program.num_collectives),
+            "copied_bytes": dict(played.program.copied_bytes),
         },
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),

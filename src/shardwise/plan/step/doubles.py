@@ -50,11 +50,12 @@ class UnitDouble:
         self.full_bytes = weight.full_bytes
         self.is_trained = weight.num_trained > 0
         self.in_backward = False
-        self.is_fresh = weight.gather is None
+        self._context = context
+        self._has_copy = self.is_fresh = False  # a copy on the device, of slices that are away
+        self.go_stale()
         self.grads = self.sums = 0
         self.has_grad = False
         self.buffer = ""
-        self._context = context
         self._state = "sharded"
         self._staging = 0
         self._pending: int | None = None
@@ -75,12 +76,15 @@ class UnitDouble:
         message = self.weight.gather
         if self.is_fresh or message is None:
             return
-        meter, issue = self._context.meter, self._context.issue
+        meter, issue, weight = self._context.meter, self._context.issue, self.weight
         before, meter.phase = meter.phase, "unshard"
-        meter.add("param_full", self.weight.freed_bytes)
-        self._staging = message.staging + self._context.offloading.fetch(
-            self.weight, self.index, issue
-        )
+        meter.add("param_full", weight.freed_bytes)
+        fetched = weight.fetched_bytes + (0 if self._has_copy else weight.copied_bytes)
+        self._has_copy = True
+        if fetched:
+            meter.touch({"gather_staging": weight.fetch_staging})
+            self._context.offloading.fetch(fetched, self.index, issue)
+        self._staging = message.staging
         meter.add("gather_staging", self._staging)
         meter.phase = before
         issue.move(message.before, self._context.dtype, self.index, "unshard")
@@ -117,9 +121,18 @@ class UnitDouble:
                 self.is_fresh = False
             self._state = "sharded"
 
+    def drop_means(self) -> None:
+        """Free the means on the device; a buffer that the unit keeps stays."""
+        if self.buffer:
+            self.buffer = "kept"
+        elif self.weight.reduce is not None:
+            self._context.meter.add("grad_shards", -self.weight.reduce.out)
+
     def go_stale(self) -> None:
-        """Note that the optimizer has changed the slices."""
-        self.is_fresh = self.weight.gather is None
+        """Note that the optimizer has changed the slices; on the device, also what stays there."""
+        weight = self.weight
+        self._has_copy = weight.is_away and self._context.offloading.steps_on_device
+        self.is_fresh = weight.gather is None or (self._has_copy and weight.is_mirrored)
 
 
 class ReductionDouble:
@@ -194,10 +207,17 @@ class ReductionDouble:
                 self._sum_over_replicas(message)
             for message in weight.means:
                 self._start_gather(message)
-        for unit in self.units:
-            sent = context.offloading.send_grads(unit.weight, unit.index, context.issue)
-            meter.add("grad_shards", -sent)
+        if not self._means:
+            self._evict()
         meter.phase = before
+
+    def _evict(self) -> None:
+        """Bring the means to where the slices are; the device has them no more."""
+        context = self._context
+        for unit in self.units:
+            if unit.weight.is_away:
+                context.offloading.send_grads(unit.weight, unit.index, context.issue)
+                unit.drop_means()
 
     def _sum_over_replicas(self, message: Message) -> None:
         context = self._context
@@ -225,6 +245,8 @@ class ReductionDouble:
             context.issue.wait(pending)
             context.issue.move(message.after, context.dtype, self._unit, "reduce")
             context.meter.add("gather_staging", -message.staging)
+        if self._means:
+            self._evict()
 
 
 def add_micro_batch(unit: UnitDouble, context: PlayContext) -> None:
@@ -280,8 +302,9 @@ class ReductionsDouble:
         return self._queue.holds(unit)
 
     def add(self, unit: UnitDouble) -> None:
-        """Reduce a unit's gradients."""
-        self._queue.add(unit)
+        """Reduce a unit's gradients, if this rank or another one may have any."""
+        if self._context.candidate.data_parallel > 1 or unit.grads + unit.sums > 0:
+            self._queue.add(unit)
 
     def keep(self, unit: UnitDouble) -> None:
         """Keep a unit's gradients for the last micro-batch."""
@@ -297,7 +320,9 @@ class ReductionsDouble:
         for reduction in self._queue.take():
             reduction.finish()
             for unit in reduction.units:
-                out = self._context.offloading.out_on_device(unit.weight)
+                if unit.weight.is_away or unit.weight.reduce is None:
+                    continue  # the host adds them
+                out = unit.weight.reduce.out
                 if not unit.weight.num_updated:  # zeros that no ``p.grad`` takes
                     added += 0 if unit.buffer else out
                     unit.buffer = unit.buffer and "kept"
@@ -313,10 +338,6 @@ class ReductionsDouble:
     def zero_grad(self, units: Sequence[UnitDouble]) -> None:
         """Drop ``p.grad``; a buffer that the unit keeps stays."""
         for unit in units:
-            if unit.has_grad and unit.weight.reduce is not None:
+            if unit.has_grad:
                 unit.has_grad = False
-                if unit.buffer:
-                    unit.buffer = "kept"
-                else:
-                    out = self._context.offloading.out_on_device(unit.weight)
-                    self._context.meter.add("grad_shards", -out)
+                unit.drop_means()

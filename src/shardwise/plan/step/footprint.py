@@ -1,8 +1,9 @@
 """What one unit's parameters weigh and send under a candidate, as the engine lays them out.
 
 Note [The largest rank]
-Everything is that of rank 0 of its axes. In both layouts rank 0 owns the most: ``rows`` cuts as
-``torch.chunk`` does and ``flat`` fills the first shares, so no rank holds more.
+Everything is that of rank 0 of its axes, unless another one is asked for. In both layouts rank 0
+owns the most: ``rows`` cuts as ``torch.chunk`` does and ``flat`` fills the first shares, so no rank
+holds more.
 
 Note [Parameters without a gradient]
 A trained parameter that no backward pass reaches has its place in the shards and in the buffers of
@@ -46,12 +47,14 @@ class Setting:
     precision: str
     layout: Literal["rows", "flat"]
     on_cpu: bool  # the transport is point to point, and so the device is the CPU
-    params_away: bool  # the slices rest elsewhere, and full copies are made from them
     optimizer: str
+    rank: int
+    stays: bool  # where the slices rest elsewhere, a copy of them stays on the device
+    is_away: bool = False
 
 
-def setting_of(candidate: Candidate) -> Setting:
-    """Take from a candidate what decides the bytes of a unit."""
+def setting_of(candidate: Candidate, rank: int = 0) -> Setting:
+    """Take from a candidate what decides the bytes of a unit that rests on the device."""
     return Setting(
         STAGES[candidate.stage],
         candidate.num_shards,
@@ -59,8 +62,9 @@ def setting_of(candidate: Candidate) -> Setting:
         candidate.precision,
         candidate.layout,
         candidate.transport == "point_to_point",
-        candidate.offload.params != "device",
         candidate.optimizer,
+        rank,
+        candidate.offload.params == "device",
     )
 
 
@@ -92,6 +96,12 @@ class Footprint:
     (bytes held more afterwards, most bytes held more meanwhile) when gradients join such a sum.
     ``keeps_buffer``: the memory of the means is used again in the next step.
     ``written_grads`` are bytes of gradients as a micro-batch's autograd writes them.
+    ``largest_shard`` are the slices of one dtype. ``is_away``: they rest elsewhere. Then
+    ``copy_bytes`` are what stays of them on the device, ``means_bytes`` what reduced gradients take
+    beside them; a gather fetches ``fetched_bytes``, the first one after a step ``copied_bytes`` as
+    well, through ``fetch_staging`` on the device; ``is_mirrored``: a step on the device leaves
+    nothing to fetch.
+    ``updated`` are the elements and the dtype of each slice that the optimizer steps.
     ``num_updated`` of the ``num_trained`` parameters get a gradient, and so what the optimizer
     holds and steps, ``local_numel`` and the like, is theirs; ``padding_bytes`` are what a rank's
     slices hold beyond their part of the parameters, on average over the ranks.
@@ -117,6 +127,23 @@ class Footprint:
     keeps_buffer: bool
     keep_first: tuple[int, int]
     keep_next: tuple[int, int]
+    is_away: bool
+    largest_shard: int
+    copy_bytes: int
+    means_bytes: int
+    fetched_bytes: int
+    copied_bytes: int
+    fetch_staging: int
+    is_mirrored: bool
+    updated: tuple[tuple[int, DtypeName], ...]
+
+
+def weigh(units: Sequence[UnitFacts], candidate: Candidate, rank: int = 0) -> list[Footprint]:
+    """Weigh all units of a model; the last ones are away, as many as the candidate says."""
+    setting = setting_of(candidate, rank)
+    numels = [sum(prod(p.shape) for p in unit.params) for unit in units]
+    stay = candidate.offload.num_staying(numels)
+    return [footprint(u, replace(setting, is_away=i >= stay)) for i, u in enumerate(units)]
 
 
 def footprint(unit: UnitFacts, setting: Setting) -> Footprint:
@@ -147,7 +174,8 @@ def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
     for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
         layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards)
         sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
-        memory = Memory(layout, setting.stage, *sizes, master != compute, setting.params_away)
+        place = setting.is_away, setting.is_away and setting.stays
+        memory = Memory(layout, setting.stage, *sizes, master != compute, *place)
         trained = tuple(m[2] for m in members)
         updated = tuple(m[2] and m[3] for m in members)
         reduce = DTYPE_BYTES[master if own else row.reduce]
@@ -167,11 +195,13 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
         if (exchanges or not g.memory.aliased) and (g.memory.frees or any(g.updated))
     ]
     trains = [g for g in groups if any(g.trained)]
-    locals_ = [(g, shape) for g in trains for shape in _local_shapes(g)]
+    locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
     numels = [prod(shape) for _, shape in locals_]
     table = OPTIMIZERS[setting.optimizer]
     sums_apart = any(g.memory.full_size != g.reduce for g in trains)
     keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
+    away = stale if setting.is_away else []
+    sizes = [(g, g.memory.full_size if keeps_compute_shard else g.memory.master_size) for g in away]
     return Footprint(
         num_trained=sum(p[2] for p in params),
         num_updated=sum(p[2] and p[3] for p in params),
@@ -199,7 +229,32 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
         keeps_buffer=setting.on_cpu and not setting.stage.frees_after_backward,
         keep_first=_casting(trains, True, setting.on_cpu) if sums_apart else (0, 0),
         keep_next=_casting(trains, False, setting.on_cpu) if sums_apart else (0, 0),
+        is_away=setting.is_away,
+        largest_shard=max((m.shard_bytes for m in memories), default=0),
+        copy_bytes=sum(m.copy_bytes for m in memories),
+        means_bytes=sum(
+            g.memory.own_numel * (g.reduce if keeps_compute_shard else g.memory.master_size)
+            for g in trains
+        ),
+        fetched_bytes=sum(g.memory.own_numel * n for g, n in sizes if not g.memory.copy_bytes),
+        copied_bytes=sum(
+            g.memory.own_numel * n for g, n in sizes if g.memory.copy_bytes and any(g.updated)
+        ),
+        fetch_staging=0 if keeps_compute_shard else max(map(_fetch_staging, away), default=0),
+        is_mirrored=not any(g.memory.frees or g.memory.needs_gather for g in away),
+        updated=tuple((n, g.master_name) for n, (g, _) in zip(numels, locals_, strict=True)),
     )
+
+
+def _fetch_staging(group: _Group) -> int:
+    """Return what a fetch takes on the device to be cast there: one piece, and the next one."""
+    memory = group.memory
+    if not memory.casts:
+        return 0
+    pieces = [segment.shard_numel for segment in memory.layout.segments]
+    if memory.copy_bytes or not memory.stage.shards_state:
+        pieces = [memory.own_numel]
+    return max(map(sum, zip(pieces, [*pieces[1:], 0], strict=True)), default=0) * memory.master_size
 
 
 def _padding(memory: Memory) -> int:
@@ -213,11 +268,11 @@ def _updated_numels(group: _Group) -> list[int]:
     return [p.numel for p, updated in zip(params, group.updated, strict=True) if updated]
 
 
-def _local_shapes(group: _Group) -> list[tuple[int, ...]]:
-    """Return the shapes of rank 0's slices of the parameters that the optimizer updates."""
+def _local_shapes(group: _Group, rank: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a rank's slices of the parameters that the optimizer updates."""
     layout, sharded = group.memory.layout, group.memory.stage.shards_state
     return [
-        layout.local_shape(index, 0) if sharded else layout.params[index].shape
+        layout.local_shape(index, rank) if sharded else layout.params[index].shape
         for index, updated in enumerate(group.updated)
         if updated
     ]
@@ -241,7 +296,8 @@ def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, 
 def _gather(groups: Sequence[_Group], setting: Setting) -> Message:
     """Describe the gather of a unit: casts, copies, messages."""
     memories = [group.memory for group in groups]
-    before = sum(m.own_numel * (m.master_size + m.full_size) for m in memories if m.casts)
+    casts = [m for m in memories if m.casts and not m.copy_bytes]
+    before = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
     if not setting.stage.shards_state or setting.num_shards == 1:
         return Message(before=before)
     items = [(s, m.full_size, m.gathers_in_place) for m in memories for s in m.layout.segments]

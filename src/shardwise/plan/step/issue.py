@@ -38,6 +38,7 @@ class Issuer:
         self.micro_batch = 0
         self.sent: Counter[str] = Counter()
         self.num: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
         self._last_compute: tuple[int, ...] = ()
         self._waits: tuple[int, ...] = ()
         self._fetched: tuple[int, ...] = ()
@@ -102,6 +103,7 @@ class Issuer:
         """Issue a copy between device, host and disk."""
         work = Transfer(link, num_bytes)  # type: ignore[arg-type]
         stream = _STREAM_OF_LINK[link]
+        self.copied[link] += num_bytes
         self.ops.append(Op(stream, work, unit, "offload", self.micro_batch, tuple(after)))  # type: ignore[arg-type]
         return len(self.ops) - 1
 
@@ -118,4 +120,5 @@ class Issuer:
 
     def program(self, unit_names: tuple[str, ...]) -> Program:
         """Return what was issued."""
-        return Program(unit_names, tuple(self.ops), dict(self.sent), dict(self.num))
+        counts = dict(self.sent), dict(self.num), dict(self.copied)
+        return Program(unit_names, tuple(self.ops), *counts)

@@ -42,6 +42,56 @@ class Ledger:
 
 
 @dataclass(frozen=True)
+class Away:
+    """Bytes of one rank off the device, on the host or in files; lines add up to ``total``.
+
+    ``grad_shards`` are the memory of reduced gradients, ``more_grads`` what those of a further
+    micro-batch take that is reduced by itself, ``inputs`` those of checkpointed blocks,
+    ``disk_buffers`` what passes to and from the files.
+    """
+
+    param_shards: int = 0
+    grad_shards: int = 0
+    more_grads: int = 0
+    optimizer_state: int = 0
+    inputs: int = 0
+    disk_buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all lines."""
+        return sum(self.lines().values())
+
+    def lines(self) -> dict[str, int]:
+        """Return the lines by name, in the order of the fields."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What one rank holds between two steps, wherever it is."""
+
+    device: Ledger
+    host: Away
+    files: Away
+
+    @property
+    def bytes_by_place(self) -> dict[str, int]:
+        """Return what ``shardwise.stats`` of a run has under this name, places of nothing left out.
+
+        It counts what lasts: neither buffers of the disk, nor gradients in files.
+        """
+        device, host, files = self.device, self.host, self.files
+        found = {
+            "device": device.param_shards + device.param_full + device.optimizer_state,
+            "host": host.param_shards + host.grad_shards + host.optimizer_state + host.inputs,
+            "files": files.param_shards + files.optimizer_state,
+        }
+        found["device"] += device.state_staging
+        return {place: num_bytes for place, num_bytes in found.items() if num_bytes}
+
+
+@dataclass(frozen=True)
 class Moment:
     """The ledger at one moment: in which phase of which micro-batch, in which unit."""
 
@@ -55,20 +105,23 @@ class Moment:
 class Played:
     """One steady-state step, played: its peak, the peak of each phase, and its operations.
 
-    ``resting`` is the ledger between steps, after ``zero_grad``. ``host_bytes`` and ``nvme_bytes``
-    are what offloading puts there, per rank; ``pinned_bytes`` of the former are buffers on the way
-    to and from the disk. ``padding_bytes`` of the resting ``param_shards`` are padding, on average
-    over the ranks.
+    ``resting`` is the ledger between steps, after ``zero_grad``; ``host`` and ``files`` are what
+    offloading puts there at most. ``padding_bytes`` of the resting ``param_shards``, wherever they
+    are, are padding, on average over the ranks.
     """
 
     peak: Moment
     peaks: tuple[Moment, ...]
     resting: Ledger
-    host_bytes: int
-    nvme_bytes: int
+    host: Away
+    files: Away
     program: Program
-    pinned_bytes: int = 0
     padding_bytes: int = 0
+
+    @property
+    def at_rest(self) -> Rest:
+        """What lies where between two steps."""
+        return Rest(self.resting, self.host, self.files)
 
 
 class Meter:

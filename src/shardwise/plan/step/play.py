@@ -6,12 +6,6 @@ there, optimizer state exists. A step is ``accumulation`` micro-batches, one aft
 `rounds`, clipping if asked for, the optimizer's step and ``zero_grad``. Inside a micro-batch the
 engine's `Schedule` and `ReduceQueue` are called as the engine calls them, at the visits of the
 tape.
-
-Note [What an optimizer's step takes]
-Bytes: each of parameter, state and gradient is read once, and all but the gradient written once,
-by a fused kernel: 28 per parameter for AdamW in float32. Without fusion torch runs eight kernels
-per tensor, 80 bytes. Temporaries, as torch.optim allocates them: fused none; foreach the square
-roots of all second moments at once; loop two tensors of the size of the largest.
 """
 
 from collections.abc import Iterable
@@ -23,18 +17,17 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
 from shardwise.plan.step.doubles import PlayContext, ReductionsDouble, UnitDouble
-from shardwise.plan.step.footprint import Footprint, Setting, footprint, setting_of
+from shardwise.plan.step.footprint import Footprint, weigh
 from shardwise.plan.step.inputs import Inputs
 from shardwise.plan.step.issue import Issuer
-from shardwise.plan.step.ledger import Ledger, Meter, Played
+from shardwise.plan.step.ledger import Ledger, Meter, Played, Rest
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
+from shardwise.plan.step.optimizing import num_kernels, step_bytes, temporary_bytes
 from shardwise.plan.step.program import AxisName
 from shardwise.plan.step.rounds import Rounds, added, rounds_of
-from shardwise.stages import Stage, UnitSettings
+from shardwise.stages import STAGES, Stage, UnitSettings
 
-_UNFUSED_BYTES = 80  # of float32 AdamW per parameter; see the Note
-_UNFUSED_KERNELS = 8
 _NORM_BYTES = 8  # the partial norm that clipping sends, float64
 
 
@@ -56,55 +49,58 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
         )
     row_of(PRECISIONS, candidate.precision, "precision")
     row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
-    player = _Player(tape, candidate, setting_of(candidate))
+    player = _Player(tape, candidate)
     player.run()
     player.step(clips)
     return player.result()
 
 
-def resting_state(tape: Tape, candidate: Candidate) -> Ledger:
-    """Return what rests on the device whatever the batch: parameters, buffers, optimizer state."""
-    setting = setting_of(candidate)
-    weights = [footprint(u, setting) for u in tape.units]
-    return _state(weights, Offloading(candidate), tape.buffer_bytes)
+def resting_state(tape: Tape, candidate: Candidate, rank: int = 0) -> Rest:
+    """Return what a rank of the shard axis holds between steps, whatever the batch.
+
+    That is all but inputs of blocks, and memory that later micro-batches are reduced to.
+    """
+    weights, offloading = weigh(tape.units, candidate, rank), Offloading(candidate)
+    away = offloading.away(weights, num_reductions=1)
+    return Rest(_state(weights, offloading, tape), away["cpu"], away["nvme"])
 
 
-def _state(weights: list[Footprint], offloading: Offloading, buffer_bytes: int) -> Ledger:
-    state = sum(w.state_bytes for w in weights)
+def _state(weights: list[Footprint], offloading: Offloading, tape: Tape) -> Ledger:
+    here = [w for w in weights if not w.is_away]
     return Ledger(
-        param_shards=sum(offloading.params_on_device(w) for w in weights),
+        param_shards=sum(w.shard_bytes + w.compute_shard_bytes for w in here)
+        + sum(w.copy_bytes for w in weights),
         param_full=sum(w.kept_bytes for w in weights),
-        optimizer_state=state - offloading.share(state),
-        state_staging=offloading.staging_bytes(weights),
-        buffers=buffer_bytes,
+        optimizer_state=sum(w.state_bytes for w in here),
+        state_staging=offloading.staging_bytes(weights, tape.units[0].comes_last),
+        buffers=tape.buffer_bytes,
     )
 
 
 class _Player:
     """One step under way."""
 
-    def __init__(self, tape: Tape, candidate: Candidate, setting: Setting) -> None:
+    def __init__(self, tape: Tape, candidate: Candidate) -> None:
         self._tape = tape
         self._candidate = candidate
-        self._weights = [footprint(u, setting) for u in tape.units]
+        self._weights = weigh(tape.units, candidate)
+        stage = STAGES[candidate.stage]
         # A pipeline gathers a stage once for all micro-batches, and reduces it after the last.
         self._is_stage = candidate.pp > 1
-        asked = candidate.reduce_every or setting.stage.reduce_every
+        asked = candidate.reduce_every or stage.reduce_every
         self._reduce_every = "step" if self._is_stage else asked
         self._offloading = Offloading(candidate)
         visits = [e for e in tape.events if isinstance(e, Visit)]
         self._with_backward = {e.unit for e in visits if e.kind == "before_backward"}
-        stays_full = not setting.stage.frees_after_backward
+        stays_full = not stage.frees_after_backward
         num_ranks = candidate.num_shards * candidate.num_replicas
         self._in_turns = stays_full and num_ranks > 1
         self._buffers = self._kept_buffers()
         self._meter = Meter(self._rest())
         self._issue = Issuer()
         self._inputs = Inputs(tape, candidate, self._meter, self._issue)
-        frees = setting.stage.frees_after_forward and not self._is_stage
-        self._row = replace(
-            setting.stage, reduce_every=self._reduce_every, frees_after_forward=frees
-        )
+        frees = stage.frees_after_forward and not self._is_stage
+        self._row = replace(stage, reduce_every=self._reduce_every, frees_after_forward=frees)
         settings = UnitSettings(self._row)
         context = PlayContext(
             self._meter, self._issue, self._offloading, candidate, tape.compute_dtype, settings
@@ -119,7 +115,7 @@ class _Player:
             context,
             candidate.bucket_bytes,
             candidate.reduces_in_flight,
-            waits_at_close=candidate.num_replicas > 1 or not setting.stage.shards_state,
+            waits_at_close=candidate.num_replicas > 1 or not stage.shards_state,
         )
         self._schedule: Schedule[UnitDouble] = Schedule(
             candidate.prefetch_bytes, self._reductions, has_peers=num_ranks > 1
@@ -136,20 +132,24 @@ class _Player:
         scale = DTYPE_BYTES[row.reduce] / DTYPE_BYTES[tape.compute_dtype]
         self._rounds = Rounds(candidate.accumulation if candidate.in_rounds else 1, scale)
 
+    @property
+    def _num_reductions(self) -> int:
+        """How often a step reduces a unit."""
+        candidate = self._candidate
+        if self._reduce_every == "step" or candidate.in_rounds:
+            return 1
+        return candidate.accumulation
+
     def _kept_buffers(self) -> bool:
         """Tell whether the gradient buffers of the step before lie there at its end."""
-        window = self._candidate.accumulation if self._reduce_every == "micro_batch" else 1
-        window = 1 if self._candidate.in_rounds else window
-        return window == 1 and all(w.keeps_buffer for w in self._weights)
+        return self._num_reductions == 1 and all(w.keeps_buffer for w in self._weights)
 
     def _rest(self) -> Ledger:
-        ledger = _state(self._weights, self._offloading, self._tape.buffer_bytes)
+        ledger = _state(self._weights, self._offloading, self._tape)
         if not self._buffers:
             return ledger
         buffers = sum(
-            w.reduce.out
-            for i, w in enumerate(self._weights)
-            if w.reduce and (self._in_turns or w.num_updated or i in self._with_backward)
+            w.reduce.out for w in self._weights if w.reduce and (self._in_turns or w.num_updated)
         )
         return replace(ledger, grad_shards=buffers)
 
@@ -312,14 +312,14 @@ class _Player:
         if clips:
             self._clip()
         meter.phase = "optimizer"
-        meter.touch({"optimizer_temporary": self._temporary_bytes()})
-        moved = [self._step_bytes(w) for w in self._weights]
-        away = [self._offloading.share(m) for m in moved]
+        here = [w for w in self._weights if not w.is_away]
+        meter.touch({"optimizer_temporary": temporary_bytes(self._candidate, here)})
+        moved = [step_bytes(self._candidate, w) for w in self._weights]
         self._offloading.step(self._weights, issue, moved)
-        on_device = sum(moved) - sum(away)
+        on_device = sum(m for m, w in zip(moved, self._weights, strict=True) if not w.is_away)
         if on_device:
-            issue.compute((self._memory(on_device, self._num_kernels()),), 0, "optimizer")
-        self._offloading.return_params(self._weights, issue)
+            kernels = num_kernels(self._candidate, here)
+            issue.compute((self._memory(on_device, kernels),), 0, "optimizer")
         self._reductions.zero_grad(self._units)
         for unit in self._units:
             unit.go_stale()
@@ -353,43 +353,16 @@ class _Player:
     def _memory(self, num_bytes: int, num_ops: int) -> Cost:
         return Cost("memory", PRECISIONS[self._candidate.precision].master, 0, num_bytes, num_ops)
 
-    def _is_adam(self) -> bool:
-        return self._candidate.optimizer in ("adam", "adamw")
-
-    def _num_kernels(self) -> int:
-        kernel = self._candidate.optimizer_kernel
-        num_tensors = sum(w.num_updated for w in self._weights) if kernel == "loop" else 1
-        return num_tensors * (1 if kernel == "fused" else _UNFUSED_KERNELS)
-
-    def _step_bytes(self, weight: Footprint) -> int:
-        row = PRECISIONS[self._candidate.precision]
-        master, numel = DTYPE_BYTES[row.master], weight.local_numel
-        if self._is_adam() and self._candidate.optimizer_kernel != "fused":
-            return numel * _UNFUSED_BYTES * master // 4
-        return 2 * (numel * master + weight.state_bytes) + numel * DTYPE_BYTES[row.reduce]
-
-    def _temporary_bytes(self) -> int:
-        kernel, weights = self._candidate.optimizer_kernel, self._weights
-        row = PRECISIONS[self._candidate.precision]
-        numel = sum(w.local_numel for w in weights)
-        copied = numel * DTYPE_BYTES[row.optimizer_grad] if row.optimizer_grad else 0
-        if kernel == "fused" or not self._is_adam():
-            return copied
-        if kernel == "loop":
-            return copied + 2 * max((w.largest_local for w in weights), default=0)
-        return copied + numel * DTYPE_BYTES[row.master]
-
     def result(self) -> Played:
         """Return the step as it was played."""
         peaks = self._meter.peaks()
-        host, pinned, nvme = self._offloading.bytes_away(self._weights)
+        away = self._offloading.away(self._weights, self._num_reductions)
         return Played(
             peak=max(peaks, key=lambda m: m.ledger.total),
             peaks=peaks,
             resting=self._meter.ledger(),
-            host_bytes=host + pinned + self._inputs.host_bytes,
-            nvme_bytes=nvme,
+            host=replace(away["cpu"], inputs=self._inputs.host_bytes),
+            files=away["nvme"],
             program=self._issue.program(tuple(u.name for u in self._tape.units)),
-            pinned_bytes=pinned,
             padding_bytes=sum(w.padding_bytes for w in self._weights),
         )

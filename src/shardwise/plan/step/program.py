@@ -66,10 +66,11 @@ class Program:
     """One steady-state step (not the first one) of one rank.
 
     ``sent_bytes`` and ``num_collectives`` are by ``axis.kind``, the very numbers that
-    ``shardwise.stats`` counts for one step.
+    ``shardwise.stats`` counts for one step; ``copied_bytes`` between device, host and disk by link.
     """
 
     unit_names: tuple[str, ...]
     ops: tuple[Op, ...]
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     num_collectives: Mapping[str, int] = field(default_factory=dict)
+    copied_bytes: Mapping[str, int] = field(default_factory=dict)

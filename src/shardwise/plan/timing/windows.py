@@ -58,7 +58,7 @@ def play_window(
         played = play(tape, replace(candidate, accumulation=accumulation))
         return played, simulate(played.program, prices.seconds, within, overlap=prices.overlap)
 
-    disks = "nvme" in (candidate.offload.params, candidate.offload.optimizer)
+    disks = "nvme" in candidate.offload.tiers
     shown = min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
     shown = candidate.accumulation if candidate.in_rounds else shown
     played, simulated = run(shown)
@@ -78,9 +78,13 @@ def play_window(
     window_s = simulated.step_s + more * micro_batch_s
     if more:
         program, less = played.program, other.program
-        sent = _extend(program.sent_bytes, less.sent_bytes, more)
-        num = _extend(program.num_collectives, less.num_collectives, more)
-        played = replace(played, program=replace(program, sent_bytes=sent, num_collectives=num))
+        program = replace(
+            program,
+            sent_bytes=_extend(program.sent_bytes, less.sent_bytes, more),
+            num_collectives=_extend(program.num_collectives, less.num_collectives, more),
+            copied_bytes=_extend(program.copied_bytes, less.copied_bytes, more),
+        )
+        played = replace(played, program=program)
     return Window(played, simulated, window_s, micro_batch_s)
 
 

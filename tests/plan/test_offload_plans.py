@@ -1,0 +1,235 @@
+"""Plans of state that rests elsewhere, against runs: bytes by place on every rank, and traffic."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from shardwise import Offload, accumulate, shard, stats
+from shardwise.offload.disk import Disk
+from shardwise.offload.lane import Lane, Load
+from shardwise.optim import AdamW
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.tape import Tape
+from shardwise.plan.model.tracing import trace
+from shardwise.plan.sizes import OPTIMIZERS as OPTIMIZER_ROWS
+from shardwise.plan.sizes import DtypeName
+from shardwise.plan.step.play import play, resting_state
+from shardwise.unit import ahead
+from shardwise.unit.home import Home
+from shardwise.unit.storage import Storage
+from test_play_ranks import Net, Unused, loss_of, make_batch
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "sgd_momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw_bf16_moments": lambda params: AdamW(params, moments="bf16"),
+}
+F = "nvme"  # the folder is the test's own
+PLACES = [
+    Offload("cpu", "cpu", "cpu"),
+    Offload("device", None, "cpu"),
+    Offload("cpu", "cpu", F),
+    Offload(F, F, F),
+    Offload(F, None, "cpu"),
+    Offload("device", F, F, step_on="device"),
+    Offload("cpu", None, "cpu", step_on="device"),
+    Offload("device", None, "cpu", step_on="device"),
+]
+FRACTIONS = (1.0, 0.5, 1.0, 0.7, 0.2)
+
+
+def cases(num_ranks: int) -> list[tuple[str, Candidate]]:
+    """Every place at every stage; what else there is, in turns."""
+    found = []
+    for number, (stage, place) in enumerate((s, p) for s in range(4) for p in PLACES):
+        number += num_ranks  # other pairs for other numbers of ranks
+        candidate = Candidate(
+            stage=stage,
+            num_shards=num_ranks,
+            micro_batch=2,
+            precision=("fp32", "bf16")[number % 2],
+            layout=("rows", "flat")[number // 2 % 2],
+            optimizer=[*OPTIMIZERS][number // 3 % 4 if number % 3 else 0],
+            offload=replace(place, fraction=FRACTIONS[number % 5]),
+            transport="point_to_point",
+        )
+        found.append((("net", "frozen", "unused")[number % 3], candidate))
+    return found
+
+
+def in_folder(offload: Offload, folder: Path) -> Offload:
+    names = ("params", "grads", "optimizer")
+    return replace(offload, **{n: f"nvme:{folder}" for n in names if getattr(offload, n) == F})
+
+
+def make_model(name: str) -> nn.Module:
+    model = Unused(33) if name == "unused" else Net(33, 67, 3)
+    if name == "frozen":
+        model.embed.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)  # type: ignore[operator, union-attr]
+        model.blocks[2].up.requires_grad_(False)  # type: ignore[operator, union-attr]
+    return model
+
+
+@cache
+def make_tape(name: str, dtype: DtypeName) -> Tape:
+    made = partial(make_batch, 2)
+    sizes = {"micro_batch": 2, "seq": 64}
+    return trace(make_model(name), made, loss_of, name=name, compute_dtype=dtype, **sizes)
+
+
+def tape_of(name: str, candidate: Candidate) -> Tape:
+    return make_tape(name, "float32" if candidate.precision == "fp32" else "bfloat16")
+
+
+def make_run(name: str, candidate: Candidate, folder: Path) -> tuple[Any, Any]:
+    model = shard(
+        make_model(name),
+        stage=candidate.stage,
+        precision=candidate.precision,
+        layout=candidate.layout,
+        reduce_every=candidate.reduce_every,
+        offload=in_folder(candidate.offload, folder),
+    )
+    return model, OPTIMIZERS[candidate.optimizer](model.parameters())
+
+
+def step(model: nn.Module, optimizer: Any, candidate: Candidate) -> None:
+    for number in range(candidate.accumulation):
+        with accumulate(model, last=number == candidate.accumulation - 1):
+            loss_of(model, make_batch(candidate.micro_batch)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rest(rank: int, num_ranks: int, folder: Path) -> list[dict[str, int]]:
+    found = []
+    for name, candidate in cases(num_ranks):
+        model, optimizer = make_run(name, candidate, folder)
+        # Buffers of steps on the device have seen every load in the fourth step.
+        for _ in range(4 if candidate.offload.step_on == "device" else 2):
+            step(model, optimizer, candidate)
+        optimizer.state_dict()  # waits
+        found.append(dict(stats(model, optimizer).bytes_by_place))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_what_rests_where_is_a_runs_on_every_rank(num_ranks: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(rest, num_ranks, tmp_path)
+    for number, (name, candidate) in enumerate(cases(num_ranks)):
+        tape = tape_of(name, candidate)
+        for rank in range(num_ranks):
+            planned = resting_state(tape, candidate, rank)
+            assert planned.bytes_by_place == by_rank[rank][number], (rank, name, candidate)
+        played = play(tape, candidate).at_rest
+        assert played.bytes_by_place == by_rank[0][number]
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count what is copied between device, host and files, in bytes; nothing is in the cache."""
+    found = Counter[str]()
+    fetch, evict, run = Home.start_fetch, Home.start_evict, Lane.run
+    plain_mirror, on_device = Storage.mirror, set[int]()
+
+    def mirror(storage: Storage, index: int) -> Any:
+        there = plain_mirror(storage, index)
+        on_device.update([] if there is None else [there.untyped_storage().data_ptr()])
+        return there
+
+    def start_fetch(home: Home, places: Any, slices: Any) -> Any:
+        found["to_device"] += sum(each.nbytes for each in slices)
+        return fetch(home, places, slices)
+
+    def start_evict(home: Home, *args: Any) -> Any:
+        brought, pending = evict(home, *args)
+        found["to_host"] += brought.nbytes
+        return brought, pending
+
+    def run_load(lane: Lane, load: Any) -> Any:
+        found["to_device"] += sum(tensor.nbytes for tensor in load.tensors)
+
+        def work(tensors: Any) -> Any:
+            copies = load.work(tensors)
+            for source, place in copies:
+                if place.untyped_storage().data_ptr() not in on_device:
+                    found["to_host"] += source.nbytes
+            return copies
+
+        return run(lane, Load(load.tensors, work))
+
+    def transfer(name: str) -> Any:
+        plain = getattr(Disk, f"start_{name}")
+
+        def start(disk: Any, file: Any, begin: int, tensor: Any, *args: Any) -> Any:
+            found[f"disk_{name}"] += tensor.nbytes
+            return plain(disk, file, begin, tensor, *args)
+
+        return start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "cached_share", lambda _: 0.0)
+        patch.setattr(Home, "start_fetch", start_fetch)
+        patch.setattr(Home, "start_evict", start_evict)
+        patch.setattr(Lane, "run", run_load)
+        patch.setattr(Storage, "mirror", mirror)
+        for name in ("read", "write"):
+            patch.setattr(Disk, f"start_{name}", transfer(name))
+        yield found
+
+
+WAYS = [
+    {},
+    {"accumulation": 2, "stage": 3, "reduce_every": "step"},
+    {"accumulation": 2, "stage": 2},
+    {"accumulation": 2, "stage": 1},
+]
+
+
+def traffic_cases(num_ranks: int) -> list[tuple[str, Candidate]]:
+    pairs = cases(num_ranks)[:: 1 if num_ranks == 1 else 2]
+    return [(name, replace(c, **WAYS[n // 5 % 4])) for n, (name, c) in enumerate(pairs)]
+
+
+def traffic(rank: int, num_ranks: int, folder: Path) -> list[dict[str, int]]:
+    counts = []
+    for name, candidate in traffic_cases(num_ranks):
+        model, optimizer = make_run(name, candidate, folder)
+        with counted() as found:
+            for _ in range(2):
+                found.clear()
+                step(model, optimizer, candidate)
+                optimizer.state_dict()
+        counts.append(dict(found))
+    return counts
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_what_a_step_copies_is_what_a_run_counts(num_ranks: int, tmp_path: Path) -> None:
+    """Files that are memory too are read and written by the system, which nobody counts."""
+    counts = run_ranks(traffic, num_ranks, tmp_path)[0]
+    exact = 0
+    for (name, candidate), found in zip(traffic_cases(num_ranks), counts, strict=True):
+        planned = play(tape_of(name, candidate), candidate).program.copied_bytes
+        for link in ("to_device", "to_host"):
+            assert planned[link] == found[link] > 0, (link, name, candidate)
+        params, grads, state = candidate.offload.tiers[:3]
+        is_counted = OPTIMIZER_ROWS[candidate.optimizer].by == "torch" and state == "nvme"
+        for link in ("disk_read", "disk_write"):
+            if "nvme" in (params, grads) or not is_counted:
+                assert planned.get(link, 0) >= found.get(link, 0), (link, name, candidate)
+            else:
+                assert planned.get(link, 0) == found.get(link, 0), (link, name, candidate)
+                exact += link in planned
+    assert exact
