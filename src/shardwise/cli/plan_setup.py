@@ -244,14 +244,23 @@ def _cluster(
                 f"ranks at once, {ranks} are asked for; measure again with "
                 f"`shardwise bench --calibrate --ranks {ranks}`"
             )
-        return cluster_of(calibration)
+        return _with_room(cluster_of(calibration), request)
     per_node = request.gpus_per_node
     ranks = ranks if ranks is not None else per_node or 8
     try:
-        return make_cluster(request.gpu, ranks, per_node, request.link, request.network)
+        made = make_cluster(request.gpu, ranks, per_node, request.link, request.network)
     except ConfigError as error:
         message = str(error).replace("num_gpus", flag_of("ranks"))
         raise ConfigError(message.replace("gpus_per_node", flag_of("gpus_per_node"))) from None
+    return _with_room(made, request)
+
+
+def _with_room(cluster: Cluster, request: ModelRequest) -> Cluster:
+    """Return the cluster with as much room off the devices as its user has said."""
+    asked = {"memory_bytes": request.host_memory, "nvme_bytes": request.disk_space}
+    given: dict[str, Any] = {name: size for name, size in asked.items() if size is not None}
+    host = replace(cluster.node.host, **given)
+    return replace(cluster, node=replace(cluster.node, host=host))
 
 
 def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:

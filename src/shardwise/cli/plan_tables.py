@@ -140,6 +140,8 @@ def _verdict(plan: Plan) -> Text:
         f": {format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)} of "
         f"{format_bytes(plan.capacity_bytes)} a rank\n"
     )
+    if plan.room.missing is not None:
+        text.append(f"{plan.room.missing}\n")
     return text.append_text(_speed(plan))
 
 
@@ -172,6 +174,15 @@ def _memory_table(plan: Plan) -> RenderableType:
             if num_bytes:
                 said = f"{place}: {name.replace('_', ' ')}"
                 table.add_row(said, format_bytes(num_bytes), "off the device")
+    room = plan.room
+    for where, num_bytes, capacity in (
+        ("host", room.host_bytes, room.host_capacity_bytes),
+        ("files", room.file_bytes, room.file_capacity_bytes),
+    ):
+        if num_bytes:
+            of = "of a size not known" if capacity is None else f"of {format_bytes(capacity)}"
+            name = f"{where} of a node, {room.num_ranks} ranks"
+            table.add_row(name, format_bytes(num_bytes), of)
     others = ", ".join(
         f"{m.phase} {format_bytes(m.ledger.total)} ({plan.unit_name(m.unit)})"
         for m in plan.played.peaks

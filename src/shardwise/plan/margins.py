@@ -62,7 +62,7 @@ class MemoryInterval:
 
 
 def memory_interval(
-    ledger: Ledger, *, num_groups: int = 1, on_accelerator: bool = True
+    ledger: Ledger, num_groups: int = 1, on_accelerator: bool = True
 ) -> MemoryInterval:
     """Widen a ledger's total to what the device will hold.
 

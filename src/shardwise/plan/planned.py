@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.margins import MemoryInterval
+from shardwise.plan.node_room import NodeRoom
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Stream
@@ -41,6 +42,7 @@ class Planned:
     step_s: float
     flops_per_step: int
     matmul_dtype: DtypeName
+    room: NodeRoom
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     fill_s: float = 0.0
@@ -49,7 +51,12 @@ class Planned:
 
     @property
     def verdict(self) -> Verdict:
-        """Compare the interval with the device: all of it below, all above, or in between."""
+        """Compare the interval with the device: all of it below, all above, or in between.
+
+        What is elsewhere has to have room on a node.
+        """
+        if self.room.missing is not None:
+            return "will not fit"
         if self.memory.high_bytes <= self.capacity_bytes:
             return "fits"
         return "will not fit" if self.memory.low_bytes > self.capacity_bytes else "tight"

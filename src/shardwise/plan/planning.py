@@ -34,12 +34,13 @@ from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
 from shardwise.plan.margins import memory_interval
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import CONTEXT_KINDS, Tape, Work
+from shardwise.plan.node_room import NodeRoom, node_room
 from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Compute, Program
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import Simulated
-from shardwise.plan.timing.windows import play_window
+from shardwise.plan.timing.windows import Window, play_window
 
 _AXIS_OF = {
     "tensor_parallel": "tensor",
@@ -128,7 +129,7 @@ def plan(
     in_memory, in_time = tapes[windows.index(largest)], tapes[windows.index(slowest)]
     sends_s, sent = _sends(model, cluster, candidate)
     fill_s = others * slowest.micro_batch_s
-    accelerator = cluster.node.accelerator
+    chip = cluster.node.accelerator
     return Plan(
         model=model.name,
         cluster=cluster,
@@ -138,11 +139,10 @@ def plan(
         unit_names=tuple(u.name for u in in_memory.units),
         played=_with_traffic(largest.played, {**_degree_traffic(in_memory, candidate), **sent}),
         memory=memory_interval(
-            largest.played.peak.ledger,
-            num_groups=_num_groups(candidate),
-            on_accelerator=accelerator.asynchronous,
+            largest.played.peak.ledger, _num_groups(candidate), chip.asynchronous
         ),
-        capacity_bytes=accelerator.memory_bytes,
+        capacity_bytes=chip.memory_bytes,
+        room=_room(cluster, candidate, dict(zip(stages, windows, strict=True))),
         simulated=slowest.simulated,
         step_s=slowest.window_s + fill_s + sends_s,
         matmul_dtype=in_time.matmul_dtype,
@@ -153,6 +153,17 @@ def plan(
         sends_s=sends_s,
         model_parallel_s=_model_parallel(slowest.simulated, prices),
     )
+
+
+def _room(cluster: Cluster, candidate: Candidate, windows: Mapping[int, Window]) -> NodeRoom:
+    """Say what nodes have room for; where the host is the device too, it has all of a rank."""
+    away = {}
+    for number, window in windows.items():
+        on_host, peak = window.played.host.total, window.played.peak.ledger.total
+        if on_host and not cluster.node.accelerator.asynchronous:
+            on_host += peak
+        away[number] = on_host, window.played.files.total
+    return node_room(cluster, candidate, away)
 
 
 def _sends(

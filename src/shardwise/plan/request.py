@@ -32,6 +32,13 @@ _ACCOUNTED = frozenset(
 )
 
 
+def _positive_size(value: Any) -> Any:
+    size = parse_size(value)
+    if isinstance(size, int) and size <= 0:
+        raise ValueError("expected more than 0 bytes")
+    return size
+
+
 def _read_offload(value: Any) -> Any:
     value = read_fields(value)
     planned_offload(offload_of(value))
@@ -92,6 +99,12 @@ class ModelRequest(BaseModel):
     gpus_per_node: int | None = key(None, "Cluster", "devices in a node; unset: usual", gt=0)
     link: str | None = key(None, "Cluster", "link inside a node; unset: the device's own")
     network: str | None = key(None, "Cluster", "link between nodes, per device; unset: usual")
+    host_memory: int | str | None = key(
+        None, "Cluster", "memory of a node's host, e.g. 512GiB; unset: usual"
+    )
+    disk_space: int | str | None = key(
+        None, "Cluster", "space for files on a node's disks, e.g. 3.8TB; unset: usual, if known"
+    )
     calibration: Path | None = key(
         None, "Cluster", "file of `shardwise bench --calibrate`; replaces the catalogue's figures"
     )
@@ -159,6 +172,11 @@ class ModelRequest(BaseModel):
     list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
     json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
 
+    @field_validator("host_memory", "disk_space", mode="before")
+    @classmethod
+    def _parse_room(cls, value: Any) -> Any:
+        return _positive_size(value)
+
     @field_validator("tokens_per_step", mode="before")
     @classmethod
     def _parse_tokens(cls, value: Any) -> Any:
@@ -212,10 +230,7 @@ class PlanRequest(ModelRequest):
     @field_validator("max_memory", mode="before")
     @classmethod
     def _parse_memory(cls, value: Any) -> Any:
-        size = parse_size(value)
-        if isinstance(size, int) and size <= 0:
-            raise ValueError("expected more than 0 bytes")
-        return size
+        return _positive_size(value)
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:

@@ -19,9 +19,11 @@ from typing import Any, Literal
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import ALL_DEGREES, DEGREES, Candidate, planned_offload
+from shardwise.plan.front import Front, Rejected
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer
 from shardwise.plan.model.tape import full_bytes
+from shardwise.plan.node_room import node_room
 from shardwise.plan.planning import Model, Plan, plan
 from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
@@ -75,15 +77,6 @@ class Limits:
     max_memory_bytes: int | None = None
     tokens_per_step: int | None = None
     target_tokens_per_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A candidate that lost, with the reason in words."""
-
-    candidate: Candidate
-    reason: str
-    was_played: bool
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ def search(
             "products must divide the ranks)"
         )
     _check_some_fit(model, families)
-    front = _Front()
+    front = Front()
     rejected: list[Rejected] = []
     num_played = 0
     for number, family in enumerate(families):
@@ -227,13 +220,17 @@ def _splits(ranks: int, ranks_per_node: int) -> list[int]:
     return [ranks] if ranks <= ranks_per_node or ranks % ranks_per_node else [ranks, ranks_per_node]
 
 
-def _state_alone(model: Model, candidate: Candidate, capacity: int) -> str | None:
+def _state_alone(model: Model, candidate: Candidate, cluster: Cluster, capacity: int) -> str | None:
     """Say why the state alone is too large, or return None; see Note [How the search prunes]."""
     shards = candidate.num_shards * candidate.cp  # see planning, on contexts
     sharded = replace(candidate, num_shards=shards, cp=1)
-    state = resting_state(model.tape(candidate), sharded).device.total
+    rest = resting_state(model.tape(candidate), sharded)
+    state = rest.device.total
     if state <= capacity:
-        return None
+        if candidate.pp > 1:  # of the first stage alone
+            return None
+        away = {0: (rest.host.total, rest.files.total)}
+        return node_room(cluster, candidate, away).missing
     return (
         f"parameters and optimizer state alone are {format_bytes(state)} of "
         f"{format_bytes(capacity)} a rank"
@@ -255,7 +252,7 @@ def _play_family(
     micro_batches = sorted(space.micro_batches)
     smallest = replace(base, micro_batch=micro_batches[0] if micro_batches else 1)
     try:
-        reason = _state_alone(model, smallest, capacity)
+        reason = _state_alone(model, smallest, cluster, capacity)
     except ConfigError as error:
         if base.world_size == base.data_parallel and base.ep == 1:
             raise  # it is not the degrees that the model cannot have
@@ -285,10 +282,13 @@ def _play_family(
             candidate = replace(candidate, prefetch_bytes=None if ahead == 1 else ahead * largest)
         for each in (candidate, *(candidate.with_inputs_away if space.may_move_inputs else ())):
             made = plan(model, cluster, each, prices=prices_of and prices_of(each), tape=tape)
-            if made.memory.high_bytes <= capacity:
+            reason = made.room.missing
+            if made.memory.high_bytes > capacity:
+                reason = _why_too_large(made, capacity)
+            if reason is None:
                 yield made
                 break
-            yield Rejected(each, _why_too_large(made, capacity), was_played=True)
+            yield Rejected(each, reason, was_played=True)
         else:
             is_too_large = True
         if is_too_large and limits.tokens_per_step is None and not micro_batches:
@@ -333,61 +333,3 @@ def _too_slow(made: Plan, limits: Limits) -> Rejected:
     target = limits.target_tokens_per_s or 0
     reason = f"{made.tokens_per_s:,.0f} tokens/s of {target:,.0f} asked for"
     return Rejected(made.candidate, reason, was_played=True)
-
-
-@dataclass(frozen=True)
-class _Beaten:
-    """What is kept of a plan that another one beats; its program would take megabytes."""
-
-    candidate: Candidate
-    tokens_per_s: float
-    high_bytes: int
-    exposed_s: float
-
-    def why(self, best: Sequence[Plan]) -> str:
-        """Name the fastest plan that needs no more, and where the time goes."""
-        by = next(p for p in best if p.memory.high_bytes <= self.high_bytes)
-        slower = 1 - self.tokens_per_s / by.tokens_per_s
-        larger = self.high_bytes - by.memory.high_bytes
-        memory = format_bytes(larger)
-        if slower < 0.005:
-            less = f"needs {memory} less" if larger else "is alike"
-            return f"as fast as {by.label}, which {less}"
-        bigger = f" and {memory} larger" if larger else ""
-        waits = self.exposed_s - by.exposed_s
-        cause = f"waits {waits:.3g} s longer for collectives" if waits > 0 else "computes longer"
-        return f"{slower:.0%} slower than {by.label}{bigger}: {cause}"
-
-
-class _Front:
-    """The plans so far that none beats in both speed and memory, and what is left of the others.
-
-    Of two that are alike in both, the first one stays.
-    """
-
-    def __init__(self) -> None:
-        self._plans: list[Plan] = []
-        self._beaten: list[_Beaten] = []
-
-    def add(self, made: Plan) -> None:
-        """Take a plan in, unless one that is there beats it."""
-        if any(_beats(other, made) for other in self._plans):
-            self._beaten.append(_rest_of(made))
-            return
-        self._beaten += [_rest_of(other) for other in self._plans if _beats(made, other)]
-        self._plans = [other for other in self._plans if not _beats(made, other)] + [made]
-
-    def result(self) -> tuple[list[Plan], list[Rejected]]:
-        """Return the plans of the front, fastest first, and why the others lost."""
-        best = sorted(self._plans, key=lambda made: -made.tokens_per_s)
-        return best, [Rejected(b.candidate, b.why(best), was_played=True) for b in self._beaten]
-
-
-def _beats(one: Plan, other: Plan) -> bool:
-    return (
-        one.tokens_per_s >= other.tokens_per_s and one.memory.high_bytes <= other.memory.high_bytes
-    )
-
-
-def _rest_of(made: Plan) -> _Beaten:
-    return _Beaten(made.candidate, made.tokens_per_s, made.memory.high_bytes, made.exposed_s)

@@ -140,6 +140,7 @@ _ALL_LINKS = (
 LINKS: Mapping[str, Link] = {link.name: link for link in _ALL_LINKS}
 
 _NVME = "NVMe: 10 GB/s read, 5 GB/s write per node (DeepSpeed at edaa7221, blogs/deepnvme)"
+_DRIVE_BYTES = 3_840_000_000_000  # of a node that is sold with its drives
 _DRAM = "DRAM: channels x transfers/s x 8 bytes of"
 
 
@@ -151,20 +152,24 @@ def _host(
     link: str,
     nvme: tuple[float, float],
     source: str,
+    drives: int = 0,
 ) -> Host:
     read, write = nvme
-    return Host(name, memory_gib * _GIB, dram, cores, LINKS[link], read, write, source)
+    memory, space = memory_gib * _GIB, drives * _DRIVE_BYTES or None
+    return Host(name, memory, dram, cores, LINKS[link], read, write, source, space)
 
 
 HOSTS: Mapping[str, Host] = {
     host.name: host
     for host in (
         _host("dgx2", 1536, 256.0e9, 48, "pcie3", (28e9, 28e9), f"NVIDIA DGX-2 datasheet (2 Xeon "
-              f"8168, 1.5 TB); {_DRAM} 2 x 6 DDR4-2666; NVMe: 28 GB/s per node, arXiv 2104.07857"),
+              f"8168, 1.5 TB, 8 drives of 3.84 TB); {_DRAM} 2 x 6 DDR4-2666; NVMe: 28 GB/s per "
+              "node, arXiv 2104.07857", 8),
         _host("dgx-a100", 2048, 409.6e9, 128, "pcie4", (10e9, 5e9), f"NVIDIA DGX A100 datasheet "
-              f"(2 EPYC 7742, up to 2 TB); {_DRAM} 2 x 8 DDR4-3200; {_NVME}"),
+              f"(2 EPYC 7742, up to 2 TB, 4 drives of 3.84 TB or more); {_DRAM} 2 x 8 DDR4-3200; "
+              f"{_NVME}", 4),
         _host("dgx-h100", 2048, 614.4e9, 112, "pcie5", (10e9, 5e9), f"NVIDIA DGX H100 user guide "
-              f"(2 Xeon 8480C, 2 TB); {_DRAM} 2 x 8 DDR5-4800; {_NVME}"),
+              f"(2 Xeon 8480C, 2 TB, 8 drives of 3.84 TB); {_DRAM} 2 x 8 DDR5-4800; {_NVME}", 8),
         _host("p4d", 1152, 281.6e9, 48, "pcie4", (16e9, 5e9), f"AWS EC2 P4d page (1152 GiB, 8 x 1 "
               f"TB NVMe, 16 GB/s read); {_DRAM} 2 x 6 DDR4-2933 (Xeon 8275CL); write: {_NVME}"),
         _host("grace", 480, 500e9, 72, "nvlink-c2c", (10e9, 5e9), "NVIDIA Grace Hopper datasheet: "

@@ -137,6 +137,7 @@ class Link:
 class Host:
     """The host of a node, with all its sockets: memory, cores, drives, and each device's link.
 
+    ``nvme_bytes`` is the space of the drives, None where it is not known.
     ``dram_bytes_per_s`` counts both directions, as memory controllers do. ``device_link`` is that
     of one device; the drives' bandwidth is shared by all ranks of the node.
     """
@@ -149,6 +150,7 @@ class Host:
     nvme_read_bytes_per_s: float
     nvme_write_bytes_per_s: float
     source: str
+    nvme_bytes: int | None = None
 
     def __post_init__(self) -> None:
         _check_figures(self, f"host {self.name!r}")

@@ -43,6 +43,10 @@ def plan_facts(plan: Planned) -> dict[str, Any]:
             "host_lines_bytes": played.host.lines(),
             "nvme_bytes": played.files.total,
             "nvme_lines_bytes": played.files.lines(),
+            "node_host_bytes": plan.room.host_bytes,
+            "node_host_capacity_bytes": plan.room.host_capacity_bytes,
+            "node_nvme_bytes": plan.room.file_bytes,
+            "node_nvme_capacity_bytes": plan.room.file_capacity_bytes,
         },
         "time": {
             "step_s": plan.step_s,
