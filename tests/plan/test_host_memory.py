@@ -1,0 +1,128 @@
+"""Host memory of a run with state off the device: at most five per cent more than its plan."""
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ranks import run_ranks
+from shardwise import Offload, shard
+from shardwise.device import HostTime
+from shardwise.engine.api import engine_of
+from shardwise.homes import folders_of
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.model.tracing import trace
+from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
+from shardwise.unit.home import Home
+
+WIDTH, DEPTH, ROWS = 1024, 12, 2
+MMAP_THRESHOLD = -3  # of mallopt(3)
+PLACES = [
+    Offload("cpu", "cpu", "cpu"),
+    Offload("device", "cpu", "nvme"),
+    Offload("cpu", "cpu", "nvme", fraction=0.5),
+    Offload("nvme", "nvme", "nvme"),
+]
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).square().mean()
+    return found
+
+
+def make_batch() -> Tensor:
+    return torch.ones(ROWS, WIDTH)
+
+
+def planned(place: Offload) -> Played:
+    candidate = Candidate(
+        precision="fp32",
+        micro_batch=ROWS,
+        units=("Linear",),
+        offload=place,
+        transport="point_to_point",
+    )
+    sizes: Any = {"micro_batch": ROWS, "seq": 1, "compute_dtype": "float32", "units": ("Linear",)}
+    return play(trace(make_model(), make_batch, loss_of, name="model", **sizes), candidate)
+
+
+def anonymous_bytes() -> int:
+    """Return the memory that this process has for itself: neither files nor what is shared."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is freed is given back
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def train(place: Offload) -> tuple[Any, Any]:
+    with torch.device("meta"):
+        plain = make_model()
+    model: Any = shard(plain, units=nn.Linear, offload=place)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(3):
+        loss_of(model, make_batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state_dict()  # waits
+    return model, optimizer
+
+
+def held(model: nn.Module, optimizer: Any) -> int:
+    """Return what buffers of files and state on the host take."""
+    homes = [unit.home for unit in engine_of(model).units if unit.home is not None]
+    disks = {disk for home in homes for disk in vars(home.files).values() if disk is not None}
+    found = sum(disk._ring.num_buffers * disk._ring.buffer_bytes for disk in disks)
+    in_files = homes[0].files.optimizer is not None
+    values = [v for state in optimizer.state.values() for v in state.values()]
+    moved = (getattr(v, "_local_tensor", v) for v in values if v.ndim == 0 or not in_files)
+    found += sum(v.nbytes for v in moved)
+    return found
+
+
+def measure(rank: int, world_size: int, place: Offload, folder: Path) -> tuple[int, int]:
+    """Return the bytes of host memory as counted, and what the process grew by."""
+    where = f"nvme:{folder}"
+    names = [n for n in ("params", "grads", "optimizer") if folders_of(getattr(place, n))]
+    place = Offload(**{**vars(place), **dict.fromkeys(names, where)})
+    made: list[int] = []
+    locked, memory = HostTime.locked_memory, Home.memory
+
+    def locked_memory(time: Any, num_bytes: int) -> Any:
+        made.append(num_bytes)
+        return locked(time, num_bytes)
+
+    def home_memory(home: Any, numel: int, dtype: torch.dtype) -> Any:
+        made.append(numel * dtype.itemsize)
+        return memory(home, numel, dtype)
+
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 18)  # large pieces are given back when freed
+    train(place)  # whatever is loaded and started once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTime, "locked_memory", locked_memory)
+        patch.setattr(Home, "memory", home_memory)
+        before = anonymous_bytes()
+        model, optimizer = train(place)
+        grown = anonymous_bytes() - before
+    return sum(made) + held(model, optimizer), grown
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_takes_the_host_memory_of_its_plan_and_five_per_cent_at_most(
+    place: Offload, tmp_path: Path
+) -> None:
+    played = planned(place)
+    [(counted, grown)] = run_ranks(measure, 1, place, tmp_path, fresh=True)
+    assert played.host.total <= counted <= 1.05 * played.host.total
+    here = played.host.total + played.resting.total  # the device is the host
+    assert 0.95 * here <= grown <= 1.05 * here
