@@ -14,7 +14,6 @@ from memory_cells import SEQ, Cell, build_decoder, planned
 from ranks import run_ranks
 from shardwise import layer_by_layer, shard, stats
 from shardwise.cli.plan_setup import set_up
-from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.request import PlanRequest
@@ -114,7 +113,3 @@ def test_the_key_of_a_run_and_the_flag_decide_the_plan(tmp_path: Path) -> None:
     assert not set_up(str(run), flags).candidate.in_rounds
     with pytest.raises(ValueError, match="leave it out with pp, which has pp_schedule"):
         PlanRequest(pp=2, accumulation_order="breadth_first")
-    away = replace(in_rounds(SMALL, 2), offload=Offload(activations="cpu"))
-    with pytest.raises(ConfigError, match="leave out --offload-activations"):
-        play(make_tape(MODEL), away)
-    assert not replace(in_rounds(SMALL, 2), activation_checkpointing="full").with_inputs_away

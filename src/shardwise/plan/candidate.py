@@ -93,7 +93,7 @@ class Candidate:
     def with_inputs_away(self) -> "tuple[Candidate, ...]":
         """The same with inputs of its blocks on the host; none where no block is checkpointed."""
         moves = self.offload.activations != "device"
-        if self.activation_checkpointing != "full" or moves or self.in_rounds:
+        if self.activation_checkpointing != "full" or moves:
             return ()
         return (replace(self, offload=replace(self.offload, activations="cpu")),)
 

@@ -5,6 +5,9 @@ computes, and its memory freed when the one after that begins; the last block's 
 the input of the block before is fetched while a block is computed again. So two are on the device
 beside what a block makes. The host has a place for each of the others, for every micro-batch that
 a pipeline has in flight.
+
+Of micro-batches in rounds all inputs are one row, in the order in which they are saved. The first
+one to be through the model ends it, so the last block's inputs of the others stay as well.
 """
 
 from math import ceil
@@ -33,13 +36,15 @@ class Inputs:
         self._moves = candidate.offload.activations != "device"
         self._tape = tape
         self._order: list[_Input] = []
+        self._is_open = False
+        self._num = candidate.accumulation if candidate.in_rounds else ceil(tape.in_flight)
         sizes = [e.input_bytes for e in tape.events if isinstance(e, Visit) and e.input_bytes]
         self._each = sum(sizes[:-1]) if self._moves else 0  # of one micro-batch
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are taken for them."""
-        return ceil(self._tape.in_flight) * self._each
+        return self._num * self._each
 
     def others(self, micro_batch: int) -> int:
         """Return the bytes that the tape has on the device for micro-batches beside this one."""
@@ -50,16 +55,20 @@ class Inputs:
         """Do what is done where a unit is about to run, and where the whole model has."""
         if not self._moves:
             return
+        if visit.unit == 0 and visit.kind == "before_forward" and not in_backward:
+            self._is_open = True
         if visit.input_bytes:
             self._save(visit)
         elif visit.kind == "after_forward" and visit.unit == 0 and not in_backward:
             self._give_up(self._order)
+            self._is_open = False
         elif in_backward and visit.kind in ("before_forward", "before_backward"):
             self._ask(visit.unit)
 
     def _save(self, visit: Visit) -> None:
-        self._give_up(self._order)
-        for each in self._order[-1:]:
+        if self._is_open:
+            self._give_up(self._order)
+        for each in self._order[-1:] if self._is_open else ():
             each.evicted = self._issue.transfer("to_host", each.num_bytes, each.unit, each.ready)
         self._order.append(_Input(visit.unit, visit.input_bytes, self._issue.inputs))
 

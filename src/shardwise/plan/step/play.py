@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardwise.engine.schedule import Schedule
-from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Cost, Tape, Visit, Work
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, row_of
@@ -38,15 +37,8 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
 
     **Cost** about 20 microseconds per event of the tape and micro-batch; no tensors.
 
-    **Raises** ConfigError for a precision or an optimizer that is in no table, and for inputs of
-    blocks that leave the device where all micro-batches go through a unit before the next.
+    **Raises** ConfigError for a precision or an optimizer that is in no table.
     """
-    if candidate.in_rounds and candidate.offload.activations != "device":
-        raise ConfigError(
-            "accumulation_order: a plan does not count inputs of blocks on the host for several "
-            "micro-batches at once, which a run takes; leave out --offload-activations, or "
-            "--accumulation-order"
-        )
     row_of(PRECISIONS, candidate.precision, "precision")
     row_of(OPTIMIZERS, candidate.optimizer, "optimizer")
     player = _Player(tape, candidate)
