@@ -174,8 +174,7 @@ class Engine:
         self._optional.visit_forward(unit)
         call = self._passes.enter(unit)
         call.backward_is_next = self.conditions.rounds.visit(self._schedule, call)
-        phase = "recompute" if call.in_backward else "forward"
-        unit.comm.tracer.mark_begin(phase, unit.name)
+        unit.comm.tracer.mark_begin("recompute" if call.in_backward else "forward", unit.name)
         unit.bind()
         args, kwargs = self._cast(unit, args, kwargs)
         if records and not call.recomputes:
