@@ -23,6 +23,7 @@ from shardwise.engine.tree import tensors_in
 from shardwise.trace import join_units
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.plain_state import owner_of
+from shardwise.unit.states import GradState
 from shardwise.unit.stepping import elements_of
 from shardwise.unit.unit import Unit
 
@@ -71,18 +72,34 @@ class OwnedBytes:
         return max(self.in_use_bytes - self.device_bytes, 0)
 
 
-def owned_bytes(parts: Parts, optimizers: Sequence[torch.optim.Optimizer] = ()) -> OwnedBytes:
+def state_bytes(
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Counter[tuple[str, str, str]]:
+    """Return the bytes of the optimizers' state, which change in their steps only."""
+    blocks = _Blocks()
+    for optimizer in optimizers:
+        _add_state(blocks, optimizer)
+    return blocks.found
+
+
+def owned_bytes(
+    parts: Parts,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    state: Mapping[tuple[str, str, str], int] | None = None,
+) -> OwnedBytes:
     """Return what the engine owns on this rank now; see Note [One owner for each byte].
 
-    **Cost** some microseconds for each parameter, of the host alone.
+    ``state`` is what `state_bytes` has returned since the optimizers' last step, if it has.
+
+    **Cost** of the host alone, some microseconds for each storage, and for each parameter that has
+    a gradient; without ``state`` for each tensor of the optimizers'.
     """
     blocks = _Blocks()
     for unit in parts.units:
         _add_params(blocks, unit)
     for unit in parts.units:
         _add_grads(blocks, unit)
-    for optimizer in optimizers:
-        _add_state(blocks, optimizer)
+    blocks.found.update(state_bytes(optimizers) if state is None else state)
     for unit in parts.units:
         if unit.pending is not None:
             blocks.add("device", "gather_staging", unit.name, tensors_in(unit.pending.holds))
@@ -139,6 +156,8 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
     place = place_of(unit, "grads")
     for storage in unit.storages:
         blocks.add(place_of(unit), "grad_shards", unit.name, storage.held_for_means)
+    if unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full:
+        return
     for param in unit.params:
         for mean in (param.grad, param.mean):
             if isinstance(mean, DTensor):

@@ -20,7 +20,7 @@ from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.facts import facts_of, here
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
-from shardwise.monitor.ledger import owned_bytes
+from shardwise.monitor.ledger import owned_bytes, state_bytes
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     GIB,
@@ -37,6 +37,7 @@ from shardwise.trace import MAIN
 
 T = TypeVar("T")
 _TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
+_MOMENTS = ("forward", "backward", "recompute", "step")  # memory is looked at as each begins, ends
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
 
 
@@ -46,7 +47,7 @@ def observe(
     output: str | Path | None = None,
     *,
     every: int = 10,
-    detail_every: int = 100,
+    detail_every: int = 200,
     first_step: int = 1,
     flops_per_token: float | None = None,
     sinks: Sequence[Sink] = (),
@@ -113,6 +114,7 @@ class Observation:
         self._step, self._num_observed = num_done, 0
         self._num_reduced = [engine.num_reduced for engine in parts.engines]
         self._values: dict[str, float] = {}
+        self._state: Mapping[tuple[str, str, str], int] | None = None
         self._is_paused = False
         self._over: ObservedStep | None = None
         self._moments: list[dict[str, Any]] = []
@@ -198,7 +200,7 @@ class Observation:
         keeps_timeline = number == 2 or number % self._detail_every == 0
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
-        moments, self._moments = self._moments, []
+        moments, self._moments, self._state = self._moments, [], None
         memory = [_memory_line(moments)] if moments else []
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._look_at_memory if samples_next else None
@@ -226,7 +228,11 @@ class Observation:
         }
 
     def _look_at_memory(self, phase: str, unit: str) -> None:
-        now = owned_bytes(self._parts, self._optimizers)
+        if phase.removesuffix("_end") not in _MOMENTS:
+            return
+        if self._state is None or phase == "step_end":
+            self._state = state_bytes(self._optimizers)
+        now = owned_bytes(self._parts, self._optimizers, self._state)
         self._moments.append({"phase": phase, "unit": unit, "owned": now})
 
 
