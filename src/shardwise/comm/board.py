@@ -1,7 +1,7 @@
 """What waiting ranks, and those that have failed, publish in the store of the process group."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -61,6 +61,23 @@ class Board:
             return None
         text = self._store.get(str(rank))
         return json.loads(text) if text else None
+
+    def ask(self, rank: int, number: int) -> None:
+        """Ask a rank where it is; ``number`` counts the questions."""
+        self._store.set(f"ask/{rank}", str(number))
+
+    def answer(self, where: Callable[[], str]) -> None:
+        """Say where this rank is, if somebody has asked since it last did."""
+        key = f"ask/{dist.get_rank()}"
+        if self._store.check([key]) and (number := self._store.get(key).decode()):
+            self._store.set(key, "")
+            self._store.set(f"answer/{dist.get_rank()}", json.dumps([int(number), where()]))
+
+    def answer_of(self, rank: int, since: int) -> str | None:
+        """Return where a rank has said it is, if it has answered a question of late."""
+        key = f"answer/{rank}"
+        number, where = json.loads(self._store.get(key)) if self._store.check([key]) else (-1, None)
+        return where if number >= since else None
 
     def circle(self, rank: int, record: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Return the records of a circle of ranks that wait for each other, reached from ``rank``.

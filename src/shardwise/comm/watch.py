@@ -17,6 +17,12 @@ breaks off as well and names that failure. What was said holds until the rank be
 collective, as it has recovered then. Small exchanges (`control`) are left alone: loads, and saves
 that tell all ranks of a failure, are made of them.
 
+Note [Where a missing rank is]
+Who has waited for half of its patience asks, in the store, those that wait for nobody where they
+are. The watch of each rank looks for such a question once a second and answers with the lines that
+its main thread is in. A rank that does not answer is stopped or dead, or in a call that does not
+let Python go on.
+
 Note [Breaking a wait off]
 gloo's waits cannot be cancelled. But a receive that runs out of time closes the connections of its
 group, and every wait on them raises. The group is of no use afterwards, and says so when it is
@@ -51,6 +57,9 @@ from shardwise.errors import CollectiveError, StorageError
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 _MAX_RANKS_SHOWN = 8
+_MAX_LINES_SHOWN = 3  # of a missing rank
+_FRESH_ANSWERS = 5  # questions, one each look: an older answer is of a rank that has fallen silent
+_SILENT = "and does not answer: stopped, dead, or in a call that does not let Python go on"
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
 _REMEDY = (
@@ -69,6 +78,7 @@ class _Wait:
     begun_s: float
     serial: int
     told: bool = False
+    num_asked: int = 0
     looks: int = 0
 
 
@@ -186,11 +196,12 @@ class Watch:
                 self._published = False
 
     def _look(self) -> None:
+        board = self._board_of_now()
+        board.answer(_lines_of_main)
         now, least_s = time.monotonic(), self.look_every_s
         waits = [(t, w) for t, w in list(self._waits.items()) if now - w.begun_s > least_s]
         main = threading.main_thread().ident
         mine = next((w for t, w in waits if t == main), None)
-        board = self._board_of_now()
         if mine is None:
             if self._published and self._failure is None:
                 board.clear()
@@ -203,7 +214,14 @@ class Watch:
             if verdict is not None:
                 self._end(main or 0, mine, verdict)
         for thread, wait in waits:
-            if not wait.told and now - wait.begun_s > self.patience_s:
+            if wait.told or now - wait.begun_s <= self.patience_s / 2:
+                continue
+            if now - wait.begun_s <= self.patience_s:
+                wait.num_asked += 1
+                for other in wait.meeting.ranks:
+                    if other != dist.get_rank() and board.read(other) is None:
+                        board.ask(other, wait.num_asked)
+            else:
                 wait.told = True
                 _LOG.warning(self._notice(board, thread, wait))
 
@@ -272,7 +290,8 @@ class Watch:
         missing = []
         for other, record in states.items():
             if record is None:
-                missing.append(f"rank {other} is in no call of Shardwise")
+                where = board.answer_of(other, max(1, wait.num_asked - _FRESH_ANSWERS))
+                missing.append(f"rank {other} is in no call of Shardwise, {where or _SILENT}")
             elif "failed" in record:
                 missing.append(f"rank {other} has failed: {record['failed']}")
             elif record["begun"].get(meeting.key, 0) < wait.number:
@@ -296,6 +315,18 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def reason_of(error: BaseException) -> str:
     """Return the first line of what an error says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _lines_of_main() -> str:
+    """Return the lines of the user's program that the main thread is in, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _MAX_LINES_SHOWN:
+        code = frame.f_code
+        if not code.co_filename.startswith((*_LIBRARIES, "<")):
+            lines.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
+        frame = frame.f_back
+    return f"but in {', called by '.join(lines)}" if lines else "nor in a line of the program's"
 
 
 def _where(thread: int) -> str:
