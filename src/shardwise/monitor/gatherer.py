@@ -97,6 +97,15 @@ class Gatherer:
         self.raise_once()
         self._steps.put(step)
 
+    @property
+    def rank(self) -> int:
+        """This rank's number among those that are observed."""
+        return self._control.rank
+
+    def note(self, **values: Any) -> None:
+        """Write a line of this rank's own now."""
+        self._outputs.own.write(**values)
+
     def raise_once(self) -> None:
         """Raise what went wrong behind the training, once."""
         error, self._error = self._error, None

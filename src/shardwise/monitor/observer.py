@@ -7,6 +7,7 @@ between two returns: the reading of data, all micro-batches, clipping, the step 
 a loss scaler skips is part of the next one, which then had two backward passes and says so.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,11 +32,13 @@ from shardwise.monitor.metrics import (
     PADDING_SHARE,
     RETRIES,
 )
+from shardwise.monitor.oom import as_json, explain_out_of_memory, is_out_of_memory
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.trace import MAIN
 
 T = TypeVar("T")
+_LOG = logging.getLogger("shardwise")
 _TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
 _MOMENTS = ("forward", "backward", "recompute", "step")  # memory is looked at as each begins, ends
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
@@ -117,6 +120,7 @@ class Observation:
         self._state: Mapping[tuple[str, str, str], int] | None = None
         self._is_paused = False
         self._over: ObservedStep | None = None
+        self._told: BaseException | None = None  # the last error that was told of
         self._moments: list[dict[str, Any]] = []
         self._recorder = SpanRecorder(parts.comm.time.clock())
         self._open = ExitStack()
@@ -141,6 +145,7 @@ class Observation:
             last = each is self._optimizers[-1]
             after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
             self._open.callback(after.remove)
+        self._recorder.on_error = self._look_at_error
         self._recorder.cut()
         return self
 
@@ -153,12 +158,12 @@ class Observation:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, kind: type | None, *error: object) -> None:
-        if kind is None:
-            self.close()
-        else:  # other ranks may never come
-            self._open.close()
-            self._gatherer.abandon()
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            return self.close()
+        self._look_at_error(error, *self._recorder.now_in())
+        self._open.close()
+        self._gatherer.abandon()  # other ranks may never come
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield what ``batches`` yields; the time until each is there counts as data loading."""
@@ -226,6 +231,18 @@ class Observation:
             PADDING_SHARE: 100 * self.facts.padding_share,
             **_memory_metrics(told),
         }
+
+    def _look_at_error(self, error: BaseException, phase: str, unit: str) -> None:
+        """Tell whose the memory is where it ran out, before what raised lets go of it."""
+        if error is self._told or not is_out_of_memory(error):
+            return
+        self._told = error
+        owned = owned_bytes(self._parts, self._optimizers)
+        rank, capacity = self._gatherer.rank, self.facts.device_bytes
+        place = (rank, self._step + 1, phase, unit)
+        told = explain_out_of_memory(error, self.facts, owned, place, capacity)
+        _LOG.error("shardwise: %s", told)
+        self._gatherer.note(kind="out_of_memory", **as_json(told))
 
     def _look_at_memory(self, phase: str, unit: str) -> None:
         if phase.removesuffix("_end") not in _MOMENTS:

@@ -8,6 +8,7 @@ are a line too: a group runs them one after the other, so each begins when the o
 over, if it was begun earlier. Threads (steps and saves in the background) are lines of their own.
 """
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,6 +97,7 @@ class SpanRecorder:
         self._begin_s = self._clock()
         self._num_tokens = 0
         self._first: DeviceMoment | None = None
+        self.on_error: Callable[[BaseException, str, str], None] | None = None  # left by an error
         self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
 
     def _clock(self) -> float:
@@ -119,6 +121,8 @@ class SpanRecorder:
 
     def leave(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase is over."""
+        if self.on_error is not None and (error := sys.exc_info()[1]) is not None:
+            self.on_error(error, phase, unit)
         self._note(False, line, phase, unit)
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
@@ -131,6 +135,14 @@ class SpanRecorder:
 
     def _now(self) -> DeviceMoment | None:
         return None if self._device is None or self._first is None else self._device.now()
+
+    def now_in(self) -> tuple[str, str]:
+        """Return the phase and the unit that the main line is in."""
+        stack: list[tuple[str, str]] = []
+        for event in self._events:
+            if event.line == MAIN:
+                _follow(stack, event)
+        return stack[-1] if stack else (OUTSIDE, "")
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
         """Note that a collective begins; call what is returned when it is over."""
@@ -240,13 +252,18 @@ def _flat(
     for event, when_s in zip(events, times, strict=True):
         close(when_s)
         at_s = max(at_s, when_s)
-        key = (event.phase, event.unit)
-        if event.enters:
-            stack.append(key)
-        elif key in stack:  # phases of backward may end in another order than they began
-            del stack[len(stack) - 1 - stack[::-1].index(key)]
+        _follow(stack, event)
     close(end_s)
     return found
+
+
+def _follow(stack: list[tuple[str, str]], event: Event) -> None:
+    """Bring what is open up to date; phases of backward end in another order than they began."""
+    key = (event.phase, event.unit)
+    if event.enters:
+        stack.append(key)
+    elif key in stack:
+        del stack[len(stack) - 1 - stack[::-1].index(key)]
 
 
 def _in_turn(works: Iterable[tuple[Work, float, float]], begin_s: float) -> list[Span]:
