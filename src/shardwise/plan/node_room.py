@@ -26,13 +26,13 @@ class NodeRoom:
         """Say what does not fit; None where all of it does."""
         tiers = (
             ("host memory", self.host_bytes, self.host_capacity_bytes),
-            ("files", self.file_bytes, self.file_capacity_bytes),
+            ("space for files", self.file_bytes, self.file_capacity_bytes),
         )
         for name, num_bytes, capacity in tiers:
             if capacity is not None and num_bytes > capacity:
                 return (
                     f"the {self.num_ranks} ranks of a node need {format_bytes(num_bytes)} of "
-                    f"{format_bytes(capacity)} of its {name}"
+                    f"{name}, and it has {format_bytes(capacity)}"
                 )
         return None
 

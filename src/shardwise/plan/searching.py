@@ -3,11 +3,11 @@
 Note [How the search prunes]
 Candidates are taken in families that differ in the micro-batch alone, smallest first. What rests
 between steps does not depend on the batch, so a family whose parameters and optimizer state do not
-fit is rejected without being played; and memory grows with the micro-batch, so the first one that
-does not fit ends its family. But where the tokens of a step are given, a larger micro-batch means
-fewer of them: no gradients need to be summed over a window of one, and a pipeline has fewer in
-flight; those are still played. What is left is played, priced and simulated in full: there is no
-second, cheaper model of time.
+fit, on the device or on its node, is rejected without being played; and memory grows with the
+micro-batch, so the first one that does not fit ends its family. But where the tokens of a step are
+given, a larger micro-batch means fewer of them: no gradients need to be summed over a window of
+one, and a pipeline has fewer in flight; those are still played. What is left is played, priced and
+simulated in full: there is no second, cheaper model of time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
