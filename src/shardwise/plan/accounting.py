@@ -190,7 +190,7 @@ def _optimizer_state(sums: _Sums) -> Bytes:
 
 def _state_tier(sums: _Sums) -> str:
     tier = tier_of(sums.setup.offload.optimizer)
-    in_files = sums.optimizer.rests_in_files or sums.dtypes.keeps_compute_shard
+    in_files = bool(sums.optimizer.by) or sums.dtypes.keeps_compute_shard
     return tier if in_files or tier == "device" else "cpu"
 
 

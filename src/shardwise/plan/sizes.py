@@ -105,11 +105,6 @@ class Optimizer:
     by: Literal["", "torch", "own"] = ""
 
     @property
-    def rests_in_files(self) -> bool:
-        """Tell whether its state, but for counters, can rest in files."""
-        return bool(self.by) and not self.block
-
-    @property
     def counter_bytes(self) -> int:
         """Bytes of the counter of one tensor."""
         return _SCALAR_BYTES * self.has_step

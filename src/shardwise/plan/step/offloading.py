@@ -41,7 +41,7 @@ class Offloading:
         masters = tier_of(offload.optimizer if self._papers else offload.params)
         self._masters = "cpu" if masters == "device" else masters
         self._state = tier_of(offload.optimizer)
-        if not (self._optimizer.rests_in_files or self._papers) and self._state == "nvme":
+        if not (self._optimizer.by or self._papers) and self._state == "nvme":
             self._state = "cpu"
         self.steps_on_device = offload.step_on == "device" and bool(self._optimizer.by)
         self._arrived: dict[int, int] = {}  # the operation after which a unit's gradients are there
