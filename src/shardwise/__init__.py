@@ -4,6 +4,7 @@ Reading order, which is also the import order (a file imports only from what sta
 
     lazy                      names of a package, imported on first use
     errors, quantities        what is raised; how bytes are written
+    names                     what units and lines of work are called
     spelling                  which known word an unknown one may have been
     progress                  how far long work is: a bar, or lines
     svg                       what all pictures are drawn with

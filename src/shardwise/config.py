@@ -9,9 +9,8 @@ import torch
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, resolve_offload
 from shardwise.precisions import PRECISION_DTYPES, nearest_precision, plain_precision
-from shardwise.stages import STAGES, ReduceEvery, Stage
+from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES, ReduceEvery, Stage
 
-DEFAULT_BUCKET_BYTES = 1 << 20
 LayoutName = Literal["rows", "flat"]
 
 

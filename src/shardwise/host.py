@@ -55,3 +55,14 @@ def cores_of(cpulist: Path) -> set[int]:
         ranges = (part.split("-") for part in cpulist.read_text().strip().split(",") if part)
         return {core for r in ranges for core in range(int(r[0]), int(r[-1]) + 1)}
     return set()
+
+
+def core_wait_s() -> float:
+    """Return how long the calling thread has waited for a core since it began; 0 if nobody tells.
+
+    **Source** Linux, Documentation/scheduler/sched-stats.rst: time on the run queue, in ns.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

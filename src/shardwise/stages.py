@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 ReduceEvery = Literal["step", "micro_batch"]
+DEFAULT_BUCKET_BYTES = 1 << 20  # of gradients that are reduced together, where nobody says else
 
 
 @dataclass(frozen=True)

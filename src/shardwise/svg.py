@@ -6,6 +6,7 @@ from html import escape
 from math import ceil, floor, log10
 from typing import Any
 
+_ENOUGH, _FAR = 20, 10  # values of which some can be called far away; by how many of their range
 _COLOURS = {  # what is drawn: which property has the colour; on light, on dark
     "text": ("fill", "#4a5058", "#b3bac3"),
     ".strong": ("fill", "#1c2024", "#f0f3f6"),
@@ -49,12 +50,47 @@ def round_ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
+def padded_ticks(values: Sequence[float], most: int) -> list[float]:
+    """Return ticks around some values, with room beside values that are all alike."""
+    low, high = min(values), max(values)
+    if high - low < 1e-6 * abs(high) or high == low:
+        room = 0.05 * abs(high) or 1.0
+        low, high = low - room, high + room
+    return round_ticks(low, high, most)
+
+
+def labels(ticks: Sequence[float]) -> list[str]:
+    """Write ticks with as many digits as tell them apart."""
+    gap = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
+    digits = -floor(log10(gap) + 1e-9)
+    largest = max(abs(tick) for tick in ticks)
+    if largest >= 1e6 or digits > 4:
+        return [f"{tick:.6g}" if abs(tick) > 1e-12 * largest else "0" for tick in ticks]
+    return [f"{tick:,.{max(0, digits)}f}" for tick in ticks]
+
+
+def highest_shown(values: Iterable[float]) -> float:
+    """Return where an axis may end: below a few values that lie far above all others."""
+    ordered = sorted(values)
+    if len(ordered) < _ENOUGH:
+        return ordered[-1] if ordered else 0.0
+    low, usual = ordered[0], ordered[int(0.98 * (len(ordered) - 1))]
+    far = usual + _FAR * max(usual - low, 1e-3 * abs(usual))
+    return max(value for value in ordered if value <= far)
+
+
 def document(
-    size: tuple[float, float], title: str, description: str, parts: Iterable[str], ids: str = ""
+    size: tuple[float, float],
+    title: str,
+    description: str,
+    parts: Iterable[str],
+    ids: str = "",
+    has_style: bool = True,
 ) -> str:
     """Return a whole SVG document, which may stand inside an HTML page.
 
-    With ``ids`` title and description have ids, by which the picture is labelled.
+    With ``ids`` title and description have ids, by which the picture is labelled. Pictures of a
+    page that has `style` need none of their own.
     """
     label = f'aria-label="{escape(title, quote=True)}"'
     if ids:
@@ -65,14 +101,15 @@ def document(
         f'role="img" class="shardwise-picture" {label}>',
         f"<title{named[0]}>{escape(title)}</title>",
         f"<desc{named[1]}>{escape(description)}</desc>",
-        f"<style>{_style()}</style>",
+        *([f"<style>{style()}</style>"] if has_style else []),
         *parts,
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _style() -> str:
+def style() -> str:
+    """Return what the classes of elements look like, as CSS."""
     light, dark = (
         "\n".join(
             f"{','.join(f'.shardwise-picture {one}' for one in of.split(','))}{{{row[0]}:{row[i]}}}"
@@ -150,3 +187,25 @@ def legend(items: Sequence[tuple[str, str, str]], right: float, y: float) -> lis
 def above(name: str, x: float, y: float, said: str = "") -> str:
     """Draw a small triangle: there is something above."""
     return element("path", name, said, d=f"M{x:.1f},{y:.1f} h8 l-4,-8 z")
+
+
+def bar(x: float, y: float, width: float, fill: str, said: str = "", height: float = 22) -> str:
+    """Draw a bar of a colour of its own, wide enough to be seen."""
+    seen = max(width, 0.3)
+    return element("rect", "", said, x=x, y=y, width=seen, height=height, fill=fill)
+
+
+def squares(
+    items: Sequence[tuple[str, str]], ends: tuple[float, float], top: float
+) -> tuple[list[str], float]:
+    """Draw a legend of (text, colour) in lines between two ends; return it and where it ends."""
+    parts: list[str] = []
+    x = float(ends[0])
+    for name, colour in items:
+        width = 28 + 6.8 * len(name)
+        if x + width > ends[1]:
+            x, top = float(ends[0]), top + 20
+        parts.append(bar(x, top - 9, 10, colour, "", 10))
+        parts.append(text(x + 15, top, name))
+        x += width
+    return parts, top + 16

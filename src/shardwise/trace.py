@@ -9,7 +9,7 @@ what was left open when the step is over.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import record_function
 
+from shardwise.names import MAIN, join_units, name_of_unit
+
 _NO_SPAN = nullcontext()
-MAIN = "main"  # the line of the thread that trains, and of autograd's, which works in its place
 
 
 class Recorder(Protocol):
@@ -35,6 +36,9 @@ class Recorder(Protocol):
 
         ``works`` are torch's, which it is made of.
         """
+
+    def wait_for(self, peer: int, seconds: float) -> None:
+        """Note that this rank has waited so long for messages from or to another one."""
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Look at what the model was called with."""
@@ -113,16 +117,6 @@ class _Told:
     def __exit__(self, *error: Any) -> None:
         self._recorder.leave(self._line, self._phase, self._unit)
         self._label.__exit__(*error)
-
-
-def name_of_unit(name: str) -> str:
-    """Return a unit's name for people: the root unit has none."""
-    return name or "(root)"
-
-
-def join_units(names: Sequence[str]) -> str:
-    """Return one name for several units; that of one is its own."""
-    return names[0] if len(names) == 1 else ", ".join(map(name_of_unit, names))
 
 
 def _label(phase: str, units: tuple[str, ...]) -> AbstractContextManager[object]:

@@ -137,6 +137,12 @@ class Checkpoints:
         step, which the next load would take in the place of this one; StateError inside an
         accumulation window, after a load that failed, and once closed.
         """
+        with self._engine.comm.tracer.span("save"):
+            return self._save(step, extra, wait, progress)
+
+    def _save(
+        self, step: int, extra: Mapping[str, Any], wait: bool, progress: Progress | None
+    ) -> Saving:
         self._check_open()
         target = self.folder / step_name(checked_step(step))
         started_s = time.perf_counter()
@@ -260,7 +266,7 @@ class Checkpoints:
 
     def _write(self, table: Table, step: int, target: Path, progress: Progress | None) -> Written:
         """Write and commit; for the thread."""
-        span = self._tracer.span("save", "", line="save")
+        span = self._tracer.span("save", line="checkpoint")
         with span, naming(f"the save of {target}"):
             manifest, part = assemble(self._control, table, self.run, step)
             written = write_checkpoint(

@@ -59,7 +59,7 @@ def save(
         target = target / step_name(checked_step(step))
     parts = Parts(model)
     control = parts.everyone
-    with parts.comm.tracer.span("save", ""), naming(f"the save of {target}"):
+    with naming(f"the save of {target}"), parts.comm.tracer.span("save"):
         table = collect_on_all_ranks(model, optimizer, extra)
         manifest, part = assemble(control, table, new_run(control), step)
         nonce = os.urandom(NONCE_BYTES)

@@ -50,6 +50,12 @@ for _name, _where, _help in (
      "without a device."),
     ("simulate", "plan:run_simulate", "Play a step on thousands of ranks: stragglers, noise, "
      "failures, scaling curves."),
+    ("report", "report:run_command", "Draw observed runs as one HTML page: curves, memory, "
+     "timelines."),
+    ("top", "top:run_command", "Watch an observed run that goes on, in the terminal."),
+    ("doctor", "doctor:run_command", "Tell what is wrong with an observed run, why, and what to "
+     "change."),
+    ("explain", "explain:run_command", "Explain a finding of `doctor` by its code."),
     ("bench", "bench:run_command", "Measure this machine with all its ranks at once; the planner "
      "takes what it writes."),
 ):  # fmt: skip

@@ -1,5 +1,6 @@
 """The values that both transports speak in: what to gather, what to reduce, work under way."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,10 @@ _abandoned: list[Sequence[Any]] = []
 class Pending:
     """Work under way, collectives or copies, with what it keeps alive; ``wait`` once."""
 
-    __slots__ = ("_copies", "_finish", "_keep", "_meeting", "_number", "_over", "_works")
+    __slots__ = (
+        *("_copies", "_finish", "_keep", "_meeting", "_number", "_over", "_peers", "_recorder"),
+        "_works",
+    )
 
     def __init__(
         self,
@@ -66,8 +70,12 @@ class Pending:
         works: Sequence[Any],
         finish: Callable[[], None] | None = None,
         keep: object = None,
+        peers: Sequence[int] = (),
     ) -> None:
+        """``peers``: with whom each work exchanges, by rank in the group, if that is known."""
         self._meeting = meeting
+        self._peers = peers
+        self._recorder: Recorder | None = None
         self._copies: tuple[Event, ...] = ()
         self._works: Sequence[Any] = ()
         self._over: Callable[[], None] | None = None
@@ -81,12 +89,13 @@ class Pending:
         """Return copies between host and device: ``wait`` blocks until these events are there."""
         made = cls.__new__(cls)
         made._copies, made._works, made._finish, made._keep = copies, (), None, keep
-        made._over = None
+        made._over, made._peers, made._recorder = None, (), None
         return made
 
     def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
         """Tell a recorder of this work, and when it is over: on the CPU, when it was waited for."""
         if self._works:
+            self._recorder = recorder
             self._over = recorder.begin(line, unit, num_bytes, self._works)
 
     @property
@@ -103,14 +112,29 @@ class Pending:
             copy.wait()
         if self._works:
             with _Wait(self._meeting, self._number):
-                for work in self._works:
-                    work.wait()
+                if self._recorder is not None and self._peers:
+                    self._wait_for_each(self._recorder)
+                else:
+                    for work in self._works:
+                        work.wait()
         if self._over is not None:
             self._over()
         if self._finish is not None:
             self._finish()
         self._copies, self._works, self._finish, self._keep = (), (), None, None
         self._over = None
+
+    def _wait_for_each(self, recorder: Recorder) -> None:
+        """Wait, and tell for whom: who is first to be waited for hides others as late as it is."""
+        ranks, seconds = self._meeting.ranks, dict.fromkeys(self._peers, 0.0)
+        before = time.perf_counter()
+        for peer, work in zip(self._peers, self._works, strict=True):
+            work.wait()
+            now = time.perf_counter()
+            seconds[peer] += now - before
+            before = now
+        for peer, waited in seconds.items():
+            recorder.wait_for(ranks[peer], waited)
 
     def __del__(self) -> None:
         for copy in self._copies:  # which end soon; what is kept is theirs until then

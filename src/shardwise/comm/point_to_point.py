@@ -45,6 +45,7 @@ class _Exchange:
     collective: CollectiveId
     axis: Axis
     works: list[Any] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)  # of each work
     sent_bytes: int = 0
     tags: dict[tuple[int, bool], int] = field(default_factory=dict)
 
@@ -60,11 +61,13 @@ class _Exchange:
             self.sent_bytes += piece.nbytes
             tag = self._next_tag(peer, True)
             self.works.append(self.axis.group.send([piece], peer, tag))
+            self.peers.append(peer)
 
     def receive(self, peer: int, tensor: torch.Tensor) -> None:
         for piece in _pieces(tensor):
             tag = self._next_tag(peer, False)
             self.works.append(self.axis.group.recv([piece], peer, tag))
+            self.peers.append(peer)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -117,7 +120,8 @@ def start_all_gather(
             for place, piece in zip(into, staging.split([t.numel() for t in into]), strict=True):
                 place.copy_(piece)
 
-    return Pending(meeting, exchange.works, unpack if stagings else None, (items, packed, stagings))
+    finish, keep = unpack if stagings else None, (items, packed, stagings)
+    return Pending(meeting, exchange.works, finish, keep, exchange.peers)
 
 
 def _length(item: GatherItem, rank: int) -> int:
@@ -196,7 +200,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(meeting, exchange.works, finish, (items, sums, stagings))
+    return Pending(meeting, exchange.works, finish, (items, sums, stagings), exchange.peers)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

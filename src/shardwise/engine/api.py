@@ -18,7 +18,7 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.comm.exchange import Exchange
-from shardwise.config import DEFAULT_BUCKET_BYTES, PrecisionLike, ShardConfig, resolve_config
+from shardwise.config import PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
 from shardwise.engine.agreement import agree, make_room, refusal_facts, start_facts
@@ -33,6 +33,7 @@ from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.offload.disk import Disk
+from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.trace import FullParamLedger, Stats, Traffic
 from shardwise.unit.home import Files
 from shardwise.unit.inner import plain_parts

@@ -56,6 +56,7 @@ class Engine:
         self.conditions = Conditions()
         self.all_states: Sequence[Any] = ()  # of the modules that the units were made for
         self.mates: Sequence[Engine] = (self,)  # of the stages that this rank has
+        self.num_begun = 0  # backward passes, or windows, that found no gradients
         self.num_reduced = 0  # backward passes, or windows, whose gradients were all reduced
         self.window_open = False  # a micro-batch that is not the last one went through backward
         self.activations = activations_of(config.offload, comm, lambda: self.units)
@@ -70,9 +71,9 @@ class Engine:
         self.units = units
         self.comms = list({id(c): c for c in (self.comm, *(u.comm for u in units))}.values())
         self._passes.take_units(units)
-        self._reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight)
+        self.reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight)
         shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
-        self._schedule = Schedule(config.prefetch_bytes, self._reductions, has_peers=shared)
+        self._schedule = Schedule(config.prefetch_bytes, self.reductions, has_peers=shared)
         self._schedule.take_units(units, order)
         self.order = self._schedule.order
         self._shares_order = self._schedule.reduces_in_turn
@@ -279,6 +280,7 @@ class Engine:
         """Begin: nothing of the pass before is under way."""
         self.conditions.rounds.check_backward()
         self.finish_reductions()
+        self.num_begun += all(unit.grad_state is GradState.EMPTY for unit in self.units)
         self._schedule.begin_backward(order)
 
     def on_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
@@ -313,7 +315,7 @@ class Engine:
     def _step_early(self) -> None:
         """Let units be stepped whose gradients are final, where an optimizer is to."""
         if self.conditions.steppers and self.is_last_micro_batch and not any_grad_hooks(self.units):
-            final = self._reductions.finish_waited()
+            final = self.reductions.finish_waited()
             for step in self.conditions.steppers:
                 step(final)
 
@@ -329,7 +331,7 @@ class Engine:
             if (self._passes.is_open(unit) or left) and not self._schedule.is_waiting(unit):
                 self._passes.close(unit)
         self._schedule.close_turns(is_last)
-        self._reductions.close()
+        self.reductions.close()
         if self._shares_order:
             self._shares_order = not self._schedule.share_seen(self.comm.control.broadcast)
         self._reset_pass()
@@ -355,7 +357,7 @@ class Engine:
         if self.window_open and any(unit.has_local_sum for unit in self.units):
             warn_of_dropped_window()
         self.window_open = False
-        if self._reductions.drop():
+        if self.reductions.drop():
             self.conditions.refuse("a backward pass raised after steps had begun in it. load()")
         self._reset_pass()
         for unit in self.units:
@@ -370,14 +372,9 @@ class Engine:
         self._schedule.end_pass(running)
 
     # -- gradients
-    @property
-    def reductions(self) -> Reductions:
-        """Gradients on their way to ``p.grad``."""
-        return self._reductions
-
     def allow_in_flight(self, num: int) -> None:
         """Let so many reductions be in flight from now on."""
-        self._reductions.allow_in_flight(num)
+        self.reductions.allow_in_flight(num)
 
     def reset(self) -> None:
         """Forget a pass that was cut short, with its gradients."""
@@ -391,7 +388,7 @@ class Engine:
 
     def finish_reductions(self, unit: Unit | None = None) -> None:
         """Complete the reductions under way and set ``p.grad``: those up to one unit's, or all."""
-        self._reductions.finish(unit)
+        self.reductions.finish(unit)
 
     def forget_cut_pass(self) -> None:
         """Clean up after a backward pass that raised, if the last one did."""

@@ -271,15 +271,15 @@ class Overlap:
         is_early: bool = False,
     ) -> list[BackgroundStep]:
         """Give a unit's step to the threads."""
-        made = partial(BackgroundStep, unit.name, is_early=is_early)
+        made = partial(BackgroundStep, unit.name, tracer=unit.comm.tracer, is_early=is_early)
         steps = []
         if isinstance(work, StoredStep):
-            unit.writes.append(made(work.finish, work.state))
+            unit.writes.append(made(work.finish, work.state, phase="store"))
             self._writer.submit(unit.writes[-1].run)
             steps.append(unit.writes[-1])
             work = partial(work.step, following)
         if isinstance(work, StreamedStep):
-            unit.steps += [made(work.step, ()), made(work.finish, tensors)]
+            unit.steps += [made(work.step, ()), made(work.finish, tensors, phase="store")]
             for thread, step in zip((self._thread, self._writer), unit.steps[-2:], strict=True):
                 thread.submit(step.run)
             return [*steps, *unit.steps[-2:]]

@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import Axis
 from shardwise.monitor.record import RunFacts, UnitFacts
 from shardwise.plan.machine.catalogue import find_accelerator
+from shardwise.unit.plain_state import owner_of
 from shardwise.unit.unit import Unit
 
 _FLOPS_OF_TRAINED, _FLOPS_OF_FROZEN = 6.0, 4.0  # for each weight and token, forward and backward
@@ -72,6 +73,8 @@ def facts_of(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         optimizer=", ".join(type(each).__name__ for each in optimizers),
         offload="" if config.offload is None else str(config.offload),
+        unsharded_bytes=_unsharded_bytes(optimizers),
+        reduces_units_alone=any(unit.settings.stands_while_full for unit in parts.units),
     )
 
 
@@ -96,6 +99,12 @@ def _flops_per_token(units: Sequence[Unit]) -> float:
                 each = _FLOPS_OF_TRAINED if param.is_trained else _FLOPS_OF_FROZEN
                 total += each * prod(param.shape)
     return total
+
+
+def _unsharded_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the bytes of what optimizers hold that is a parameter of no unit."""
+    held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    return sum(p.nbytes for p in held if owner_of(p) is None)
 
 
 def _peak_flops(name: str, dtypes: set[str]) -> float | None:

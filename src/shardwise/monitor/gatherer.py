@@ -9,16 +9,20 @@ they count them alike. If that fails, or a disk is full, the next step or the en
 """
 
 import json
+import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from shardwise.comm.control import Control, exchange_any
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
+    BAD_VALUES,
     MFU_SHARE,
     TOKENS_PER_S,
     mean_of,
@@ -29,6 +33,8 @@ from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of
 
 _FIRST_STEPS = 10  # each of which is told by itself
+_MAX_NAMED = 8  # parameters, of those with bad gradients
+_MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
 
 
 class Sink(Protocol):
@@ -47,9 +53,10 @@ class ObservedStep:
 
     step: int
     recorded: Recorded
-    values: Mapping[str, float]
+    values: dict[str, float]  # what the loop logs until the step is handed over
     figures: Mapping[str, float]
     memory: Sequence[Mapping[str, Any]] = ()
+    bad_gradients: Sequence[str] = ()
     keeps_timeline: bool = False
 
 
@@ -65,6 +72,8 @@ class Outputs:
 class Gatherer:
     """Takes steps over, and makes lines of them; ``on_line`` hears of each, on rank 0.
 
+    ``on_own`` hears of the lines of this rank alone.
+
     The figures of ``every`` steps make one line; of the first few steps each has its own.
     """
 
@@ -75,6 +84,7 @@ class Gatherer:
         outputs: Outputs,
         every: int,
         on_line: Callable[[StepLine], None] = lambda line: None,
+        on_own: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
         self.latest: StepLine | None = None
         self._control = control
@@ -82,12 +92,14 @@ class Gatherer:
         self._outputs = outputs
         self._every = every
         self._on_line = on_line
+        self._on_own = on_own
         self._steps: queue.SimpleQueue[ObservedStep | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._waiting: list[dict[str, float]] = []
+        self._waited_for: Counter[int] = Counter()
         self._values: dict[str, float] = {}
         self._left_open: dict[str, list[tuple[str, str]]] = {}
-        self._num_taken = 0
+        self._num_taken = self._last_step = 0
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
         self._thread.start()
@@ -116,18 +128,20 @@ class Gatherer:
         """Return when all that was taken is told and written. **Raises** what went wrong."""
         self._steps.put(None)
         self._thread.join()
-        self.close()
+        self._end(None)
         self.raise_once()
 
-    def abandon(self) -> None:
+    def abandon(self, error: str) -> None:
         """End without the other ranks, which may never come; figures not told yet are lost."""
         self._steps.put(None)
         self._control.break_off()
         self._thread.join()
-        self.close()
+        self._end(error)
 
-    def close(self) -> None:
-        """Close the files."""
+    def _end(self, error: str | None) -> None:
+        """Say that the run is over, which a run that hangs or was killed does not; close files."""
+        with suppress(ValueError):  # closed already
+            self._outputs.own.write(kind="end", step=max(self._last_step, 1), error=error)
         self._outputs.steps.close()
         self._outputs.own.close()
         for sink in self._outputs.sinks:
@@ -135,16 +149,15 @@ class Gatherer:
 
     # -- the thread
     def _run(self) -> None:
-        last = None
         try:
             while (step := self._steps.get()) is not None:
-                last = step.step
+                self._last_step = step.step
                 self._note(step)
                 self._num_taken += 1
                 if self._num_taken <= _FIRST_STEPS or self._num_taken % self._every == 0:
                     self._tell(step.step)
-            if self._waiting and last is not None:
-                self._tell(last)
+            if self._waiting:
+                self._tell(self._last_step)
         except BaseException as error:
             self._error = error
 
@@ -159,26 +172,42 @@ class Gatherer:
         if self._facts.peak_flops and TOKENS_PER_S in figures:
             flops = figures[TOKENS_PER_S] * self._facts.flops_per_token
             figures[MFU_SHARE] = 100 * flops / self._facts.peak_flops
+        figures[BAD_VALUES] = sum(not math.isfinite(value) for value in step.values.values())
         self._waiting.append(figures)
+        self._waited_for.update(recorded.waited_for)
         self._values.update(step.values)
         for moments in step.memory:
-            self._outputs.own.write(kind="memory", step=step.step, **moments)
+            self._write_own(kind="memory", step=step.step, **moments)
+        if step.bad_gradients:
+            names = list(step.bad_gradients[:_MAX_NAMED])
+            self._write_own(kind="non_finite", step=step.step, parameters=names)
         if step.keeps_timeline:
-            self._outputs.own.write(
+            self._write_own(
                 kind="timeline",
                 step=step.step,
                 seconds=step_s,
                 spans=_rows(spans, recorded.begin_s) + _rows(on_device, 0.0),
             )
 
+    def _write_own(self, **line: Any) -> None:
+        self._outputs.own.write(**line)
+        self._on_own(line)
+
     def _tell(self, step: int) -> None:
         """Exchange the figures since the last time; write them, on rank 0."""
         mine, num_steps = mean_of(self._waiting), len(self._waiting)
-        self._waiting = []
-        rows = exchange_any(self._control, json.dumps(mine).encode())
-        metrics = over_ranks([json.loads(row) for row in rows])
+        longest = self._waited_for.most_common(_MAX_WAITED_FOR)
+        told = {"metrics": mine, "waited_for": {r: 1e3 * s / num_steps for r, s in longest}}
+        self._waiting, self._waited_for = [], Counter()
+        rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
+        metrics = over_ranks([row["metrics"] for row in rows])
+        waited_for = {
+            rank: {int(other): ms for other, ms in row["waited_for"].items()}
+            for rank, row in enumerate(rows)
+        }
         at_s = time.monotonic() - self._began_s
-        line = StepLine(step, num_steps, round(at_s, 3), metrics, dict(self._values))
+        values = dict(self._values)
+        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for)
         self.latest = line
         if self._control.rank == 0:
             self._outputs.steps.write(
@@ -187,6 +216,7 @@ class Gatherer:
                 at_s=line.at_s,
                 metrics={name: asdict(value) for name, value in metrics.items()},
                 values=line.values,
+                waited_for=waited_for,
             )
             for sink in self._outputs.sinks:
                 sink.write(line)

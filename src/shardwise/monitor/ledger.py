@@ -20,7 +20,7 @@ from shardwise.engine.overlap import staging_bytes
 from shardwise.engine.parts import Parts
 from shardwise.engine.resting import place_of, place_of_state
 from shardwise.engine.tree import tensors_in
-from shardwise.trace import join_units
+from shardwise.names import join_units
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.states import GradState

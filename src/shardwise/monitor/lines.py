@@ -3,9 +3,13 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
+
+_KIND = re.compile(r'{"kind": "(\w+)"')
 
 
 class JsonLines:
@@ -75,3 +79,21 @@ def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
         for line in file:
             if _step_of(line):
                 yield json.loads(line)
+
+
+def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[str, Any]]:
+    """Return the last ``count`` lines of each of some kinds, and all lines of others, in order.
+
+    **Cost** reads the whole file, but makes values only of what it returns.
+    """
+    if not path.exists():
+        return []
+    newest: dict[str, deque[tuple[int, str]]] = {kind: deque(maxlen=count) for kind in kinds}
+    found: list[tuple[int, str]] = []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file):
+            match = _KIND.match(text)
+            if text.endswith("\n"):
+                newest.get(match[1] if match else "", found).append((number, text))
+    kept = sorted([*found, *(each for lines in newest.values() for each in lines)])
+    return [json.loads(text) for _, text in kept if _step_of(text)]

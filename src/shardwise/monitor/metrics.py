@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside
-from shardwise.trace import MAIN
+from shardwise.names import MAIN
 
 GIB, MIB = 2**30, 2**20
 # Phases in which the training thread, or the device's stream, does nothing but wait for others.
 WAITS = ("wait_unshard", "wait_reduce", "exchange")
 # Phases in which nothing is computed for the model, on the line that computes.
-IDLE = (*WAITS, OUTSIDE, "data", "save", "load")
+IDLE = (*WAITS, "wait_step", OUTSIDE, "data", "save", "load")
 STEP_S = "time_metrics/end_to_end(s)"
 DATA_S, DATA_SHARE = "time_metrics/data_loading(s)", "time_metrics/data_loading(%)"
 EXPOSED_MS, EXPOSED_SHARE = "comm/exposed(ms)", "comm/exposed(%)"
@@ -24,18 +24,23 @@ ALL_GATHER_MS, REDUCE_SCATTER_MS = "comm/all_gather(ms)", "comm/reduce_scatter(m
 OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
 COMPUTE_S = "time_metrics/compute(s)"
 STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
-BACKGROUND_STEP_MS = "offload/optimizer(ms)"
+BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
 SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
 MAX_ACTIVE_GIB, MAX_RESERVED_GIB = "memory/max_active(GiB)", "memory/max_reserved(GiB)"
 MAX_ACTIVE_SHARE = "memory/max_active(%)"
 RETRIES, OOMS = "memory/num_alloc_retries", "memory/num_ooms"
 PADDING_SHARE = "padding(%)"
+CORE_WAIT_S = "host/waits_for_core(s)"
+WAITED_MS = "comm/waited(ms)"
+SKIPPED_STEPS = "optimizer/skipped_steps"
+BAD_VALUES, BAD_GRADIENTS = "numbers/non_finite_values", "numbers/non_finite_gradients"
 
 _SECONDS_OF = {  # of the line that computes
     DATA_S: ("data",),
     OUTSIDE_S: (OUTSIDE,),
     OPTIMIZER_S: ("step",),
+    STEP_WAIT_S: ("wait_step",),
     STALL_S: ("save",),
     LOAD_S: ("load",),
     "time_metrics/forward(s)": ("forward",),
@@ -55,6 +60,7 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
     comm: dict[str, list[Interval]] = defaultdict(list)
     busy: list[Interval] = []
     at_work: list[Interval] = []
+    axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
     for span in spans:
         when = (span.begin_s, span.end_s)
@@ -64,6 +70,9 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
                 busy.append(when)
         elif "." in span.line:
             comm[span.phase].append(when)
+            axis = span.line.partition(".")[0]
+            axes[axis_s(axis)] += span.seconds
+            axes[axis_mib(axis)] += span.num_bytes / MIB
             sent += span.num_bytes
             num_collectives += 1
         elif span.line not in (MAIN, "device"):
@@ -81,7 +90,7 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
         COMPUTE_S: length(busy),
         ALL_GATHER_MS: 1e3 * length(comm["all_gather"]),
         REDUCE_SCATTER_MS: 1e3 * length(comm["reduce_scatter"]),
-        "comm/waited(ms)": 1e3 * sum(seconds[phase] for phase in WAITS),
+        WAITED_MS: 1e3 * sum(seconds[phase] for phase in WAITS),
         EXPOSED_MS: 1e3 * exposed_s,
         EXPOSED_SHARE: 100 * exposed_s / step_s,
         OVERLAP_SHARE: 100 * (1 - exposed_s / comm_s) if comm_s else 100.0,
@@ -91,9 +100,20 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
         BACKGROUND_STEP_MS: 1e3 * seconds["behind step"],
         SAVE_S: seconds["behind save"] + found[STALL_S],
     }
+    found |= axes
     if num_tokens:
         found[TOKENS_PER_S] = num_tokens / step_s
     return found
+
+
+def axis_s(axis: str) -> str:
+    """Return the name of the seconds of collectives over an axis; one after the other."""
+    return f"comm/{axis}(s)"
+
+
+def axis_mib(axis: str) -> str:
+    """Return the name of what is sent over an axis."""
+    return f"comm/{axis}_sent(MiB)"
 
 
 @dataclass(frozen=True)

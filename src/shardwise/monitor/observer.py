@@ -8,6 +8,7 @@ a loss scaler skips is part of the next one, which then had two backward passes 
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,11 +20,17 @@ from shardwise.comm.control import exchange_any
 from shardwise.device import MemoryFigures, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
+from shardwise.host import core_wait_s
 from shardwise.monitor.facts import facts_of, here
+from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
+from shardwise.monitor.gradients import bad_gradients
 from shardwise.monitor.ledger import owned_bytes, state_bytes
 from shardwise.monitor.lines import JsonLines
+from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import (
+    BAD_GRADIENTS,
+    CORE_WAIT_S,
     GIB,
     MAX_ACTIVE_GIB,
     MAX_ACTIVE_SHARE,
@@ -31,14 +38,16 @@ from shardwise.monitor.metrics import (
     OOMS,
     PADDING_SHARE,
     RETRIES,
+    SKIPPED_STEPS,
 )
 from shardwise.monitor.oom import as_json, explain_out_of_memory, is_out_of_memory
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
 from shardwise.monitor.spans import SpanRecorder
-from shardwise.trace import MAIN
+from shardwise.names import MAIN
 
 T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
+_CHECKED_EVERY = 10  # steps: whether gradients are finite, which reads them once
 _TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
 _MOMENTS = ("forward", "backward", "recompute", "step")  # memory is looked at as each begins, ends
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
@@ -61,8 +70,10 @@ def observe(
     lists of its stages. Every rank calls it. Figures of each step (`metrics`; over all ranks, a
     line for ``every`` steps) and, every ``detail_every`` steps, a timeline and the memory of one
     step go to files in ``output``, see Note [The folder of a run], and to ``sinks`` on rank 0.
-    Without an ``output`` no file is written, and ``run.latest`` has the figures. ``first_step`` is
-    the number of the first step: what an earlier run has written of it and of later ones goes.
+    Without an ``output`` no file is written, and ``run.latest`` has the figures. What rank 0 finds
+    wrong with the run is logged, kept in ``findings.jsonl`` and in ``run.findings``.
+    ``first_step`` is the number of the first step: what an earlier run has written of it and of
+    later ones goes.
     ``flops_per_token``: of this rank's part of the model, for its MFU; None counts its weights.
 
     **Cost** less than a microsecond for each phase of each unit. Every ``every`` steps two small
@@ -93,8 +104,10 @@ def observe(
         JsonLines(folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None, done),
         sinks if is_first else (),
     )
-    gatherer = Gatherer(control, facts, outputs, every)
-    return Observation(parts, optimizers, facts, gatherer, done, detail_every)
+    doctor = LiveDoctor(facts, folder if is_first else None, done)
+    hooks = (doctor.look, doctor.note) if is_first else ()
+    gatherer = Gatherer(control, facts, outputs, every, *hooks)
+    return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)
 
 
 class Observation:
@@ -106,6 +119,7 @@ class Observation:
         optimizers: Sequence[torch.optim.Optimizer],
         facts: RunFacts,
         gatherer: Gatherer,
+        doctor: LiveDoctor,
         num_done: int,
         detail_every: int,
     ) -> None:
@@ -113,9 +127,10 @@ class Observation:
         self._parts = parts
         self._optimizers = optimizers
         self._gatherer = gatherer
+        self._doctor = doctor
         self._detail_every = detail_every
         self._step, self._num_observed = num_done, 0
-        self._num_reduced = [engine.num_reduced for engine in parts.engines]
+        self._num_passes = _num_passes(parts)
         self._values: dict[str, float] = {}
         self._state: Mapping[tuple[str, str, str], int] | None = None
         self._is_paused = False
@@ -123,12 +138,20 @@ class Observation:
         self._told: BaseException | None = None  # the last error that was told of
         self._moments: list[dict[str, Any]] = []
         self._recorder = SpanRecorder(parts.comm.time.clock())
+        self._core_wait_s = core_wait_s()
+        self._checks = False  # gradients, in this step
+        self._bad_gradients: list[str] = []
         self._open = ExitStack()
 
     @property
     def latest(self) -> StepLine | None:
         """The newest figures over all ranks; None before there are any."""
         return self._gatherer.latest
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong with the run so far, on rank 0; see `shardwise doctor`."""
+        return tuple(self._doctor.found)
 
     @property
     def step(self) -> int:
@@ -140,7 +163,7 @@ class Observation:
         for comm in self._parts.comms:
             self._open.enter_context(comm.tracer.telling(self._recorder))
         for each in self._optimizers:
-            before = each.register_step_pre_hook(lambda *_: self._recorder.enter(MAIN, "step", ""))
+            before = each.register_step_pre_hook(self._before_step)
             self._open.callback(before.remove)
             last = each is self._optimizers[-1]
             after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
@@ -154,6 +177,7 @@ class Observation:
         self._open.close()
         self._hand_over()
         self._gatherer.finish()
+        self._doctor.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -163,7 +187,8 @@ class Observation:
             return self.close()
         self._look_at_error(error, *self._recorder.now_in())
         self._open.close()
-        self._gatherer.abandon()  # other ranks may never come
+        self._gatherer.abandon(type(error).__name__)  # other ranks may never come
+        self._doctor.close()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield what ``batches`` yields; the time until each is there counts as data loading."""
@@ -192,8 +217,23 @@ class Observation:
             self._is_paused = before
 
     def log(self, **values: float) -> None:
-        """Keep figures of the loop's own with the last step that is over: loss, learning rate."""
-        self._values.update(values)
+        """Keep figures of the loop's own with a step: loss, learning rate.
+
+        With the step under way, once a forward pass of it has begun; before that with the last one.
+        """
+        last = None if self._recorder.has_begun else self._over
+        (self._values if last is None else last.values).update(values)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._num_observed % _CHECKED_EVERY == 1 or self._logged_bad:
+            self._bad_gradients += bad_gradients(self._parts.units, optimizer)
+            self._checks = True
+        self._recorder.enter(MAIN, "step", "")
+
+    @property
+    def _logged_bad(self) -> bool:
+        last = {} if self._over is None else self._over.values
+        return not all(map(math.isfinite, (*last.values(), *self._values.values())))
 
     def _after_step(self, is_last: bool) -> None:
         self._recorder.leave(MAIN, "step", "")
@@ -207,27 +247,33 @@ class Observation:
         recorded = self._recorder.cut(times_device=times)
         moments, self._moments, self._state = self._moments, [], None
         memory = [_memory_line(moments)] if moments else []
+        figures, bad = self._figures(), tuple(self._bad_gradients)
+        self._checks, self._bad_gradients = False, []
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._look_at_memory if samples_next else None
         self._hand_over()
+        values, self._values = self._values, {}
         self._over = ObservedStep(
-            self._step, recorded, self._values, self._figures(), memory, keeps_timeline
+            self._step, recorded, values, figures, memory, bad, keeps_timeline
         )
 
     def _hand_over(self) -> None:
         """Give the last step to the thread, with what was logged since it was over."""
         over, self._over = self._over, None
-        self._values = {}
         if over is not None:
             self._gatherer.take(over)
 
     def _figures(self) -> dict[str, float]:
-        reduced = [engine.num_reduced for engine in self._parts.engines]
-        passes = max(now - was for now, was in zip(reduced, self._num_reduced, strict=True))
-        self._num_reduced = reduced
+        before, self._num_passes = self._num_passes, _num_passes(self._parts)
+        begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
         told = memory_figures(self._parts.comm.device)
+        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s()
+        checked = {BAD_GRADIENTS: float(len(self._bad_gradients))} if self._checks else {}
         return {
-            "optimizer/skipped_steps": max(passes - 1, 0),
+            **checked,
+            CORE_WAIT_S: self._core_wait_s - waited_s,
+            # `fully_shard` does not see that gradients go, so there all passes count.
+            SKIPPED_STEPS: max((begun or reduced) - 1, 0),
             PADDING_SHARE: 100 * self.facts.padding_share,
             **_memory_metrics(told),
         }
@@ -251,6 +297,12 @@ class Observation:
             self._state = state_bytes(self._optimizers)
         now = owned_bytes(self._parts, self._optimizers, self._state)
         self._moments.append({"phase": phase, "unit": unit, "owned": now})
+
+
+def _num_passes(parts: Parts) -> tuple[int, int]:
+    """Return how many passes have begun without gradients, and how many were reduced."""
+    engines = parts.engines
+    return max(e.num_begun for e in engines), max(e.num_reduced for e in engines)
 
 
 def _memory_metrics(told: MemoryFigures) -> dict[str, float]:

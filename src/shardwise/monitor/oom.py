@@ -18,8 +18,8 @@ import torch
 
 from shardwise.monitor.ledger import OwnedBytes
 from shardwise.monitor.record import RunFacts
+from shardwise.names import name_of_unit
 from shardwise.quantities import format_bytes
-from shardwise.trace import name_of_unit
 
 _MAX_BLOCKS = 10
 _MAX_FIXES = 3

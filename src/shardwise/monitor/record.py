@@ -9,17 +9,19 @@ keys keep their meaning; ``format`` counts up when one does not.
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.lines import read_lines
+from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import OverRanks
 
 FORMAT = 1
 FOLDER = "observed"
+KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class RunFacts:
 
     ``peak_flops`` is what the device can do in the dtype that is computed in, None where that is
     not known; ``flops_per_token`` what the products with this rank's weights need in a forward and
-    backward pass. ``hosts`` are by rank.
+    backward pass. ``hosts`` are by rank. ``unsharded_bytes`` are those of parameters that are
+    trained and belong to no unit; ``reduces_units_alone``: as `fully_shard` does, whatever
+    ``bucket_bytes`` is.
     """
 
     stage: int
@@ -62,6 +66,8 @@ class RunFacts:
     started: str = ""
     optimizer: str = ""
     offload: str = ""
+    unsharded_bytes: int = 0
+    reduces_units_alone: bool = False
     activation_checkpointing: str = ""
     format: int = FORMAT
 
@@ -81,23 +87,30 @@ class StepLine:
     """The figures of ``num_steps`` steps up to ``step``, over all ranks; means of the steps.
 
     ``values`` are what the user's loop has logged, of rank 0. ``at_s`` counts from the start.
+    ``waited_for[rank][other]`` are milliseconds of each step that a rank waits for another one's
+    messages; the few longest, where the transport tells.
     """
 
     step: int
     num_steps: int
     at_s: float
     metrics: Mapping[str, OverRanks]
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float | None] = field(default_factory=dict)
+    waited_for: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as it was kept. ``lines`` of ranks are as they were written."""
+    """A run as it was kept. ``lines`` of ranks are as they were written.
+
+    ``idle_s``: how long nothing was written when it was read; None where nobody has looked.
+    """
 
     path: Path
     facts: RunFacts
     steps: tuple[StepLine, ...]
     by_rank: Mapping[int, tuple[Mapping[str, Any], ...]]
+    idle_s: float | None = None
 
     def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the lines of one kind ("timeline", "memory"), with their ranks."""
@@ -116,47 +129,72 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
 
 def forget_ranks(folder: Path, num_ranks: int) -> None:
     """Remove the lines of ranks that an earlier run had, and this one has not."""
-    for path in folder.glob("rank-*.jsonl"):
-        if int(path.stem.removeprefix("rank-")) >= num_ranks:
+    for rank, path in rank_files(folder):
+        if rank >= num_ranks:
             path.unlink()
 
 
-def read_run(path: str | Path) -> RunRecord:
+def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     """Read what was kept of a run, also of one that goes on; a line cut short is left out.
 
-    ``path`` is the run's output, or the folder in it.
+    ``path`` is the run's output, or the folder in it. With ``newest`` only the last so many lines
+    of each of `KINDS` are kept of every rank, as all of a long run may be gigabytes.
 
     **Raises** ConfigError where there is none, or where another version has written it.
     """
+    found, folder = Path(path), folder_of(path)
+    facts = read_facts(folder, found)
+    steps = tuple(read_step(line) for line in read_lines(folder / "steps.jsonl"))
+    by_rank = {
+        rank: tuple(read_lines(file) if newest is None else read_newest(file, KINDS, newest))
+        for rank, file in rank_files(folder)
+    }
+    written_s = max(file.stat().st_mtime for file in folder.iterdir())
+    return RunRecord(found, facts, steps, by_rank, max(time.time() - written_s, 0.0))
+
+
+def folder_of(path: str | Path) -> Path:
+    """Return the folder that a run is observed in; ``path`` is it, or the run's output."""
     found = Path(path)
-    folder = found if found.name == FOLDER else found / FOLDER
+    return found if found.name == FOLDER else found / FOLDER
+
+
+def rank_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return the files of ranks' own lines, in rank order."""
+    files = ((file.stem.removeprefix("rank-"), file) for file in folder.glob("rank-*.jsonl"))
+    return sorted((int(rank), file) for rank, file in files if rank.isdecimal())
+
+
+def read_facts(folder: Path, run: Path) -> RunFacts:
+    """Return what runs, from ``run.json`` in a folder; ``run`` is what it was asked for as.
+
+    **Raises** ConfigError where there is none, or where another version has written it.
+    """
+    path = folder / "run.json"
     try:
-        facts = _read_facts(json.loads((folder / "run.json").read_text(encoding="utf-8")), folder)
-    except FileNotFoundError as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] == FORMAT:
+            units = tuple(UnitFacts(**unit) for unit in values["units"])
+            return RunFacts(**{**values, "units": units, "hosts": tuple(values["hosts"])})
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"{found}: no observed run, as there is no {folder / 'run.json'}. `with "
+            f"{run}: no observed run, as there is no {path}. `with "
             "shardwise.observe(model, optimizer, output=...)` and `shardwise train` write one"
         ) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{folder / 'run.json'}: not the facts of a run ({error})") from error
-    steps = tuple(_read_step(line) for line in read_lines(folder / "steps.jsonl"))
-    by_rank = {
-        int(file.stem.removeprefix("rank-")): tuple(read_lines(file))
-        for file in sorted(folder.glob("rank-*.jsonl"), key=lambda f: int(f.stem[5:]))
-    }
-    return RunRecord(found, facts, steps, by_rank)
+        raise ConfigError(f"{path}: not the facts of a run ({error})") from error
+    raise ConfigError(
+        f"{path}: format {values['format']}, and this version reads {FORMAT}; read it with the "
+        "version that wrote it"
+    )
 
 
-def _read_facts(values: Any, folder: Path) -> RunFacts:
-    if values["format"] != FORMAT:
-        raise ConfigError(
-            f"{folder / 'run.json'}: format {values['format']}, and this version reads {FORMAT}"
-        )
-    units = tuple(UnitFacts(**unit) for unit in values["units"])
-    return RunFacts(**{**values, "units": units, "hosts": tuple(values["hosts"])})
-
-
-def _read_step(line: Mapping[str, Any]) -> StepLine:
+def read_step(line: Mapping[str, Any]) -> StepLine:
+    """Return a line of ``steps.jsonl`` as values."""
     metrics = {name: OverRanks(**value) for name, value in line["metrics"].items()}
     values = line.get("values", {})
-    return StepLine(line["step"], line["num_steps"], line["at_s"], metrics, values)
+    waited_for = {
+        int(rank): {int(other): ms for other, ms in row.items()}
+        for rank, row in line.get("waited_for", {}).items()
+    }
+    return StepLine(line["step"], line["num_steps"], line["at_s"], metrics, values, waited_for)

@@ -8,16 +8,20 @@ are a line too: a group runs them one after the other, so each begins when the o
 over, if it was begun earlier. Threads (steps and saves in the background) are lines of their own.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwise.device import DeviceClock, DeviceMoment
-from shardwise.trace import MAIN
+from shardwise.names import MAIN
+
+if TYPE_CHECKING:
+    from shardwise.device import DeviceClock, DeviceMoment
 
 OUTSIDE = "outside"  # what the training thread is in when no phase was entered
 Interval = tuple[float, float]
@@ -72,6 +76,7 @@ class Recorded:
     events: Sequence[Event]
     works: Sequence[Work]
     num_tokens: int
+    waited_for: Mapping[int, float] = field(default_factory=dict)  # seconds, by global rank
     first: DeviceMoment | None = None  # of the device, where it is timed
     last: DeviceMoment | None = None
 
@@ -96,6 +101,7 @@ class SpanRecorder:
         self._works: list[Work] = []
         self._begin_s = self._clock()
         self._num_tokens = 0
+        self._waited_for: dict[int, float] = defaultdict(float)
         self._first: DeviceMoment | None = None
         self.on_error: Callable[[BaseException, str, str], None] | None = None  # left by an error
         self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
@@ -136,6 +142,11 @@ class SpanRecorder:
     def _now(self) -> DeviceMoment | None:
         return None if self._device is None or self._first is None else self._device.now()
 
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether a forward pass has begun since the last cut."""
+        return any(event.phase == "forward" for event in self._events)
+
     def now_in(self) -> tuple[str, str]:
         """Return the phase and the unit that the main line is in."""
         stack: list[tuple[str, str]] = []
@@ -158,6 +169,10 @@ class SpanRecorder:
 
         return over
 
+    def wait_for(self, peer: int, seconds: float) -> None:
+        """Add up how long each other rank was waited for."""
+        self._waited_for[peer] += seconds
+
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Count the tokens of what the model is called with."""
         if not self._is_paused:
@@ -169,7 +184,8 @@ class SpanRecorder:
         events, self._events = self._events, []
         works, self._works = self._works, []
         tokens, self._num_tokens = self._num_tokens, 0
-        found = Recorded(self._begin_s, end_s, events, works, tokens, self._first, last)
+        waited_for, self._waited_for = self._waited_for, defaultdict(float)
+        found = Recorded(self._begin_s, end_s, events, works, tokens, waited_for, self._first, last)
         self._begin_s = end_s
         timed = times_device and self._device is not None
         self._first = self._device.now() if timed and self._device is not None else None

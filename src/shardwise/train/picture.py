@@ -14,7 +14,7 @@ import json
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import floor, isfinite, log10
+from math import floor, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from shardwise import svg
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 466, 74, 722
 _TOP, _BOTTOM, _RATE_TOP, _RATE_BOTTOM = 78, 318, 352, 416
 _COLUMN = 2  # pixels
-_FEW, _ENOUGH = 60, 20  # points that are dotted; points of which some can be called far away
-_FAR = 10
+_FEW = 60  # points that are dotted
 _CURVE: dict[str, Any] = {"stroke_width": 1.6, "stroke_linejoin": "round"}
 _DASHED: dict[str, Any] = {"stroke_dasharray": "3 3"}
 _THICKER: dict[str, Any] = {"stroke_width": 1.5}
@@ -90,16 +89,16 @@ def read_curves(lines: Iterable[str]) -> Curves:
 def loss_svg(curves: Curves, title: str) -> str:
     """Draw the curves of a run: a whole SVG document, which may stand inside an HTML page."""
     across = svg.Axis(*curves.steps, _LEFT, _RIGHT)
-    high = _highest_shown(curves)
+    high = svg.highest_shown([value for _, value in (*curves.train, *curves.held_out)])
     values = [v for _, v in (*curves.train, *curves.held_out) if v <= high]
-    ticks = _padded_ticks(values or [0.5], 7)
+    ticks = svg.padded_ticks(values or [0.5], 7)
     up = svg.Axis(ticks[0], ticks[-1], _BOTTOM, _TOP)
     parts = [
         svg.element("rect", "paper", width=_WIDTH, height=_HEIGHT, rx=6),
         svg.heading(_LEFT, 28, title),
         svg.text(_LEFT, _TOP - 14, "loss, nats per token"),
         *svg.legend(_legend(curves, up.high), _RIGHT, _TOP - 14),
-        *(_grid(up, ticks, _labels(ticks)) if values else []),
+        *(_grid(up, ticks, svg.labels(ticks)) if values else []),
         *_steps_axis(across),
         *_marks(curves, across),
         *_series("train", curves.train, curves.bad, across, up),
@@ -107,24 +106,6 @@ def loss_svg(curves: Curves, title: str) -> str:
         *_rate(curves.rate, across),
     ]
     return svg.document((_WIDTH, _HEIGHT), title, _description(curves), parts)
-
-
-def _highest_shown(curves: Curves) -> float:
-    """Return where the axis may end: see Note [Many points, and a few far away]."""
-    values = sorted(value for _, value in (*curves.train, *curves.held_out))
-    if len(values) < _ENOUGH:
-        return values[-1] if values else 0.0
-    low, usual = values[0], values[int(0.98 * (len(values) - 1))]
-    far = usual + _FAR * max(usual - low, 1e-3 * abs(usual))
-    return max(value for value in values if value <= far)
-
-
-def _padded_ticks(values: Sequence[float], most: int) -> list[float]:
-    low, high = min(values), max(values)
-    if high - low < 1e-6 * abs(high) or high == low:
-        room = 0.05 * abs(high) or 1.0
-        low, high = low - room, high + room
-    return svg.round_ticks(low, high, most)
 
 
 def _described(name: str, points: Sequence[Point]) -> list[str]:
@@ -164,16 +145,6 @@ def _legend(curves: Curves, high: float) -> list[tuple[str, str, str]]:
 def _grid(up: svg.Axis, ticks: Sequence[float], labels: Sequence[str]) -> list[str]:
     levels = zip(ticks, labels, strict=True)
     return [part for t, label in levels for part in svg.level(up.at(t), _LEFT, _RIGHT, label)]
-
-
-def _labels(ticks: Sequence[float]) -> list[str]:
-    """Write ticks with as many digits as tell them apart."""
-    gap = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0
-    digits = -floor(log10(gap) + 1e-9)
-    largest = max(abs(tick) for tick in ticks)
-    if largest >= 1e6 or digits > 4:
-        return [f"{tick:.6g}" if abs(tick) > 1e-12 * largest else "0" for tick in ticks]
-    return [f"{tick:,.{max(0, digits)}f}" for tick in ticks]
 
 
 def _steps_axis(across: svg.Axis) -> list[str]:

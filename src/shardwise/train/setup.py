@@ -28,12 +28,12 @@ from torch import nn
 import shardwise
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.config import DEFAULT_BUCKET_BYTES
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.parallel.context import ContextParallel
 from shardwise.parallel.experts import spread_experts
+from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.train.checks import check_output
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder

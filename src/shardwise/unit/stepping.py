@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.watch import WATCH
 from shardwise.errors import ShardError, StateError
+from shardwise.trace import Tracer
 
 _STEP = "_step_under_way"
 _ELEMENTS: Any = DTensor.__dict__["_local_tensor"]
@@ -33,8 +34,9 @@ _ELEMENTS: Any = DTensor.__dict__["_local_tensor"]
 class BackgroundStep:
     """One unit's step: made and waited for by the caller, run by another thread.
 
-    ``tensors`` are the DTensors whose elements the step reads or writes. ``is_early``: nobody has
-    asked for it yet, so who reads them is refused until `confirm`.
+    ``tensors`` are the DTensors whose elements the step reads or writes; ``phase`` is what it is
+    on the tracer's lines, of which each thread has one. ``is_early``: nobody has asked for it yet,
+    so who reads them is refused until `confirm`.
     """
 
     def __init__(
@@ -42,10 +44,14 @@ class BackgroundStep:
         unit: str,
         work: Callable[[], None],
         tensors: Sequence[DTensor],
+        tracer: Tracer,
+        phase: Literal["step", "store"] = "step",
         *,
         is_early: bool = False,
     ) -> None:
         self._unit = unit
+        self._tracer = tracer
+        self._phase = phase
         self._is_early = is_early
         self._lock = threading.Lock()
         self._work: Callable[[], None] | None = work
@@ -61,7 +67,8 @@ class BackgroundStep:
         """Do the work; keep what it raises for those who wait."""
         assert self._work is not None
         try:
-            self._work()
+            with self._tracer.span(self._phase, self._unit, line=f"{self._phase} behind"):
+                self._work()
         except BaseException as error:
             self._error = error
         self._work = None  # with the gradients that it holds
@@ -107,6 +114,9 @@ class BackgroundStep:
                 "there, calls overlap() without in_backward. The model is stepped in part: "
                 "optimizer.step() completes that, or load() a checkpoint"
             )
+        if not self.is_over and threading.current_thread() is threading.main_thread():
+            with self._tracer.span("wait_step", self._unit):
+                self._done.wait()
         self._done.wait()
         if self._error is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0

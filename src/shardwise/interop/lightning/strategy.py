@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.config import DEFAULT_BUCKET_BYTES, Precision, ShardConfig, resolve_config
+from shardwise.config import Precision, ShardConfig, resolve_config
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of, is_sharded, shard
 from shardwise.engine.runtime import Engine
@@ -34,7 +34,7 @@ from shardwise.interop.lightning.checkpoints import (
     save_lightning,
 )
 from shardwise.layout.units import partition_into_units
-from shardwise.stages import STAGES
+from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES
 from shardwise.versions import load_neighbour
 
 _pl: Any = load_neighbour("lightning", "shardwise.interop.lightning").pytorch

@@ -15,7 +15,8 @@ from shardwise.quantities import format_bytes
 
 _WIDTH, _LEFT, _RIGHT = 760, 96, 736
 _BAR, _GAP = 22, 12
-_LINE_COLOURS = {
+_ENDS = (_LEFT, _RIGHT)
+LINE_COLOURS = {
     "param_shards": "#1f6fd1",
     "param_full": "#6cabf5",
     "grad_full": "#e08a1e",
@@ -40,7 +41,7 @@ _STREAM_NAMES: dict[Stream, str] = {
     "cpu": "host cores",
     "disk": "disk",
 }
-_PHASE_COLOURS = {
+PHASE_COLOURS = {
     "forward": "#1f6fd1",
     "loss": "#8a6d3b",
     "recompute": "#6cabf5",
@@ -70,10 +71,12 @@ def memory_svg(plan: Planned) -> str:
         parts.append(svg.text(x, 37, "device", 'text-anchor="middle"'))
     low, high = (_LEFT + b * scale for b in (plan.memory.low_bytes, plan.memory.high_bytes))
     said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
-    parts.append(_bar(low, top, max(high - low, 2), "#7a828c", f"interval of the whole: {said}", 6))
+    said = f"interval of the whole: {said}"
+    parts.append(svg.bar(low, top, max(high - low, 2), "#7a828c", said, 6))
     parts.append(svg.text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
-    shown = [name for name in _LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
-    legend, bottom = _legend([(n.replace("_", " "), _LINE_COLOURS[n]) for n in shown], top + 26)
+    shown = [name for name in LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
+    items = [(name.replace("_", " "), LINE_COLOURS[name]) for name in shown]
+    legend, bottom = svg.squares(items, _ENDS, top + 26)
     title = f"Memory of one rank: {plan.label}"
     return _document(title, _describe_memory(plan), parts + legend, bottom)
 
@@ -86,7 +89,7 @@ def _memory_bar(plan: Planned, moment: Moment, top: float, scale: float) -> list
             width = num_bytes * scale
             said = f"{moment.phase} of {plan.unit_name(moment.unit)}: {name.replace('_', ' ')}"
             said = f"{said} {format_bytes(num_bytes)}"
-            parts.append(_bar(x, top, width, _LINE_COLOURS[name], said))
+            parts.append(svg.bar(x, top, width, LINE_COLOURS[name], said))
             x += width
     label = format_bytes(moment.ledger.total)
     inside = x + 70 > _RIGHT
@@ -111,8 +114,8 @@ def step_svg(plan: Planned) -> str:
     parts.append(svg.element("line", "axis", x1=_LEFT, x2=_RIGHT, y1=top, y2=top))
     parts.append(svg.text(_LEFT, top + 16, "0 s"))
     parts.append(svg.text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
-    phases = [p for p in _PHASE_COLOURS if any(op.phase == p for op in ops)]
-    legend, bottom = _legend([(p, _PHASE_COLOURS[p]) for p in phases], top + 34)
+    phases = [p for p in PHASE_COLOURS if any(op.phase == p for op in ops)]
+    legend, bottom = svg.squares([(p, PHASE_COLOURS[p]) for p in phases], _ENDS, top + 34)
     title = f"One step in time: {plan.label}"
     description = (
         f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
@@ -140,21 +143,16 @@ def _stream_bars(
 ) -> list[str]:
     begin_s, program = plan.simulated.slowest.begin_s, plan.simulated.program
     return [
-        _bar(
+        svg.bar(
             _LEFT + (first.start_s - begin_s) * scale,
             top,
             (end_s - first.start_s) * scale,
-            _PHASE_COLOURS[ops[first.op].phase],
+            PHASE_COLOURS[ops[first.op].phase],
             f"{ops[first.op].phase} of {unit_name(program, ops[first.op]) or '(root)'}: "
             f"{end_s - first.start_s:.3g} s",
         )
         for first, end_s in bars
     ]
-
-
-def _bar(x: float, y: float, width: float, fill: str, said: str, height: float = _BAR) -> str:
-    seen = max(width, 0.3)
-    return svg.element("rect", "", said, x=x, y=y, width=seen, height=height, fill=fill)
 
 
 def _describe_memory(plan: Planned) -> str:
@@ -165,19 +163,6 @@ def _describe_memory(plan: Planned) -> str:
         f"The peak is in {peak.phase} of {plan.unit_name(peak.unit)}: "
         f"{format_bytes(peak.ledger.total)}, of which {largest}."
     )
-
-
-def _legend(items: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:
-    parts: list[str] = []
-    x = float(_LEFT)
-    for name, colour in items:
-        width = 28 + 6.8 * len(name)
-        if x + width > _RIGHT:
-            x, top = float(_LEFT), top + 20
-        parts.append(_bar(x, top - 9, 10, colour, "", 10))
-        parts.append(svg.text(x + 15, top, name))
-        x += width
-    return parts, top + 16
 
 
 def _document(title: str, description: str, parts: Sequence[str], height: float) -> str:

@@ -1,0 +1,137 @@
+"""`shardwise doctor`: what is wrong with an observed run, as cards or as JSON.
+
+Exit codes: 0 nothing was found; 1 something was; 2 it cannot be judged, or there is no such run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.flags import call_command, print_json
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.panel import Panel
+
+    from shardwise.monitor.findings import Diagnosis, Finding, Gain
+    from shardwise.monitor.record import RunRecord
+
+_HEALTHY, _FOUND, _CANNOT_JUDGE = 0, 1, 2
+_COLOURS = {"critical": "red", "warning": "yellow"}
+_CARD_WIDTH = 100
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `shardwise doctor` with its arguments; return the exit code."""
+
+    def doctor(
+        run: Annotated[Path, typer.Argument(help="the output of a run that was observed")],
+        as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+    ) -> int:
+        return _doctor(run, as_json)
+
+    doctor.__doc__ = _doctor.__doc__
+    return call_command(doctor, arguments, "shardwise doctor")
+
+
+def _doctor(path: Path, as_json: bool) -> int:
+    """Tell what is wrong with an observed run, the numbers behind it, and what to change.
+
+    Exit codes: 0 nothing was found; 1 something was; 2 no such run, or too little of it to judge.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such folder")
+    from shardwise.monitor.doctor.rules import diagnose
+    from shardwise.monitor.record import read_run
+
+    run = read_run(path)
+    diagnosis = diagnose(run)
+    if as_json:
+        print_json({"kind": "diagnosis", "run": str(path)} | diagnosis.to_json())
+    else:
+        _show(run, diagnosis)
+    if diagnosis.findings:
+        return _FOUND
+    return _HEALTHY if _is_judged(diagnosis) else _CANNOT_JUDGE
+
+
+def _is_judged(diagnosis: Diagnosis) -> bool:
+    """Tell whether rules that look at steps could judge: what stands in the facts says little."""
+    return not any("lines of steps" in each.missing for each in diagnosis.abstentions)
+
+
+def _show(run: RunRecord, diagnosis: Diagnosis) -> None:
+    from rich.text import Text
+
+    from shardwise.cli.tables import open_console, printable
+
+    console = open_console()
+    facts, steps = run.facts, run.steps[-1].step if run.steps else 0
+    what = f"stage {facts.stage}, {facts.num_ranks} ranks of {facts.device}, {steps} steps"
+    console.print(Text.assemble((printable(run.path), "bold"), f"  {printable(what)}"))
+    for finding in diagnosis.findings:
+        console.print(_card(finding))
+    if not diagnosis.findings:
+        none = "nothing found" if _is_judged(diagnosis) else "cannot be judged yet"
+        console.print(Text(none, "green" if _is_judged(diagnosis) else "yellow"))
+    _show_abstentions(console, diagnosis)
+
+
+def _card(finding: Finding) -> Panel:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    from shardwise.cli.tables import printable
+
+    colour = _COLOURS[finding.severity]
+    lines = [Text(printable(finding.verdict), "bold"), Text(printable(finding.why))]
+    lines.append(Text(_evidence(finding.evidence), "dim"))
+    for change in finding.changes:
+        was = "" if change.before is None else f"- {change.key}: {change.before}\n"
+        text = f"{was}+ {change.key}: {change.after}"
+        lines.append(Text("\n".join(map(printable, text.split("\n"))), "cyan"))
+    if finding.gain is not None:
+        lines.append(Text(f"expected: {_gain(finding.gain)}", "green"))
+    lines.append(Text(f"shardwise explain {finding.code}   {finding.doc}", "dim"))
+    heading = f"{finding.code}  {finding.title} ({finding.severity})"
+    return Panel(
+        Text("\n").join(lines),
+        title=f"[{colour}]{heading}[/{colour}]",
+        title_align="left",
+        border_style=colour,
+        width=_CARD_WIDTH,
+    )
+
+
+def _evidence(evidence: Mapping[str, float]) -> str:
+    return "; ".join(f"{name}: {value:,.4g}" for name, value in evidence.items())
+
+
+def _gain(gain: Gain) -> str:
+    from shardwise.quantities import format_bytes
+
+    def amount(value: float) -> str:
+        return format_bytes(value) if gain.unit == "bytes" else f"{value:.3g} s of each step"
+
+    if gain.high is None:
+        size = f"at least {amount(gain.low)}"
+    elif gain.low > 0:
+        size = f"{amount(gain.low)} to {amount(gain.high)}"
+    else:
+        size = f"at most {amount(gain.high)}"
+    return f"{size} ({gain.source})"
+
+
+def _show_abstentions(console: Console, diagnosis: Diagnosis) -> None:
+    from rich.text import Text
+
+    by_reason: dict[str, list[str]] = {}
+    for each in diagnosis.abstentions:
+        by_reason.setdefault(each.missing, []).append(each.code)
+    for missing, codes in by_reason.items():
+        console.print(Text(f"not enough evidence for {', '.join(codes)}: {missing}", "dim"))

@@ -1,0 +1,125 @@
+"""`shardwise report`: observed runs as one HTML file, their timelines as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.flags import call_command
+from shardwise.errors import ConfigError, ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.monitor.record import RunRecord
+    from shardwise.monitor.report.page import ShownRun
+    from shardwise.plan.planned import Planned
+
+_Runs = Annotated[
+    list[Path],
+    typer.Argument(help="outputs of observed runs, side by side on one page", show_default=False),
+]
+_Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="the page (default: report.html in RUN)")
+]
+_Trace = Annotated[
+    Path | None,
+    typer.Option(help="write timelines of a run here too: Chrome trace JSON, for Perfetto"),
+]
+_Steps = Annotated[int, typer.Option(min=1, help="how many of the newest timelines a trace has")]
+_WithPlan = Annotated[
+    bool, typer.Option("--plan/--no-plan", help="plan what `shardwise train` ran, and compare")
+]
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `shardwise report` with its arguments; return the exit code."""
+
+    def report(
+        runs: _Runs,
+        output: _Output = None,
+        trace: _Trace = None,
+        trace_steps: _Steps = 10,
+        plan: _WithPlan = True,
+    ) -> int:
+        """Draw observed runs as one HTML file that needs nothing else.
+
+        A run that goes on may be drawn too. Where RUN has the config.yaml of `shardwise train`, the
+        plan of the same settings stands beside what was measured.
+        """
+        from shardwise.cli.plan_write import check_target
+        from shardwise.monitor.record import folder_of, read_run
+        from shardwise.monitor.report.page import report_html
+        from shardwise.monitor.timeline import chrome_trace
+
+        page = output if output is not None else folder_of(runs[0]).parent / "report.html"
+        if trace is not None and len(runs) > 1:
+            raise ConfigError(f"flag --trace: one run at a time, got {len(runs)}")
+        records = [read_run(path, newest=trace_steps if trace else 2) for path in runs]
+        check_target("output", page)
+        check_target("trace", trace)
+        names = _names(runs)
+        shown = [_shown(*each, with_plan=plan) for each in zip(names, records, strict=True)]
+        _write("output", page, report_html(shown))
+        if trace is not None:
+            _write("trace", trace, json.dumps(chrome_trace(records[0])))
+        return 0
+
+    return call_command(report, arguments, "shardwise report")
+
+
+def _write(flag: str, path: Path, text: str) -> None:
+    from shardwise.cli.plan_write import write_file
+    from shardwise.quantities import format_bytes
+
+    write_file(flag, path, text)
+    opens = ": open it in Perfetto (ui.perfetto.dev)" if flag == "trace" else ""
+    sys.stdout.write(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Return names that tell runs apart: their last parts, else their paths."""
+    from shardwise.monitor.record import folder_of
+
+    names = [folder_of(path).resolve().parent.name for path in runs]
+    return names if len(set(names)) == len(names) else [str(path) for path in runs]
+
+
+def _shown(name: str, record: RunRecord, with_plan: bool) -> ShownRun:
+    from shardwise.monitor.doctor.rules import diagnose
+    from shardwise.monitor.record import folder_of
+    from shardwise.monitor.report.page import ShownRun
+
+    run = ShownRun(name, record, diagnose(record))
+    config = folder_of(record.path).parent / "config.yaml"
+    if not with_plan or not config.exists():
+        return run
+    try:
+        plan, is_of_device = _plan_of(config, record)
+    except (ShardwiseError, OSError) as error:
+        return replace(run, notes=[f"no plan beside it: {error}"])
+    return replace(run, plan=plan, is_planned_device=is_of_device)
+
+
+def _plan_of(config: Path, record: RunRecord) -> tuple[Planned, bool]:
+    """Return the plan of what `shardwise train` ran; and whether it is of the run's own device."""
+    from shardwise.cli.plan_setup import set_up
+    from shardwise.plan.machine.catalogue import find_accelerator
+    from shardwise.plan.planning import plan
+    from shardwise.plan.request import PlanRequest
+
+    facts = record.facts
+    asked = {"ranks": facts.num_ranks}
+    if facts.hosts:
+        asked["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
+    try:
+        device = {"gpu": find_accelerator(facts.device).name}
+    except ConfigError:
+        device = {}
+    setup = set_up(str(config), PlanRequest(**asked, **device))
+    prices = setup.prices_of(setup.candidate)
+    return plan(setup.model, setup.cluster, setup.candidate, prices=prices), bool(device)

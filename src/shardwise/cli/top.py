@@ -1,0 +1,193 @@
+"""`shardwise top`: an observed run in the terminal while it goes on; `--json` for other tools."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.flags import call_command
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+    from shardwise.monitor.following import LiveRun, Snapshot
+
+_INTERRUPTED = 130
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE, _SHARE = 48, 30  # characters
+_MOST_VALUES = 6
+_TWO_COLUMNS = 150  # characters
+
+_Run = Annotated[Path, typer.Argument(help="output of an observed run", show_default=False)]
+_Once = Annotated[bool, typer.Option("--once", help="print what there is now, and end")]
+_AsJson = Annotated[bool, typer.Option("--json", help="the same as JSON for programs, once")]
+_Every = Annotated[float, typer.Option(min=0.1, help="seconds between two looks")]
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run `shardwise top` with its arguments; return the exit code."""
+
+    def top(run: _Run, once: _Once = False, as_json: _AsJson = False, every: _Every = 1.0) -> int:
+        """Show an observed run while it goes on: figures over all ranks, time, memory.
+
+        Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
+        ends it; the run does not notice.
+        """
+        from shardwise.monitor.following import LiveRun
+
+        live = LiveRun(run)
+        if as_json:
+            sys.stdout.write(json.dumps(live.look().to_json()) + "\n")
+        elif once:
+            from shardwise.cli.tables import open_console
+
+            console = open_console()
+            console.print(view(live.look(), console.width))
+        else:
+            return _watch(live, every)
+        return 0
+
+    return call_command(top, arguments, "shardwise top")
+
+
+def _watch(live: LiveRun, every: float) -> int:
+    from rich.live import Live
+
+    from shardwise.cli.tables import open_console
+
+    console = open_console()
+    try:
+        with Live(console=console, auto_refresh=False) as shown:
+            while True:
+                shown.update(view(live.look(), console.width), refresh=True)
+                time.sleep(every)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def view(now: Snapshot, width: int) -> RenderableType:
+    """Return what is shown of a run at one moment, in two columns where there is room."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from shardwise.cli.tables import printable
+    from shardwise.quantities import format_bytes, format_duration
+
+    facts = now.facts
+    head = Text(printable(now.path), "bold")
+    head.append(
+        f"  {facts.num_ranks} x {printable(facts.device)}, stage {facts.stage}, "
+        f"{format_bytes(facts.full_bytes)} of parameters, {len(facts.units)} units",
+        "dim",
+    )
+    if not now.lines:
+        return Group(head, Text(f"no step is over yet, {format_duration(now.quiet_s)} so far"))
+    latest = now.lines[-1]
+    said = Text(f"step {latest.step:,}", "bold")
+    said.append(f"  after {format_duration(latest.at_s)}")
+    said.append(f"  newest figures {format_duration(now.quiet_s)} ago", "dim")
+    if now.is_late and now.gap_s is not None:
+        usual = format_duration(now.gap_s)
+        said.append(f", usually every {usual}: it was killed, or it stands", "bold yellow")
+    elif now.is_over:
+        said.append("  the run is over", "bold")
+    left, right = (_figures(now), *_curves(now)), (_phases(now), *_memory(now))
+    if width < _TWO_COLUMNS:
+        return Group(head, said, *left, *right)
+    columns = Table.grid(padding=(0, 4))
+    columns.add_row(Group(*left), Group(*right))
+    return Group(head, said, columns)
+
+
+def _figures(now: Snapshot) -> Table:
+    from shardwise.cli.tables import make_table
+    from shardwise.monitor.report.summary import FIGURES, write_figure
+
+    table = make_table("", ">!median", ">!lowest", ">!rank", ">!highest", ">!rank ")
+    latest = now.lines[-1].metrics
+    for shown in FIGURES:
+        value = latest.get(shown.metric)
+        if value is not None and shown.is_told(value):
+            row = [shown.title, write_figure(value.median)]
+            if value.min != value.max:
+                row += [write_figure(value.min), str(value.min_rank)]
+                row += [write_figure(value.max), str(value.max_rank)]
+            table.add_row(*row)
+    return table
+
+
+def _curves(now: Snapshot) -> list[RenderableType]:
+    """Return what the loop has logged, and the step time, as lines of blocks."""
+    from rich.text import Text
+
+    from shardwise.cli.tables import printable
+    from shardwise.monitor.metrics import STEP_S
+    from shardwise.monitor.report.curves import metric_curve, value_curve
+
+    names = list(now.lines[-1].values)[:_MOST_VALUES]
+    curves = {name: value_curve(now.lines, name, _CURVE) for name in names}
+    curves["step time, s"] = metric_curve(now.lines, STEP_S, _CURVE)
+    width = max(len(name) for name in curves)
+    rows: list[RenderableType] = []
+    for name, columns in curves.items():
+        newest = "not a number" if not columns else f"{columns[-1].middle:.4g}"
+        blocks = sparkline([column.middle for column in columns])
+        rows.append(Text(f"{printable(name):<{width}}  {blocks:<{_CURVE}}  {newest}"))
+    return rows
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Write values as blocks of eight heights."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    reach = high - low or 1.0
+    return "".join(_BARS[round((value - low) / reach * (len(_BARS) - 1))] for value in values)
+
+
+def _phases(now: Snapshot) -> Table:
+    from shardwise.cli.tables import make_table
+    from shardwise.monitor.report.summary import where_time_goes
+
+    table = make_table("where a step's time goes", ">!seconds", ">!share", "!")
+    phases = where_time_goes(now.lines)
+    whole = sum(phases.values()) or 1.0
+    for phase, seconds in phases.items():
+        share = seconds / whole
+        table.add_row(phase, f"{seconds:.3g}", f"{share:.1%}", "█" * round(share * _SHARE))
+    return table
+
+
+def _memory(now: Snapshot) -> list[RenderableType]:
+    """Return the memory of the rank that had the most in its newest sampled step."""
+    if not now.memory:
+        return []
+    from rich.text import Text
+
+    from shardwise.cli.tables import make_table, printable
+    from shardwise.monitor.report.step_pictures import memory_of, name_of_kind
+    from shardwise.quantities import format_bytes
+
+    is_process = now.facts.device == "cpu"
+    found = [memory_of(rank, line, is_process) for rank, line in now.memory.items()]
+    most = max(found, key=lambda memory: memory.peak_bytes)
+    kinds = most.moments[most.peak][2]
+    whole = most.peak_bytes or 1
+    title = f"memory of rank {most.rank}, step {most.step:,}, at its peak"
+    table = make_table(title, ">!bytes", ">!share", "!")
+    for kind, num_bytes in kinds.items():
+        share = num_bytes / whole
+        blocks = "█" * round(share * _SHARE)
+        table.add_row(
+            Text(printable(name_of_kind(kind))), format_bytes(num_bytes), f"{share:.1%}", blocks
+        )
+    table.add_row("all of it", format_bytes(whole), "", "")
+    return [table]

@@ -1,0 +1,1 @@
+"""Rules: what an observed run shows, one small function for each failure."""

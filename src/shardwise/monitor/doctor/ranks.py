@@ -1,0 +1,162 @@
+"""Ranks that others wait for, batches that a rank waits for, and steps that do not come."""
+
+from itertools import pairwise
+
+from shardwise.monitor.doctor.evidence import (
+    NotEnough,
+    Which,
+    core_wait_s,
+    finding,
+    is_cpu,
+    noise_s,
+    same_rank,
+    steady,
+    step_s,
+    typical,
+    typical_or,
+)
+from shardwise.monitor.findings import Change, Finding, Gain
+from shardwise.monitor.metrics import (
+    COMPUTE_S,
+    CORE_WAIT_S,
+    DATA_S,
+    OPTIMIZER_S,
+    OUTSIDE_S,
+    STALL_S,
+    WAITED_MS,
+)
+from shardwise.monitor.record import RunRecord
+from shardwise.quantities import format_duration
+
+_SKEW = 0.1  # of the step
+_EXPLAINS = 0.5  # of the skew, by what the rank does longer
+_TIMES_CORE_WAIT = 2.0
+_DATA = 0.1  # of the step
+_HANG_TIMES, _HANG_S = 5.0, 60.0
+_CAUSES = {
+    COMPUTE_S: "computing",
+    DATA_S: "waiting for data",
+    OUTSIDE_S: "outside of the model (the loop itself, logging, evaluation, garbage collection)",
+    OPTIMIZER_S: "in the optimizer's step",
+    STALL_S: "in saves",
+    CORE_WAIT_S: "waiting for a core",
+}
+
+
+def straggler(run: RunRecord) -> list[Finding]:
+    """Find the rank that waits least while all others wait."""
+    facts = run.facts
+    if facts.num_ranks == 1:
+        return []
+    lines = steady(run)
+    others: Which = "max" if facts.num_ranks == 2 else "median"
+    whole_s, least_s = step_s(lines), typical(lines, WAITED_MS, "min") / 1e3
+    skew_s = typical(lines, WAITED_MS, others) / 1e3 - least_s
+    rank = same_rank(lines, WAITED_MS, "min")
+    if rank is None or skew_s < max(_SKEW * whole_s, noise_s(facts)):
+        return []
+    usual: Which = "min" if facts.num_ranks == 2 else "median"
+    longer = {
+        name: typical(lines, name, "max") - typical(lines, name, usual)
+        for name in _CAUSES
+        if all(name in line.metrics for line in lines) and same_rank(lines, name, "max") == rank
+    }
+    cause = max(longer, key=lambda name: longer[name], default=None)
+    explained = longer[cause] / skew_s if cause is not None else 0.0
+    waits_s = core_wait_s(run, lines)
+    if is_cpu(facts) and skew_s < _TIMES_CORE_WAIT * waits_s:
+        raise NotEnough("cores of their own for the ranks: they wait for cores as much")
+    if explained < _EXPLAINS:
+        if is_cpu(facts):
+            raise NotEnough(f"what rank {rank} does longer than others, who wait for it")
+        cause = None
+    host = facts.hosts[rank] if rank < len(facts.hosts) else "an unknown host"
+    doing = "" if cause is None else f": it is {longer[cause]:.3g} s longer {_CAUSES[cause]}"
+    return [
+        finding(
+            run,
+            "SW020",
+            f"rank {rank} on {host} comes {skew_s:.3g} s late in each step{doing}",
+            {
+                "skew, s/step": skew_s,
+                "share of the step": skew_s / whole_s,
+                "threshold": _SKEW,
+                "waits itself, s/step": least_s,
+                **{f"longer: {name}": seconds for name, seconds in longer.items() if seconds > 0},
+            },
+            "It waits least in collectives, and all others wait in them for it.",
+            [Change(f"rank {rank}", None, "the same device, cores and batches as the others")],
+            Gain(skew_s, "s/step", "down to what the other ranks do"),
+            rank=rank,
+        )
+    ]
+
+
+def data_loader(run: RunRecord) -> list[Finding]:
+    """Find steps that wait for their batch."""
+    lines = steady(run)
+    whole_s, data_s = step_s(lines), typical(lines, DATA_S, "max")
+    if not data_s:
+        raise NotEnough("batches that come through run.data(...)")
+    if data_s < max(_DATA * whole_s, noise_s(run.facts)):
+        return []
+    if is_cpu(run.facts) and data_s < _TIMES_CORE_WAIT * core_wait_s(run, lines):
+        raise NotEnough("cores of their own for the ranks: they wait for cores as much")
+    typical_s = typical_or(lines, DATA_S, "median", data_s)
+    rank = same_rank(lines, DATA_S, "max")
+    is_one = run.facts.num_ranks > 1 and rank is not None
+    # Of two ranks the median is the mean of both.
+    is_one = (
+        is_one
+        and typical(lines, DATA_S, "min") < data_s / 3
+        and (typical_s < data_s / 3 or run.facts.num_ranks == 2)
+    )
+    who = f"rank {rank} waits" if is_one else "ranks wait"
+    return [
+        finding(
+            run,
+            "SW021",
+            f"{who} {data_s:.3g} s of each step ({data_s / whole_s:.0%}) for the next batch",
+            {
+                "data, s/step": data_s,
+                "on the rank in the middle, s/step": typical_s,
+                "share of the step": data_s / whole_s,
+                "threshold": _DATA,
+            },
+            "Nothing is computed meanwhile, and where one rank waits, all do.",
+            [Change("loader", None, "more workers, prefetching, batches packed before the run")],
+            Gain(data_s - _DATA * whole_s, "s/step", "down to a tenth of the step", data_s),
+            rank=rank if is_one else None,
+        )
+    ]
+
+
+def no_step(run: RunRecord) -> list[Finding]:
+    """Find a run that has not ended and tells of no step any more."""
+    if run.idle_s is None or any(True for _ in run.lines("end")):
+        return []
+    if len(run.steps) < 3:
+        raise NotEnough("lines of steps, by which to tell how long one takes")
+    intervals = sorted(later.at_s - line.at_s for line, later in pairwise(run.steps))
+    longest = intervals[int(0.99 * (len(intervals) - 1))]
+    # Lines are written every few steps: of the first ones each has its own.
+    per_step = longest / min(line.num_steps for line in run.steps)
+    longest = max(longest, per_step * max(line.num_steps for line in run.steps))
+    if run.idle_s < max(_HANG_TIMES * longest, _HANG_S):
+        return []
+    last = run.steps[-1].step
+    return [
+        finding(
+            run,
+            "SW022",
+            f"no step for {format_duration(run.idle_s)} after step {last}: it hangs, or was killed",
+            {
+                "idle, s": run.idle_s,
+                "longest interval, s": longest,
+                "threshold, intervals": _HANG_TIMES,
+                "last step": last,
+            },
+            "The run has not said that it is over, and its lines came far more often before.",
+            [Change("resume", None, "auto, once the cause is found")],
+        )
+    ]

@@ -1,0 +1,163 @@
+"""An observed run as it goes on: its files are read as they grow, on whatever machine sees them."""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.monitor.record import (
+    RunFacts,
+    StepLine,
+    folder_of,
+    rank_files,
+    read_facts,
+    read_step,
+)
+from shardwise.monitor.report.summary import settled, where_time_goes
+
+_MOST_LINES = 240  # that are kept
+_TAIL_BYTES = 1 << 22  # of what a rank has written before anybody looked
+_LATE_TIMES, _LATE_S = 4.0, 30.0  # usual gaps without new figures, and at least so many seconds
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment. ``lines`` are the newest; ``quiet_s`` is since the newest was written.
+
+    ``memory`` is the newest line of "memory" of each rank. ``is_over``: the run has said so.
+    """
+
+    path: Path
+    facts: RunFacts
+    lines: tuple[StepLine, ...]
+    quiet_s: float
+    memory: Mapping[int, Mapping[str, Any]]
+    is_over: bool = False
+
+    @property
+    def gap_s(self) -> float | None:
+        """The usual time between two lines, None before there are two."""
+        late = [line.at_s for line in settled(self.lines)[-8:]]
+        return (late[-1] - late[0]) / (len(late) - 1) if len(late) > 1 else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether new figures should long have come: the run was killed, or it stands."""
+        gap_s = self.gap_s
+        return (
+            not self.is_over
+            and gap_s is not None
+            and self.quiet_s > max(_LATE_TIMES * gap_s, _LATE_S)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as values of JSON; figures are those of the newest line."""
+        latest = self.lines[-1] if self.lines else None
+        return {
+            "run": str(self.path),
+            "num_ranks": self.facts.num_ranks,
+            "device": self.facts.device,
+            "stage": self.facts.stage,
+            "step": latest.step if latest else 0,
+            "at_s": latest.at_s if latest else 0.0,
+            "quiet_s": round(self.quiet_s, 3),
+            "is_late": self.is_late,
+            "is_over": self.is_over,
+            "metrics": {k: asdict(v) for k, v in latest.metrics.items()} if latest else {},
+            "values": dict(latest.values) if latest else {},
+            "phases_s": where_time_goes(self.lines),
+        }
+
+
+class LiveRun:
+    """Reads a run's files again and again, only what is new in them."""
+
+    def __init__(self, path: str | Path, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self._folder = folder_of(path)
+        self._clock = clock
+        self._facts = read_facts(self._folder, self.path)
+        self._began_s = clock()
+        self._steps = _Growing(self._folder / "steps.jsonl")
+        self._lines: deque[StepLine] = deque(maxlen=_MOST_LINES)
+        self._is_over = False
+        self._own: dict[int, _Growing] = {}
+        self._memory: dict[int, Mapping[str, Any]] = {}
+
+    def look(self) -> Snapshot:
+        """Return what there is now. **Raises** ConfigError where the run's folder has gone."""
+        if self._steps.is_another():  # resumed, or started again
+            self._facts = read_facts(self._folder, self.path)
+            self._lines.clear()
+        self._lines.extend(read_step(line) for line in self._steps.read())
+        for rank, file in rank_files(self._folder):
+            own = self._own.setdefault(rank, _Growing(file, _TAIL_BYTES))
+            if own.is_another():
+                self._is_over = False
+            for line in own.read():
+                if line.get("kind") == "memory":
+                    self._memory[rank] = line
+                elif line.get("kind") == "end":
+                    self._is_over = True
+        changed_s = self._steps.changed_s() or self._began_s
+        quiet_s = max(self._clock() - changed_s, 0.0)
+        return Snapshot(
+            self.path, self._facts, tuple(self._lines), quiet_s, dict(self._memory), self._is_over
+        )
+
+
+class _Growing:
+    """A file of JSON lines that another process appends to, or puts another in its place.
+
+    Of a file that is there already, only the last ``tail_bytes`` are read where these are given.
+    """
+
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
+        self._path = path
+        self._at = 0
+        if tail_bytes is not None and path.exists():
+            self._at = max(path.stat().st_size - tail_bytes, 0)
+        self._is_inside_line = self._at > 0
+        self._id: tuple[int, int] | None = None
+
+    def is_another(self) -> bool:
+        """Return whether the file is another one, or shorter than what was read of it."""
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return False
+        before, self._id = self._id, (stat.st_dev, stat.st_ino)
+        is_another = stat.st_size < self._at or before not in (None, self._id)
+        if is_another:
+            self._at, self._is_inside_line = 0, False
+        return is_another
+
+    def changed_s(self) -> float | None:
+        """Return when it was written last, None where it is not there."""
+        try:
+            return self._path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def read(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the lines that are new and whole."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    return
+                self._at += len(text)
+                if self._is_inside_line:
+                    self._is_inside_line = False
+                    continue
+                try:
+                    line = json.loads(text)
+                except ValueError as error:
+                    raise ConfigError(f"{self._path}: not a line of JSON ({error})") from error
+                yield line

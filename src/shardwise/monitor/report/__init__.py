@@ -1,0 +1,1 @@
+"""Observed runs for people: values (``curves``, ``summary``), ``pictures``, and the ``page``."""

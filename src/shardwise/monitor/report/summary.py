@@ -1,0 +1,181 @@
+"""What a run comes to: its figures when it has settled, where a step's time goes, its saves."""
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.monitor.metrics import (
+    ALL_GATHER_MS,
+    BACKGROUND_STEP_MS,
+    DATA_S,
+    DATA_SHARE,
+    EXPOSED_SHARE,
+    IDLE_SHARE,
+    LOAD_S,
+    MAX_ACTIVE_GIB,
+    MFU_SHARE,
+    NUM_COLLECTIVES,
+    OPTIMIZER_S,
+    OUTSIDE_S,
+    OVERLAP_SHARE,
+    PADDING_SHARE,
+    REDUCE_SCATTER_MS,
+    SAVE_S,
+    SENT_MIB,
+    STALL_S,
+    STEP_S,
+    TOKENS_PER_S,
+    OverRanks,
+)
+from shardwise.monitor.record import RunFacts, StepLine, UnitFacts
+from shardwise.names import name_of_unit
+
+
+class Shown(NamedTuple):
+    """A figure as people read it: how it is called and in which unit."""
+
+    metric: str
+    name: str
+    unit: str
+    is_better: int = 0  # 1: higher, -1: lower
+
+    @property
+    def title(self) -> str:
+        """The name with its unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+    def is_told(self, value: OverRanks | None) -> bool:
+        """Return whether a value says something: none of what need not be there says nothing."""
+        return value is not None and bool(self.is_better or value.max)
+
+
+def write_figure(value: float) -> str:
+    """Write a value with three digits, or as many as its whole part has."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+FIGURES = (
+    Shown(STEP_S, "step time", "s", -1),
+    Shown(TOKENS_PER_S, "tokens per second, a rank", "", 1),
+    Shown(MFU_SHARE, "MFU", "%", 1),
+    Shown(EXPOSED_SHARE, "exposed communication", "% of a step", -1),
+    Shown(OVERLAP_SHARE, "overlap of communication", "%", 1),
+    Shown(IDLE_SHARE, "device idle", "% of a step", -1),
+    Shown(DATA_SHARE, "waiting for data", "% of a step", -1),
+    Shown(MAX_ACTIVE_GIB, "peak memory", "GiB", -1),
+    Shown(ALL_GATHER_MS, "all-gathers", "ms a step"),
+    Shown(REDUCE_SCATTER_MS, "reduce-scatters", "ms a step"),
+    Shown(BACKGROUND_STEP_MS, "steps in the background", "ms a step"),
+    Shown(SENT_MIB, "sent by a rank", "MiB a step"),
+    Shown(NUM_COLLECTIVES, "collectives", "a step"),
+    Shown(PADDING_SHARE, "padding", "% of the parameters"),
+)
+ENGINE = "engine"  # what of a step is in none of the phases: gathers and reductions begun
+PHASES = (  # of the line that computes: name, metric, seconds in one of it
+    ("forward", "time_metrics/forward(s)", 1.0),
+    ("recompute", "time_metrics/recompute(s)", 1.0),
+    ("backward", "time_metrics/backward(s)", 1.0),
+    ("waiting for others", "comm/waited(ms)", 1e-3),
+    ("optimizer", OPTIMIZER_S, 1.0),
+    ("data", DATA_S, 1.0),
+    ("save", STALL_S, 1.0),
+    ("load", LOAD_S, 1.0),
+    ("outside", OUTSIDE_S, 1.0),
+)
+
+
+def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
+    """Return the later half of the lines: a run's first steps are not like the others."""
+    return lines[len(lines) // 2 :]
+
+
+def typical(lines: Iterable[StepLine], name: str) -> OverRanks | None:
+    """Return a figure as it is in most of some steps; None where no step tells it.
+
+    The ranks are those that have the extremes most often.
+    """
+    told = [line.metrics[name] for line in lines if name in line.metrics]
+    told = [value for value in told if None not in (value.min, value.median, value.max)]
+    if not told:
+        return None
+    return OverRanks(
+        statistics.median(value.min for value in told),
+        statistics.median(value.median for value in told),
+        statistics.median(value.max for value in told),
+        statistics.mode(value.min_rank for value in told),
+        statistics.mode(value.max_rank for value in told),
+    )
+
+
+def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
+    """Return the figures that people ask for first, when the run has settled, by metric."""
+    late = settled(lines)
+    found = {shown.metric: typical(late, shown.metric) for shown in FIGURES}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def where_time_goes(lines: Sequence[StepLine]) -> dict[str, float]:
+    """Return the seconds of a settled step by phase, the median over the ranks.
+
+    What remains of the step is `ENGINE`, so they add up to it.
+    """
+    late = settled(lines)
+    found = {}
+    for phase, metric, unit_s in PHASES:
+        value = typical(late, metric)
+        if value is not None and value.median > 0:
+            found[phase] = value.median * unit_s
+    whole = typical(late, STEP_S)
+    rest = 0.0 if whole is None else whole.median - sum(found.values())
+    return {**found, **({ENGINE: rest} if rest > 0 else {})}
+
+
+class Save(NamedTuple):
+    """What checkpoints took in the steps up to ``step``, on the slowest rank."""
+
+    step: int
+    num_steps: int
+    save_s: float
+    stall_s: float
+
+
+def saves_of(lines: Iterable[StepLine]) -> Iterator[Save]:
+    """Yield what each save took: all of it, and how long the training stood for it."""
+    for line in lines:
+        took, stood = line.metrics.get(SAVE_S), line.metrics.get(STALL_S)
+        if took is not None and took.max:
+            stall_s = stood.max * line.num_steps if stood is not None and stood.max else 0.0
+            yield Save(line.step, line.num_steps, took.max * line.num_steps, stall_s)
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """Units that follow each other and are alike; ``depth`` counts the dots of the name."""
+
+    name: str
+    depth: int
+    count: int
+    unit: UnitFacts
+
+
+def unit_rows(facts: RunFacts) -> list[UnitRow]:
+    """Return the units as a tree, those that are alike in one row."""
+    rows: list[UnitRow] = []
+    for unit in facts.units:
+        if rows and _are_alike(rows[-1].unit, unit):
+            first = rows[-1]
+            name = f"{first.unit.name} to {unit.name}"
+            rows[-1] = UnitRow(name, first.depth, first.count + 1, first.unit)
+        else:
+            depth = 1 + unit.name.count(".") if unit.name else 0
+            rows.append(UnitRow(name_of_unit(unit.name), depth, 1, unit))
+    return rows
+
+
+def _are_alike(one: UnitFacts, other: UnitFacts) -> bool:
+    def all_but_name(unit: UnitFacts) -> Mapping[str, object]:
+        prefix, _, last = unit.name.rpartition(".")
+        return {**vars(unit), "name": (prefix, last.isdigit())}
+
+    return bool(one.name) and all_but_name(one) == all_but_name(other)

@@ -1,0 +1,15 @@
+"""What units and lines of work are called, for those who tell of them and those who read it."""
+
+from collections.abc import Sequence
+
+MAIN = "main"  # the line of the thread that trains, and of autograd's, which works in its place
+
+
+def name_of_unit(name: str) -> str:
+    """Return a unit's name for people: the root unit has none."""
+    return name or "(root)"
+
+
+def join_units(names: Sequence[str]) -> str:
+    """Return one name for several units; that of one is its own."""
+    return names[0] if len(names) == 1 else ", ".join(map(name_of_unit, names))

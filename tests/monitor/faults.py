@@ -1,0 +1,314 @@
+"""Runs with a fault in them, and healthy ones: for the tests of the doctor and its campaign.
+
+Each scenario trains a tiny model on real ranks, observed. Injected delays are large against a step,
+so that no verdict depends on how fast the machine is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise
+from models import Checkpointed, Stack
+from shardwise import fully_shard, observe, shard
+from shardwise.checkpoint.files import Writer
+from shardwise.comm.point_to_point import _Exchange
+from shardwise.offload.files import System
+
+STEPS = 10
+
+
+class OneUnit(nn.Module):
+    """Layers in which no blocks are found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(self.c(self.b(self.a(x))))
+
+
+class FineBlock(nn.Module):
+    """A block of six layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.up, self.down = (nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.o(self.q(x) + self.k(x) + self.v(x))))
+
+
+class FineStack(Stack):
+    block_class = FineBlock
+
+
+class WideHead(Stack):
+    """A block that is far larger than all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up = nn.Linear(8, 20_000)
+        self.blocks[1].down = nn.Linear(20_000, 8)
+
+
+class FewRows(nn.Module):
+    """Weights of two long rows, which three ranks cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(40_000, 2) for _ in range(2))
+        self.widen = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.widen(x).mean(-1, keepdim=True).expand(-1, 40_000)
+        return sum(block(wide) for block in self.blocks)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run: how the model is sharded and trained, what is injected; what must be found.
+
+    ``rank`` is the one that a finding must name; None where it names none.
+    """
+
+    code: str | None
+    world_size: int = 3
+    model: type[nn.Module] = Stack
+    options: dict[str, Any] = field(default_factory=lambda: {"stage": 3})
+    inject: Callable[[int, nn.Module], Any] = lambda rank, model: nullcontext()
+    train: dict[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+
+
+# -- faults
+@contextmanager
+def sleeps(rank: int, model: nn.Module, on: int = 1, seconds: float = 0.3) -> Iterator[None]:
+    """Let one rank sleep in its forward pass."""
+    if rank != on:
+        yield
+        return
+    block: Any = model.blocks[1]  # type: ignore[index,union-attr]
+    hook = block.up.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class Late:
+    """A message that comes later than it does."""
+
+    def __init__(self, work: Any, at_s: float) -> None:
+        self._work, self._at_s = work, at_s
+
+    def wait(self) -> None:
+        time.sleep(max(self._at_s - time.monotonic(), 0))
+        self._work.wait()
+
+
+@contextmanager
+def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 0.06) -> Any:
+    """Let messages between some pairs of ranks, or all, come late."""
+    receive = _Exchange.receive
+
+    def slow(self: Any, peer: int, tensor: Tensor) -> None:
+        begun = len(self.works)
+        receive(self, peer, tensor)
+        if pairs is None or {rank, peer} in pairs:
+            at_s = time.monotonic() + seconds
+            self.works[begun:] = [Late(work, at_s) for work in self.works[begun:]]
+
+    with mock.patch.object(_Exchange, "receive", slow):
+        yield
+
+
+@contextmanager
+def slow_step(rank: int, model: nn.Module) -> Iterator[None]:
+    """Let the optimizer take long."""
+    module = importlib.import_module("torch.optim.adam")  # AdamW's too
+    adam = module.adam
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.15)
+        adam(*args, **kwargs)
+
+    with mock.patch.object(module, "adam", slow):
+        yield
+
+
+@contextmanager
+def slow_files(rank: int, model: nn.Module) -> Iterator[None]:
+    """Let a disk take long to bring back what is offloaded."""
+    read = System.read
+
+    def slow(self: System, *args: Any) -> int:
+        time.sleep(0.15)
+        return read(self, *args)
+
+    with mock.patch.object(System, "read", slow):
+        yield
+
+
+@contextmanager
+def slow_disk(rank: int, model: nn.Module) -> Iterator[None]:
+    """Let a disk take long to sync what is saved."""
+    sync = Writer.sync
+
+    def slow(self: Writer) -> None:
+        time.sleep(0.5)
+        sync(self)
+
+    with mock.patch.object(Writer, "sync", slow):
+        yield
+
+
+def copies_only(world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    return {"stage": 3, "mesh": mesh, "shard_axis": "shard", "replicate_axis": "replicate"}
+
+
+def pair_of_pairs(world_size: int) -> dict[str, Any]:
+    shape = (2, world_size // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return {"stage": 3, "mesh": mesh, "shard_axis": "shard", "replicate_axis": "replicate"}
+
+
+OFFLOAD = {"stage": 3, "offload": "cpu"}
+FAULTS = {
+    "copies only": Scenario("SW001", 2, options={"mesh_of": copies_only}),
+    "parameters outside": Scenario("SW001", 2, train={"extra": 4096}),
+    "one unit": Scenario("SW002", 3, OneUnit),
+    "units too small": Scenario("SW003", 3, FineStack, {"stage": 3, "units": nn.Linear}),
+    "one large unit": Scenario("SW004", 3, WideHead),
+    "padding": Scenario("SW006", 3, FewRows),
+    "tiny buckets": Scenario("SW010", 3, options={"stage": 2, "bucket_bytes": 1}),
+    "huge buckets": Scenario("SW011", 3, options={"stage": 2, "bucket_bytes": 1 << 30}),
+    "huge prefetch": Scenario("SW011", 3, options={"stage": 3, "prefetch_bytes": 1 << 30}),
+    "slow network": Scenario("SW012", 3, inject=slow_links),
+    "slow network of two": Scenario("SW012", 2, options={"stage": 2}, inject=slow_links),
+    "slow link": Scenario("SW013", 3, inject=lambda r, m: slow_links(r, m, [{0, 1}], 0.08), rank=0),
+    "slow link of four": Scenario(
+        "SW013", 4, inject=lambda r, m: slow_links(r, m, [{1, 3}], 0.08), rank=1
+    ),
+    "slow rank": Scenario("SW020", 3, inject=sleeps, rank=1),
+    "slow rank of two": Scenario(
+        "SW020", 2, options={"stage": 0}, inject=lambda r, m: sleeps(r, m, 0), rank=0
+    ),
+    "slow loop on a rank": Scenario("SW020", 3, train={"loop_s": {2: 0.3}}, rank=2),
+    "slow loader": Scenario("SW021", 3, train={"data_s": dict.fromkeys(range(3), 0.2)}),
+    "slow loader on a rank": Scenario("SW021", 3, train={"data_s": {1: 0.3}}, rank=1),
+    "slow step on the host": Scenario("SW032", 2, options=OFFLOAD, inject=slow_step),
+    "slow files": Scenario("SW033", 2, options={"stage": 3, "nvme": True}, inject=slow_files),
+    "overflows": Scenario(
+        "SW040", 2, options={"stage": 2, "precision": "fp16"}, train={"scaler": 1, "steps": 24}
+    ),
+    "bad batch on a rank": Scenario("SW041", 3, train={"bad_batch": (1, 5)}, rank=1),
+    "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
+    "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
+}
+HEALTHY = {
+    **{
+        f"stage {stage} of {n}": Scenario(None, n, options={"stage": stage})
+        for stage in range(4)
+        for n in (1, 2, 3)
+    },
+    "flat": Scenario(None, 3, Checkpointed, {"stage": 3, "layout": "flat"}),
+    "bf16": Scenario(None, 2, options={"stage": 2, "precision": "bf16"}),
+    "fp16": Scenario(
+        None, 2, options={"stage": 3, "precision": "fp16"}, train={"scaler": 2000, "steps": 14}
+    ),
+    "accumulation": Scenario(None, 3, options={"stage": 2}, train={"micro_batches": 3}),
+    "accumulation without a window": Scenario(
+        None, 2, options={"stage": 1}, train={"micro_batches": 3, "window": False}
+    ),
+    "offload": Scenario(None, 2, options=OFFLOAD),
+    "files": Scenario(None, 2, options={"stage": 3, "nvme": True}),
+    "fully_shard": Scenario(None, 3, options={"fully_shard": True}),
+    "fully_shard of one": Scenario(None, 1, options={"fully_shard": True}),
+    "checkpointed fully_shard": Scenario(None, 2, Checkpointed, {"fully_shard": True}),
+    "saves behind": Scenario(None, 2, train={"save_every": 4, "wait": False}),
+    "copies of shards": Scenario(None, 4, options={"mesh_of": pair_of_pairs}),
+    "no loader, no logs": Scenario(None, 3, train={"logs": False, "loads": False}),
+    "many lines": Scenario(None, 2, Checkpointed, train={"steps": 40, "every": 4}),
+}
+
+
+# -- the run
+def train(rank: int, world_size: int, output: str, group: str, name: str) -> list[str]:
+    """Train a scenario's run on this rank; return the codes that were found live."""
+    scenario = (FAULTS if group == "fault" else HEALTHY)[name]
+    torch.manual_seed(0)
+    model = _sharded(scenario.model(), dict(scenario.options), world_size, output)
+    settings = {"steps": STEPS, "every": 10, **scenario.train}
+    params = list(model.parameters())
+    if "extra" in settings:
+        params.append(nn.Parameter(torch.ones(settings["extra"])))
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    with ExitStack() as stack:
+        run = stack.enter_context(observe(model, optimizer, output, every=settings["every"]))
+        keeper = None
+        if "save_every" in settings:
+            keeper = shardwise.Checkpoints(Path(output) / "checkpoints", model, optimizer)
+            stack.enter_context(keeper)
+        stack.enter_context(scenario.inject(rank, model))
+        _loop(rank, model, optimizer, run, keeper, settings)
+    return [finding.code for finding in run.findings]
+
+
+def _sharded(model: nn.Module, options: dict[str, Any], n: int, output: str) -> nn.Module:
+    if options.pop("fully_shard", False):
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        return fully_shard(model)
+    if (mesh_of := options.pop("mesh_of", None)) is not None:
+        options = mesh_of(n)
+    if options.pop("nvme", False):
+        Path(output).mkdir(parents=True, exist_ok=True)
+        options["offload"] = f"nvme:{output}"
+    return shard(model, **options)
+
+
+def _batches(rank: int, settings: dict[str, Any]) -> Iterator[Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    bad = settings.get("bad_batch")
+    for step in range(1, settings["steps"] + 1):
+        time.sleep(settings.get("data_s", {}).get(rank, 0.0))
+        x = torch.randn(4, 8, generator=random)
+        yield x * float("nan") if bad == (rank, step) else x
+
+
+def _loop(
+    rank: int, model: nn.Module, optimizer: Any, run: Any, keeper: Any, settings: dict[str, Any]
+) -> None:
+    growth = settings.get("scaler")
+    scaler = torch.amp.GradScaler("cpu", growth_interval=growth or 1, enabled=bool(growth))
+    count = settings.get("micro_batches", 1)
+    batches = _batches(rank, settings)
+    for step, x in enumerate(run.data(batches) if settings.get("loads", True) else batches, 1):
+        for number in range(count):
+            last = number == count - 1
+            window = settings.get("window", True)
+            with shardwise.accumulate(model, last=last) if window else nullcontext():
+                loss = model(x).square().mean() / count
+                scaler.scale(loss).backward()
+        time.sleep(settings.get("loop_s", {}).get(rank, 0.0))
+        if settings.get("logs", True):
+            run.log(loss=loss.item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if keeper is not None and step % settings["save_every"] == 0:
+            keeper.save(step, wait=settings["wait"])

@@ -1,0 +1,317 @@
+"""Rules on records written by hand: what needs a device that is not here, and where each abstains.
+
+Each test takes a healthy record and changes what the failure changes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.monitor.doctor.rules import diagnose
+from shardwise.monitor.findings import Change, Finding, Gain, finding_from_json
+from shardwise.monitor.lessons import LESSONS, page
+from shardwise.monitor.live import LiveDoctor
+from shardwise.monitor.metrics import GIB, OverRanks
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts
+
+ROOT = Path(__file__).parents[2]
+LAYER = 400 << 20
+HOSTS = ("a",) * 4 + ("b",) * 4
+HEALTHY = {  # of all ranks alike: an accelerator, steps of a second
+    "time_metrics/end_to_end(s)": 1.0,
+    "time_metrics/data_loading(s)": 0.01,
+    "time_metrics/compute(s)": 0.95,
+    "time_metrics/outside(s)": 0.01,
+    "time_metrics/optimizer(s)": 0.03,
+    "offload/optimizer(ms)": 0.0,
+    "checkpoint/stall(s)": 0.0,
+    "checkpoint/save(s)": 0.0,
+    "comm/exposed(ms)": 40.0,
+    "comm/waited(ms)": 40.0,
+    "comm/num_collectives": 50.0,
+    "comm/shard(s)": 0.5,
+    "comm/shard_sent(MiB)": 50_000.0,
+    "memory/max_active(GiB)": 50.0,
+    "memory/max_active(%)": 62.5,
+    "memory/max_reserved(GiB)": 55.0,
+    "memory/num_alloc_retries": 0.0,
+    "memory/num_ooms": 0.0,
+    "optimizer/skipped_steps": 0.0,
+    "host/waits_for_core(s)": 0.001,
+    "numbers/non_finite_values": 0.0,
+    "numbers/non_finite_gradients": 0.0,
+}
+
+
+def unit(name: str, **other: Any) -> UnitFacts:
+    told = {"full_bytes": LAYER, "rank_bytes": LAYER // 8, "padding_bytes": 0, "layout": "rows"}
+    return UnitFacts(
+        name, "Block", 12, LAYER // 4, **{**told, "dtype": "float32 (computes in bfloat16)"} | other
+    )
+
+
+def facts(**other: Any) -> RunFacts:
+    told = {
+        "stage": 3,
+        "degrees": {"shard": 8},
+        "num_ranks": 8,
+        "device": "NVIDIA H100",
+        "device_bytes": 80 * GIB,
+        "bucket_bytes": 1 << 20,
+        "prefetch_bytes": None,
+        "units": tuple(unit(f"layers.{n}") for n in range(200)),
+        "hosts": HOSTS,
+    }
+    return RunFacts(**told | other)
+
+
+def memory_line(engine_gib: float, other_gib: float) -> dict[str, Any]:
+    held = {"param_full": int(engine_gib * GIB)}
+    moment = {"phase": "b", "unit": "", "device": held, "other": int(other_gib * GIB)}
+    units = {"device": {}, "host": {}, "files": {"layers.0": {"optimizer_state": 8 * GIB}}}
+    return {"kind": "memory", "step": 3, "moments": [moment], "peak": 0, "units": units}
+
+
+def run_of(
+    changes: Mapping[str, float | OverRanks] = {},
+    memory: Mapping[str, Any] | None = None,
+    values: Mapping[str, float | None] | None = None,
+    waited_for: Mapping[int, Mapping[int, float]] | None = None,
+    **of_facts: Any,
+) -> RunRecord:
+    metrics = {
+        name: value if isinstance(value, OverRanks) else OverRanks(value, value, value, 0, 0)
+        for name, value in {**HEALTHY, **changes}.items()
+    }
+    lines = tuple(
+        StepLine(n, 1, float(n), metrics, values or {"loss": 2.0}, waited_for or {})
+        for n in range(1, 16)
+    )
+    own = {0: (memory or memory_line(30, 20), {"kind": "end", "step": 15})}
+    return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
+
+
+def spread(low: float, middle: float, high: float, low_rank: int, high_rank: int) -> OverRanks:
+    return OverRanks(low, middle, high, low_rank, high_rank)
+
+
+def codes(run: RunRecord) -> list[str]:
+    return [finding.code for finding in diagnose(run).findings]
+
+
+OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
+FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
+    "activations": (
+        "SW030",
+        lambda: run_of({"memory/max_active(%)": 95.0}, memory_line(25, 50)),
+    ),
+    "activations, and the allocator tries again": (
+        "SW030",
+        lambda: retries_of(run_of({}, memory_line(25, 50))),
+    ),
+    "state at stage 1": (
+        "SW005",
+        lambda: run_of({"memory/max_active(%)": 95.0}, memory_line(60, 15), stage=1),
+    ),
+    "gathers at stage 3": (
+        "SW005",
+        lambda: run_of(
+            {"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0, "memory/max_active(%)": 20.0},
+            units=tuple(unit(f"layers.{n}") for n in range(20)),
+        ),
+    ),
+    "communication": (
+        "SW012",
+        lambda: run_of({"comm/exposed(ms)": 300.0, "comm/waited(ms)": 300.0}),
+    ),
+    "fragments": ("SW031", lambda: run_of({"memory/max_reserved(GiB)": 72.0})),
+    "a slow axis": (
+        "SW014",
+        lambda: run_of(
+            {
+                "comm/exposed(ms)": 300.0,
+                "comm/waited(ms)": 300.0,
+                "comm/replicate(s)": 0.4,
+                "comm/replicate_sent(MiB)": 4_000.0,
+                "memory/max_active(%)": 62.5,
+            },
+            **OVER_HOSTS,
+        ),
+    ),
+    "a network between hosts": (
+        "SW014",
+        lambda: run_of(
+            waited_for={
+                0: {4: 300.0, 1: 20.0},
+                4: {0: 300.0, 5: 20.0},
+                1: {5: 290.0, 0: 20.0},
+                5: {1: 290.0, 4: 20.0},
+            },
+            device="cpu",
+        ),
+    ),
+    "files": (
+        "SW033",
+        lambda: run_of(
+            {"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='nvme:/scratch')"
+        ),
+    ),
+    "the host's step": (
+        "SW032",
+        lambda: run_of({"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='cpu')"),
+    ),
+    "a straggler": (
+        "SW020",
+        lambda: run_of(
+            {
+                "comm/waited(ms)": spread(20, 300, 310, 5, 2),
+                "time_metrics/compute(s)": spread(0.6, 0.65, 0.95, 1, 5),
+            }
+        ),
+    ),
+    "a straggler for no known reason": (
+        "SW020",
+        lambda: run_of({"comm/waited(ms)": spread(20, 300, 310, 5, 2)}),
+    ),
+    "overflows": (
+        "SW040",
+        lambda: run_of(
+            {"optimizer/skipped_steps": 0.5},
+            units=tuple(unit(f"layers.{n}", dtype="float32 (computes in float16)") for n in (0, 1)),
+        ),
+    ),
+    "a scale below 1": (
+        "SW040",
+        lambda: run_of(
+            values={"loss_scale": 0.25},
+            units=tuple(unit(f"layers.{n}", dtype="float32 (computes in float16)") for n in (0, 1)),
+        ),
+    ),
+    "a bad loss": ("SW041", lambda: run_of(values={"loss": None})),
+    "one large unit": (
+        "SW004",
+        lambda: run_of(
+            units=(unit("", full_bytes=20 * GIB), *(unit(f"layers.{n}") for n in range(50)))
+        ),
+    ),
+    "slices that are whole": (
+        "SW001",
+        lambda: run_of(units=tuple(unit(f"layers.{n}", rank_bytes=LAYER) for n in range(200))),
+    ),
+    "a run that hangs": ("SW022", lambda: replace(run_of(), by_rank={}, idle_s=1000.0)),
+}
+
+
+def retries_of(run: RunRecord) -> RunRecord:
+    steps = []
+    for line in run.steps:
+        told = float(line.step)
+        metrics = {**line.metrics, "memory/num_alloc_retries": OverRanks(told, told, told, 0, 0)}
+        steps.append(replace(line, metrics=metrics))
+    return replace(run, steps=tuple(steps))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_failure_is_found_and_no_other(name: str) -> None:
+    code, make = FAULTS[name]
+    found = diagnose(make()).findings
+    assert [finding.code for finding in found] == [code]
+    assert found[0].evidence and found[0].why and found[0].changes is not None
+    assert finding_from_json(json.loads(json.dumps(found[0].to_json()))) == found[0]
+
+
+def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
+    found = diagnose(run_of())
+    assert not found.findings
+    # Who waits for whom is not told on accelerators.
+    assert {each.code for each in found.abstentions} <= {"SW013"}
+    assert {*found.judged, "SW013"} == set(LESSONS)
+
+
+def test_rules_about_steps_abstain_where_there_are_few_of_them() -> None:
+    run = run_of()
+    few = diagnose(replace(run, steps=run.steps[:7]))
+    assert not few.findings
+    missing = {each.code: each.missing for each in few.abstentions}
+    assert {"SW012", "SW020", "SW021", "SW030", "SW031", "SW050"} <= set(missing)
+    assert "7, and 8 are needed" in missing["SW020"]
+
+
+def test_the_loader_is_not_judged_where_no_batch_came_through_data() -> None:
+    run = run_of({"time_metrics/data_loading(s)": 0.0, "time_metrics/outside(s)": 0.6})
+    missing = {each.code: each.missing for each in diagnose(run).abstentions}
+    assert "run.data(...)" in missing["SW021"]
+
+
+def test_on_a_cpu_whose_cores_are_short_waits_are_not_judged() -> None:
+    late = {
+        "comm/waited(ms)": spread(20, 300, 310, 5, 2),
+        "time_metrics/compute(s)": spread(0.6, 0.65, 0.95, 1, 5),
+    }
+    assert codes(run_of(late, device="cpu")) == ["SW020"]
+    busy = late | {"host/waits_for_core(s)": 0.2}
+    assert not codes(run_of(busy, device="cpu"))
+    missing = {e.code: e.missing for e in diagnose(run_of(busy, device="cpu")).abstentions}
+    assert "cores of their own" in missing["SW020"]
+
+
+def test_who_waits_for_a_slow_rank_is_not_bound_by_communication() -> None:
+    late = {
+        "comm/waited(ms)": spread(20, 300, 310, 5, 2),
+        "comm/exposed(ms)": spread(20, 300, 310, 5, 2),
+        "time_metrics/compute(s)": spread(0.6, 0.65, 0.95, 1, 5),
+    }
+    assert codes(run_of(late)) == ["SW020"]
+
+
+def test_a_slow_loader_of_one_rank_is_no_straggler_too() -> None:
+    late = {
+        "comm/waited(ms)": spread(20, 300, 310, 5, 2),
+        "time_metrics/data_loading(s)": spread(0.01, 0.01, 0.3, 1, 5),
+    }
+    (finding,) = diagnose(run_of(late)).findings
+    assert (finding.code, finding.rank) == ("SW021", 5)
+
+
+def test_a_run_that_has_ended_does_not_hang() -> None:
+    assert not codes(replace(run_of(), idle_s=1e6))
+
+
+def test_a_finding_is_the_same_after_json() -> None:
+    finding = Finding(
+        *("SW012", "warning", "t", "v", {"n": 1, "x": 0.5}, "w"),
+        changes=(Change("stage", 3, 2), Change("micro_batch", None, "more")),
+        gain=Gain(0.1, "s/step", "measured", 0.2),
+        rank=3,
+        step=7,
+    )
+    told = json.loads(json.dumps(finding.to_json()))
+    assert told["changes"][0] == {"key": "stage", "from": 3, "to": 2}
+    assert told["doc"] == "docs/findings.md#sw012"
+    assert finding_from_json(told) == finding
+
+
+def test_the_page_of_findings_is_the_table_of_lessons() -> None:
+    assert (ROOT / "docs" / "findings.md").read_text() == page()
+
+
+def test_live_a_finding_is_logged_once_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = FAULTS["communication"][1]()
+    doctor = LiveDoctor(run.facts, tmp_path)
+    told = []
+    with caplog.at_level("WARNING", "shardwise"):
+        for line in run.steps:
+            doctor.look(line)
+            told.append(len(doctor.found))
+    doctor.close()
+    assert told == [0] * 9 + [1] * 6  # five lines after three are judged; it holds for three
+    assert len(caplog.records) == 1 and "\n" not in caplog.records[0].getMessage()
+    assert "shardwise explain SW012" in caplog.text
+    (line,) = (tmp_path / "findings.jsonl").read_text().splitlines()
+    assert finding_from_json(json.loads(line)) == doctor.found[0]

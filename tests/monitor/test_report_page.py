@@ -1,0 +1,258 @@
+"""Pages of observed runs: what is drawn is what was recorded, in one small file by itself."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from records import facts, memory, step_line, write_record
+from shardwise.cli.report import run_command
+from shardwise.errors import ConfigError
+from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
+from shardwise.monitor.lines import read_newest
+from shardwise.monitor.metrics import STEP_S, OverRanks
+from shardwise.monitor.record import FOLDER, KINDS, StepLine, read_run, read_step
+from shardwise.monitor.report.colours import colour_of_kind
+from shardwise.monitor.report.curves import metric_curve, not_numbers, value_curve
+from shardwise.monitor.report.page import LIMIT_BYTES, MOST_RUNS, ShownRun, report_html
+from shardwise.monitor.report.step_pictures import memory_of, memory_svg
+from shardwise.monitor.report.summary import (
+    ENGINE,
+    figures_of,
+    saves_of,
+    unit_rows,
+    where_time_goes,
+)
+
+NEVER_CLOSED = {"meta", "br"}
+
+
+class Outline(HTMLParser):
+    """The elements of a page; it fails where one is closed that is not the innermost."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in NEVER_CLOSED:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open.pop() == tag, tag
+
+
+def page_of(*outputs: Path) -> str:
+    return report_html([ShownRun(path.name, read_run(path, newest=2)) for path in outputs])
+
+
+def pictures(page: str) -> list[ElementTree.Element]:
+    found = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
+    return [ElementTree.fromstring(each) for each in found]
+
+
+def line(step: int, low: float, middle: float, high: float, num_steps: int = 1) -> StepLine:
+    metrics = {STEP_S: OverRanks(low, middle, high, 0, 1)}
+    return StepLine(step, num_steps, 1.0, metrics, {"loss": middle})
+
+
+def test_a_short_curve_has_every_line_and_a_long_one_keeps_each_extreme() -> None:
+    lines = [line(step, 1.0, 2.0, 3.0) for step in range(1, 101)]
+    assert metric_curve(lines, STEP_S, 100) == [(n, 1.0, 2.0, 3.0, 1) for n in range(1, 101)]
+    lines[56] = line(57, 0.5, 4.0, 99.0)
+    columns = metric_curve(lines, STEP_S, 10)
+    assert len(columns) == 10 and sum(column.weight for column in columns) == 100
+    spiky = [column for column in columns if column.high == 99.0]
+    assert len(spiky) == 1 and spiky[0].low == 0.5
+    assert spiky[0].middle == pytest.approx((4.0 + 2.0 * (spiky[0].weight - 1)) / spiky[0].weight)
+    assert columns[-1].step == 100
+
+
+def test_a_line_about_many_steps_weighs_as_many() -> None:
+    lines = [line(1, 1, 1, 1), line(2, 1, 1, 1), line(100, 5, 5, 5, num_steps=98)]
+    (column,) = metric_curve(lines, STEP_S, 1)
+    assert column.middle == pytest.approx((2 * 1 + 98 * 5) / 100)
+
+
+def test_what_is_no_number_is_a_gap_of_its_curve() -> None:
+    text = step_line(7, 1, {}, loss=None)
+    lines = [line(6, 1, 1, 1), read_step(json.loads(text)), line(8, 2, 2, 2)]
+    assert [column.step for column in value_curve(lines, "loss", 10)] == [6, 8]
+    assert not_numbers(lines, "loss") == [7]
+
+
+def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:
+    lines = read_run(write_record(tmp_path)).steps
+    phases = where_time_goes(lines)
+    assert phases["forward"] == 0.1 and phases["backward"] == 0.2 and phases["data"] == 0.05
+    assert sum(phases.values()) == pytest.approx(0.6) and phases[ENGINE] > 0
+    assert figures_of(lines)[STEP_S] == OverRanks(0.5, 0.6, 0.7, 0, 1)
+
+
+def test_a_save_is_what_it_took_in_all_steps_of_its_line(tmp_path: Path) -> None:
+    record = read_run(write_record(tmp_path, num_steps=40, every=2))
+    saves = list(saves_of(record.steps))
+    assert [save.step for save in saves] == [20, 40]
+    assert {(save.save_s, save.stall_s) for save in saves} == {(4.0, 0.5)}
+
+
+def test_units_that_are_alike_are_one_row() -> None:
+    few = facts(num_units=5)
+    rows = unit_rows(few)
+    assert [(row.name, row.count) for row in rows] == [("(root)", 1), ("layers.0 to layers.3", 4)]
+    other = replace(few.units[2], padding_bytes=9)
+    apart = unit_rows(replace(few, units=(*few.units[:2], other, *few.units[3:])))
+    assert [row.count for row in apart] == [1, 1, 1, 2]
+    assert sum(row.count for row in unit_rows(facts(num_units=1000))) == 1000
+
+
+def test_the_newest_lines_are_those_at_the_end_whatever_is_cut_short(tmp_path: Path) -> None:
+    file = write_record(tmp_path) / FOLDER / "rank-0.jsonl"
+    every = read_run(tmp_path).by_rank[0]
+    rare = {"kind": "non_finite", "step": 3}
+    with file.open("a") as cut:
+        cut.write(json.dumps(rare) + "\n" + '{"kind": "timeline", "step": 50, "spans": [')
+    assert read_newest(file, KINDS, 2) == [*every[-4:], rare]
+    assert read_newest(file, KINDS, 100) == [*every, rare]
+    assert read_newest(file.with_name("rank-9.jsonl"), KINDS, 2) == []
+
+
+def test_a_page_is_well_formed_and_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(write_record(tmp_path / "a"), write_record(tmp_path / "b", device="NVIDIA H100"))
+    outline = Outline(page)
+    assert not outline.open
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(outline.tags)
+    for tag, name, value in outline.attributes:
+        assert name not in ("src", "href", "srcset", "data") and not name.startswith("on"), tag
+        assert not re.search(r"https?:|//", value.replace("http://www.w3.org/2000/svg", "")), value
+    style = "".join(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
+    assert "@import" not in style and "url(" not in style and "http" not in style
+    assert "prefers-color-scheme: dark" in style and 'name="viewport"' in page
+    drawn = pictures(page)
+    titles = [each[0].text for each in drawn]
+    assert {"loss", "lr", "step time, s", "a: memory of step 32 on rank 0"} <= set(titles)
+    assert "b: timeline of step 32, ms" in titles
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+
+
+def test_names_of_a_run_are_never_markup(tmp_path: Path) -> None:
+    record = read_run(write_record(tmp_path))
+    evil = '<script>alert("x")</script>'
+    units = tuple(replace(unit, class_name=evil) for unit in record.facts.units)
+    steps = tuple(replace(step, values={evil: 1.0 * step.step}) for step in record.steps)
+    run = replace(record, facts=replace(record.facts, units=units, optimizer=evil), steps=steps)
+    finding = Finding("X1", "warning", evil, evil, {evil: 1.0}, evil, (Change(evil, None, evil),))
+    page = report_html([ShownRun(evil, run, Diagnosis((finding,)), notes=[evil])])
+    assert "<script" not in page and not Outline(page).open
+
+
+def test_a_long_run_of_many_ranks_is_a_small_page(tmp_path: Path) -> None:
+    path = write_record(tmp_path / "long", num_steps=100_000, num_ranks=64, every=50, num_units=60)
+    page = page_of(path)
+    assert len(page.encode()) < LIMIT_BYTES
+    assert "100,000" in page and not Outline(page).open
+    assert len(page_of(*[path] * MOST_RUNS).encode()) < LIMIT_BYTES
+
+
+def test_the_memory_picture_is_as_high_as_its_moments() -> None:
+    told = memory(2, num_units=4)
+    of_device, of_process = memory_of(1, told, False), memory_of(1, told, True)
+    assert (of_device.peak, of_process.peak) == (7, 3)  # of moments alike the first
+    assert of_device.peak_bytes == (1 << 20) + 4000 + 20000
+    assert of_process.peak_bytes == (1 << 20) + 4000
+    assert of_process.kinds == ["param_shards", "param_full"]
+    assert of_process.process_bytes == of_device.peak_bytes
+    (drawn,) = pictures(memory_svg(of_device, "a", {"param_shards": 1 << 20}, 100))
+    fills = [each.get("fill") for each in drawn]
+    planned = colour_of_kind("param_shards")
+    assert fills.count(planned) == 4  # measured, planned, the legend; the phase "forward"
+    said = [each[0].text for each in drawn if len(each)]
+    assert "param full: up to 3.91 KiB" in said and "plan: param shards 1 MiB" in said
+
+
+def test_findings_are_told_with_change_and_gain_the_worst_first(tmp_path: Path) -> None:
+    small = Finding("B1", "warning", "small", "verdict b", {"x": 2.0}, "why b")
+    large = Finding(
+        *("A9", "critical", "large", "verdict a", {"exposed_share": 0.25}, "why a"),
+        changes=(Change("bucket_bytes", 1, "32MiB"),),
+        gain=Gain(0.5, "s/step", "the plan", 0.75),
+        rank=1,
+    )
+    record = read_run(write_record(tmp_path))
+    page = report_html([ShownRun("a", record, Diagnosis(worst_first([small, large])))])
+    assert page.index("verdict a") < page.index("verdict b")
+    for words in ("bucket_bytes: 32MiB (now 1)", "0.5 to 0.75", "the plan", "0.25", "rank 1"):
+        assert words in page
+
+
+def test_the_command_writes_page_and_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_record(tmp_path / "run")
+    assert run_command([str(run), "--trace", str(tmp_path / "trace.json")]) == 0
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "trace.json").exists()
+    said = capsys.readouterr().out.splitlines()
+    assert [words.split()[1].rstrip(",") for words in said] == [
+        str(run / "report.html"),
+        str(tmp_path / "trace.json"),
+    ]
+
+
+def test_the_command_tells_what_is_wrong_with_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        assert run_command(arguments) == 2
+        return capsys.readouterr().err
+
+    assert "no observed run" in said(str(tmp_path / "none"))
+    run = write_record(tmp_path / "run")
+    steps = (run / FOLDER / "steps.jsonl").read_text()
+    (run / FOLDER / "steps.jsonl").write_text("")
+    assert "nothing is recorded yet: no step is over" in said(str(run))
+    (run / FOLDER / "steps.jsonl").write_text(steps)
+    assert "there is no folder" in said(str(run), "-o", str(tmp_path / "no" / "page.html"))
+    assert "one run at a time" in said(str(run), str(run), "--trace", str(tmp_path / "t.json"))
+    (run / FOLDER / "rank-0.jsonl").unlink()
+    (run / FOLDER / "rank-1.jsonl").unlink()
+    assert "no timeline is recorded" in said(str(run), "--trace", str(tmp_path / "t.json"))
+    told = (run / FOLDER / "run.json").read_text()
+    (run / FOLDER / "run.json").write_text(told.replace('"format": 1', '"format": 99'))
+    wrong = said(str(run))
+    assert "format 99, and this version reads 1" in wrong and "not the facts" not in wrong
+    (run / FOLDER / "run.json").write_text("[1]")
+    assert "not the facts of a run" in said(str(run))
+
+
+def test_the_plan_of_a_trained_run_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    run = write_record(tmp_path)
+    keys = {"dim": 32, "layers": 2, "heads": 2, "seq": 16, "stage": 3, "ranks": 2, "steps": 1}
+    text = "".join(f"{key}: {value}\n" for key, value in keys.items())
+    (run / "config.yaml").write_text(f"{text}warmup_steps: 0\n")
+    assert run_command([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "The plan of these settings on 2 x" in page and "planned peak" in page
+    assert run_command([str(run), "--no-plan"]) == 0
+    assert "planned peak" not in (run / "report.html").read_text()
+    (run / "config.yaml").write_text("dim: many\n")
+    assert run_command([str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "no plan beside it" in page and "dim: expected" in page
+
+
+def test_more_runs_than_there_are_colours_are_refused(tmp_path: Path) -> None:
+    record = read_run(write_record(tmp_path))
+    with pytest.raises(ConfigError, match=f"1 to {MOST_RUNS} runs"):
+        report_html([ShownRun(str(n), record) for n in range(MOST_RUNS + 1)])

@@ -1,0 +1,136 @@
+"""`shardwise top`: what it tells of a run is what the files say, as they grow."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from records import memory, step_line, write_record
+from shardwise.cli.top import run_command, sparkline
+from shardwise.monitor.following import LiveRun
+from shardwise.monitor.metrics import STEP_S, OverRanks
+from shardwise.monitor.record import FOLDER
+
+SOURCES = Path(__file__).parents[2] / "src"
+
+
+def add(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def line(step: int, **values: Any) -> str:
+    return step_line(step, 1, {STEP_S: OverRanks(1.0, 2.0, 3.0, 0, 1)}, **values)
+
+
+def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
+    run = write_record(tmp_path, num_steps=3)
+    steps = run / FOLDER / "steps.jsonl"
+    live = LiveRun(run)
+    assert [each.step for each in live.look().lines] == [1, 2, 3]
+    text = line(4, loss=0.5)
+    add(steps, text[:20])
+    assert live.look().lines[-1].step == 3
+    add(steps, text[20:] + line(5))
+    assert [each.step for each in live.look().lines] == [1, 2, 3, 4, 5]
+    assert live.look().lines[3].values == {"loss": 0.5}
+
+
+def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
+    run = write_record(tmp_path, num_steps=6)
+    steps = run / FOLDER / "steps.jsonl"
+    live = LiveRun(run)
+    live.look()
+    kept = steps.read_text().splitlines(keepends=True)[:2]
+    other = steps.with_name("steps.cut")
+    other.write_text("".join(kept) + line(3, loss=7.0) * 9)
+    other.replace(steps)
+    lines = live.look().lines
+    assert [each.step for each in lines[:3]] == [1, 2, 3] and lines[2].values == {"loss": 7.0}
+
+
+def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
+    run = write_record(tmp_path, num_ranks=2)
+    live = LiveRun(run)
+    assert {rank: told["step"] for rank, told in live.look().memory.items()} == {0: 32, 1: 32}
+    add(run / FOLDER / "rank-1.jsonl", json.dumps(memory(50, 4)) + "\n")
+    assert {rank: told["step"] for rank, told in live.look().memory.items()} == {0: 32, 1: 50}
+
+
+def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
+    run = write_record(tmp_path)  # a line each half a second
+    written_s = os.stat(run / FOLDER / "steps.jsonl").st_mtime
+    assert not LiveRun(run, lambda: written_s + 20).look().is_late
+    late = LiveRun(run, lambda: written_s + 40)
+    assert late.look().is_late and late.look().quiet_s == pytest.approx(40)
+    add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40}\n')
+    assert late.look().is_over and not late.look().is_late
+
+
+def test_once_prints_a_snapshot_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_record(tmp_path)
+    assert run_command([str(run), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "step 40" in said and "2 x cpu, stage 3" in said
+    row = next(text for text in said.splitlines() if text.strip().startswith("step time, s"))
+    assert row.split()[3:8] == ["0.6", "0.5", "0", "0.7", "1"]
+    assert "param shards" in said and "backward" in said and "loss" in said
+
+
+def test_json_is_one_value_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_record(tmp_path)
+    assert run_command([str(run), "--json"]) == 0
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert not said.err and told["step"] == 40 and told["num_ranks"] == 2
+    assert told["metrics"][STEP_S] == {
+        **{"min": 0.5, "median": 0.6, "max": 0.7},
+        **{"min_rank": 0, "max_rank": 1},
+    }
+    assert told["values"]["loss"] == 0.25 and told["phases_s"]["backward"] == 0.2
+
+
+def test_a_run_whose_first_step_goes_on_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_record(tmp_path, num_steps=0)
+    (run / FOLDER / "steps.jsonl").unlink()
+    assert run_command([str(run), "--once"]) == 0
+    assert "no step is over yet" in capsys.readouterr().out
+    assert run_command([str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 0
+
+
+def test_a_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([str(tmp_path), "--once"]) == 2
+    assert "no observed run" in capsys.readouterr().err
+
+
+def test_a_sparkline_reaches_from_the_lowest_to_the_highest_block() -> None:
+    assert sparkline([0, 3.5, 7]) == "▁▅█" and sparkline([2, 2]) == "▁▁" and sparkline([]) == ""
+
+
+@pytest.mark.parametrize("arguments", [["top", "--once"], ["report"]])
+def test_no_command_about_a_record_loads_torch(arguments: list[str], tmp_path: Path) -> None:
+    run = write_record(tmp_path)
+    code = (
+        "import sys; from shardwise.cli.main import app\n"
+        f"try: app({[*arguments, str(run)]!r})\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stderr.strip() == "False"
