@@ -131,7 +131,7 @@ class _Blocks:
         self._seen.update(t.untyped_storage().data_ptr() for t in tensors)
 
     def add(self, place: str, kind: str, unit: str, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
+        for tensor in (part for made in tensors for part in _plain(made)):
             block = tensor.untyped_storage()
             if block.nbytes() and block.data_ptr() not in self._seen:
                 self._seen.add(block.data_ptr())
@@ -146,10 +146,9 @@ def _add_params(blocks: _Blocks, unit: Unit) -> None:
         blocks.see(storage.master, storage.full)
     for param in unit.params:
         if not param.encoding.in_storage:
-            parts = plain_parts(elements_of(param.sharded)).values()
-            blocks.add(place_of(unit), "param_shards", unit.name, parts)
+            blocks.add(place_of(unit), "param_shards", unit.name, [param.sharded])
             if param.full is not None:
-                blocks.add("device", "param_full", unit.name, plain_parts(param.full.data).values())
+                blocks.add("device", "param_full", unit.name, [param.full.data])
 
 
 def _add_grads(blocks: _Blocks, unit: Unit) -> None:
@@ -161,7 +160,7 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
     for param in unit.params:
         for mean in (param.grad, param.mean):
             if isinstance(mean, DTensor):
-                blocks.add(place, "grad_shards", unit.name, [elements_of(mean)])
+                blocks.add(place, "grad_shards", unit.name, [mean])
         partials = [param.partial, getattr(param.full, "grad", None)]
         blocks.add("device", "grad_full", unit.name, [t for t in partials if t is not None])
     if unit.unreduced is not None:
@@ -174,9 +173,14 @@ def _add_state(blocks: _Blocks, optimizer: torch.optim.Optimizer) -> None:
         name = NO_UNIT if owner is None else owner.unit.name
         for value in _tensors(state):
             place = place_of_state(optimizer, owner, value)
-            local = elements_of(value) if isinstance(value, DTensor) else value
-            blocks.add(place, "optimizer_state", name, plain_parts(local).values())
+            blocks.add(place, "optimizer_state", name, [value])
 
 
 def _tensors(state: Mapping[str, object]) -> Iterator[torch.Tensor]:
     return (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _plain(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Return the plain tensors of this rank that a tensor is made of, without waiting."""
+    local = elements_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return plain_parts(local).values()
