@@ -1,0 +1,100 @@
+"""Figures of an observed run for other people's trackers: TensorBoard, Weights & Biases, MLflow.
+
+``observe(model, optimizer, output, sinks=[TensorBoard("runs/a")])``. Each library is imported when
+its sink is made, on the rank that makes it; rank 0 alone writes to them.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.monitor.record import StepLine
+
+
+def flat_figures(line: StepLine) -> dict[str, float]:
+    """Return a line as names and numbers: each figure's median, its extremes, the logged values.
+
+    The median has the figure's own name, the extremes ``<name>/min`` and ``<name>/max`` where ranks
+    differ.
+    """
+    found: dict[str, float] = {}
+    for name, over in line.metrics.items():
+        found[name] = over.median
+        if over.min != over.max:
+            found[f"{name}/min"], found[f"{name}/max"] = over.min, over.max
+    logged = ((name, value) for name, value in line.values.items() if value is not None)
+    return {**found, **dict(logged)}
+
+
+class TensorBoard:
+    """Writes event files into ``folder``, with torch's writer."""
+
+    def __init__(self, folder: str | Path) -> None:
+        writer = _import("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        self._writer = writer.SummaryWriter(str(folder))
+
+    def write(self, line: StepLine) -> None:
+        """Write each figure as a scalar."""
+        for name, value in flat_figures(line).items():
+            self._writer.add_scalar(name, value, line.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandB:
+    """Logs to ``run``, of ``wandb.init()``; None begins one with ``options`` and ends it."""
+
+    def __init__(self, run: Any = None, **options: Any) -> None:
+        self._is_own = run is None
+        self._run = _import("wandb", "wandb", "wandb").init(**options) if run is None else run
+
+    def write(self, line: StepLine) -> None:
+        """Log all figures of a step at once."""
+        self._run.log(flat_figures(line), step=line.step)
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_own:
+            self._run.finish()
+
+
+class MLflow:
+    """Logs to the active run of MLflow, or to one that begins with ``options`` and ends here."""
+
+    def __init__(self, **options: Any) -> None:
+        self._mlflow = _import("mlflow", "mlflow", "mlflow")
+        self._is_own = self._mlflow.active_run() is None
+        if self._is_own:
+            self._mlflow.start_run(**options)
+
+    def write(self, line: StepLine) -> None:
+        """Log all figures of a step at once; MLflow's names have no per cent signs."""
+        named = {_mlflow_name(name): value for name, value in flat_figures(line).items()}
+        self._mlflow.log_metrics(named, step=line.step)
+
+    def close(self) -> None:
+        """End the run, if it was begun here."""
+        if self._is_own:
+            self._mlflow.end_run()
+
+
+def _mlflow_name(name: str) -> str:
+    """Keep what MLflow allows: alphanumerics, ``_-./: `` and spaces.
+
+    **Source** MLflow's documentation of ``log_metric``.
+    """
+    changes: Mapping[str, str] = {"%": "percent", "(": " ", ")": ""}
+    return "".join(changes.get(letter, letter) for letter in name)
+
+
+def _import(module: str, package: str, extra: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{package} is not installed ({error}): pip install 'shardwise[{extra}]'"
+        ) from error
