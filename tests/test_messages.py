@@ -200,7 +200,7 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) ->
         "plan llama-3-8b --deepspeed typo.json": "did you mean 'stage'?",
         "simulate llama-3-8b --sweep a": "sweep: expected numbers of ranks",
         "doctor gone": "gone: there is no such folder",
-        "explain SW02O": "'SW02O' is no code of a finding; did you mean 'SW020'?",
+        "explain SW99": "'SW99' is no code of a finding",
         "bench --calibrat": "No such option: --calibrat",
         "bench --output gone/x": "there is no folder gone",
     }

@@ -99,6 +99,16 @@ def memory_figures(device: torch.device) -> MemoryFigures:
     return MemoryFigures(peak, peak, memory_in_use_bytes(device), total_host_bytes())
 
 
+def casts_to_half() -> bool:
+    """Tell whether torch.autocast is on, for any device, and casts to float16."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return any(
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        for kind in kinds
+    )
+
+
 def name_of(device: torch.device) -> str:
     """Return the name of the device's model, e.g. "NVIDIA H100"; of the CPU, "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -127,7 +128,8 @@ def slow_links(rank: int, model: nn.Module, pairs: Any = None, seconds: float = 
     def slow(self: Any, peer: int, tensor: Tensor) -> None:
         begun = len(self.works)
         receive(self, peer, tensor)
-        if pairs is None or {rank, peer} in pairs:
+        other = dist.get_process_group_ranks(self.axis.group)[peer]
+        if pairs is None or {rank, other} in pairs:
             at_s = time.monotonic() + seconds
             self.works[begun:] = [Late(work, at_s) for work in self.works[begun:]]
 
@@ -186,6 +188,7 @@ def pair_of_pairs(world_size: int) -> dict[str, Any]:
     return {"stage": 3, "mesh": mesh, "shard_axis": "shard", "replicate_axis": "replicate"}
 
 
+HALF = {"scaler": 2000, "autocast": True, "steps": 14}
 OFFLOAD = {"stage": 3, "offload": "cpu"}
 FAULTS = {
     "copies only": Scenario("SW001", 2, options={"mesh_of": copies_only}),
@@ -203,6 +206,12 @@ FAULTS = {
     "slow link of four": Scenario(
         "SW013", 4, inject=lambda r, m: slow_links(r, m, [{1, 3}], 0.08), rank=1
     ),
+    "slow axis": Scenario(
+        "SW014",
+        4,
+        options={"mesh_of": pair_of_pairs},
+        inject=lambda r, m: slow_links(r, m, [{0, 2}, {1, 3}], 0.08),
+    ),
     "slow rank": Scenario("SW020", 3, inject=sleeps, rank=1),
     "slow rank of two": Scenario(
         "SW020", 2, options={"stage": 0}, inject=lambda r, m: sleeps(r, m, 0), rank=0
@@ -215,6 +224,10 @@ FAULTS = {
     "overflows": Scenario(
         "SW040", 2, options={"stage": 2, "precision": "fp16"}, train={"scaler": 1, "steps": 24}
     ),
+    "overflows under autocast": Scenario(
+        "SW040", 2, options={"stage": 1}, train={"scaler": 1, "steps": 24, "autocast": True}
+    ),
+    "loader that stalls": Scenario("SW021", 2, train={"stalls": 3, "steps": 20}),
     "bad batch on a rank": Scenario("SW041", 3, train={"bad_batch": (1, 5)}, rank=1),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
     "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
@@ -233,6 +246,9 @@ HEALTHY = {
     "accumulation": Scenario(None, 3, options={"stage": 2}, train={"micro_batches": 3}),
     "accumulation without a window": Scenario(
         None, 2, options={"stage": 1}, train={"micro_batches": 3, "window": False}
+    ),
+    "accumulation in half, fully_shard": Scenario(
+        None, 2, options={"fully_shard": True}, train=HALF | {"micro_batches": 2, "window": False}
     ),
     "offload": Scenario(None, 2, options=OFFLOAD),
     "files": Scenario(None, 2, options={"stage": 3, "nvme": True}),
@@ -286,6 +302,8 @@ def _batches(rank: int, settings: dict[str, Any]) -> Iterator[Tensor]:
     bad = settings.get("bad_batch")
     for step in range(1, settings["steps"] + 1):
         time.sleep(settings.get("data_s", {}).get(rank, 0.0))
+        if settings.get("stalls") and step % settings["stalls"] == 0:
+            time.sleep(0.3)
         x = torch.randn(4, 8, generator=random)
         yield x * float("nan") if bad == (rank, step) else x
 
@@ -302,7 +320,8 @@ def _loop(
             last = number == count - 1
             window = settings.get("window", True)
             with shardwise.accumulate(model, last=last) if window else nullcontext():
-                loss = model(x).square().mean() / count
+                with torch.autocast("cpu", torch.float16, enabled=settings.get("autocast", False)):
+                    loss = model(x).square().mean() / count
                 scaler.scale(loss).backward()
         time.sleep(settings.get("loop_s", {}).get(rank, 0.0))
         if settings.get("logs", True):

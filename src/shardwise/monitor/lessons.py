@@ -169,8 +169,8 @@ _LESSONS = (
         "Collectives over one axis move far fewer bytes in a second than those over another, and "
         "are what the step waits for: as a rule that axis goes over hosts.",
         "On accelerators: the rate over an axis below 0.3 of the fastest one's, its time above "
-        "15 % of the step. With gloo: pairs on different hosts wait 3 times longer for each other "
-        "than pairs on one host.",
+        "15 % of the step. With gloo: pairs of ranks over one axis, or on different hosts, wait "
+        "for each other above 10 % of the step and 3 times longer than other pairs.",
         (
             "shards within a host, copies across hosts (dp_shard, dp_replicate)",
             "the network: RDMA in the place of TCP, the right NIC for each device",
@@ -198,8 +198,9 @@ _LESSONS = (
         "The data loader",
         "warning",
         "The step waits for its batch. On one rank alone, that rank is a straggler too.",
-        "The wait for the next batch above 10 % of the step on the slowest rank. Needs batches "
-        "that come through run.data(...).",
+        "The wait for the next batch above 10 % of the step on the slowest rank, as a mean of the "
+        "judged steps, and in a fifth of their lines. Needs batches that come through "
+        "run.data(...).",
         (
             "more workers, pinned memory, prefetching in the loader",
             "texts that are tokenized and packed before the run",
@@ -289,8 +290,9 @@ _LESSONS = (
         "warning",
         "The loss scaler skips steps whose gradients have overflowed. A few at the beginning find "
         "the scale; later ones are lost work, and a scale below 1 means gradients cannot be held.",
-        "Training in float16: after the first lines more than 5 % of the steps are skipped, or "
-        "a logged loss scale is below 1.",
+        "Training in float16, by precision or autocast: after the first lines more than 5 % of "
+        "the steps are skipped, or a logged loss scale is below 1. With `fully_shard`, skips "
+        "beyond those of every step, as a micro-batch without a window looks like one there.",
         (
             'precision="bf16", which has the range of fp32 and needs no scaler',
             "clip gradients; a smaller learning rate, a longer warm-up",

@@ -34,6 +34,7 @@ PADDING_SHARE = "padding(%)"
 CORE_WAIT_S = "host/waits_for_core(s)"
 WAITED_MS = "comm/waited(ms)"
 SKIPPED_STEPS = "optimizer/skipped_steps"
+IN_HALF = "numbers/autocast_to_float16"
 BAD_VALUES, BAD_GRADIENTS = "numbers/non_finite_values", "numbers/non_finite_gradients"
 
 _SECONDS_OF = {  # of the line that computes

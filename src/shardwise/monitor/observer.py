@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from shardwise.comm.control import exchange_any
-from shardwise.device import MemoryFigures, memory_figures
+from shardwise.device import MemoryFigures, casts_to_half, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import core_wait_s
@@ -32,6 +32,7 @@ from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
     CORE_WAIT_S,
     GIB,
+    IN_HALF,
     MAX_ACTIVE_GIB,
     MAX_ACTIVE_SHARE,
     MAX_RESERVED_GIB,
@@ -137,7 +138,7 @@ class Observation:
         self._over: ObservedStep | None = None
         self._told: BaseException | None = None  # the last error that was told of
         self._moments: list[dict[str, Any]] = []
-        self._recorder = SpanRecorder(parts.comm.time.clock())
+        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=casts_to_half)
         self._core_wait_s = core_wait_s()
         self._checks = False  # gradients, in this step
         self._bad_gradients: list[str] = []
@@ -272,6 +273,7 @@ class Observation:
         return {
             **checked,
             CORE_WAIT_S: self._core_wait_s - waited_s,
+            IN_HALF: float(self._recorder.in_half),
             # `fully_shard` does not see that gradients go, so there all passes count.
             SKIPPED_STEPS: max((begun or reduced) - 1, 0),
             PADDING_SHARE: 100 * self.facts.padding_share,

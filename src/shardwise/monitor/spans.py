@@ -92,7 +92,10 @@ class SpanRecorder:
         self,
         device: DeviceClock | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        casts_to_half: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.in_half = False  # the model was called where autocast makes float16 of it
+        self._casts_to_half = casts_to_half
         self._host_clock = clock
         self._paused_s = 0.0  # in all; the recorder's time stands still meanwhile
         self._is_paused = False
@@ -177,6 +180,7 @@ class SpanRecorder:
         """Count the tokens of what the model is called with."""
         if not self._is_paused:
             self._num_tokens += num_tokens(args, kwargs)
+            self.in_half = self.in_half or self._casts_to_half()
 
     def cut(self, times_device: bool = False) -> Recorded:
         """Return what was told since the last cut; from now on time the device, or not."""

@@ -1,6 +1,6 @@
 """What is sent, in which portions, and how long a step waits for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from shardwise.monitor.doctor.evidence import (
@@ -178,7 +178,7 @@ def slow_axis(run: RunRecord) -> list[Finding]:
     if facts.num_ranks == 1:
         return []
     if is_cpu(facts):
-        return _slow_between_hosts(run)
+        return _slow_by_waits(run)
     lines, rates = steady(run), {}
     for axis in facts.degrees:
         try:
@@ -279,34 +279,54 @@ def slow_pair(run: RunRecord) -> list[Finding]:
     ]
 
 
-def _slow_between_hosts(run: RunRecord) -> list[Finding]:
-    facts = run.facts
-    if len(set(facts.hosts)) < 2 or len(set(facts.hosts)) == facts.num_ranks:
-        return []
+def _slow_by_waits(run: RunRecord) -> list[Finding]:
+    """Find pairs of ranks over one axis, or on different hosts, that wait longer than others."""
     lines = steady(run)
-    apart, within = [], []
-    for waits in _waits_of_pairs(run):
-        groups: dict[bool, list[float]] = {True: [], False: []}
-        for (one, other), ms in waits.items():
-            groups[facts.hosts[one] == facts.hosts[other]].append(ms)
-        far_first = sorted(groups[False], reverse=True)
-        apart.append(far_first[1] if len(far_first) > 1 else 0.0)  # one slow pair is no slow axis
-        within.append(max(groups[True], default=0.0))
-    far, near, whole_ms = median(apart), median(within), 1e3 * step_s(lines)
-    if far < max(_SLOW_LINK * whole_ms, 1e3 * noise_s(facts)) or far < _TIMES_OTHERS * near:
-        return []
-    return [
-        finding(
-            run,
-            "SW014",
-            f"ranks on different hosts wait {far:.0f} ms of each step for each other, those of "
-            f"one host {near:.0f} ms",
-            {"ms/step across hosts": far, "ms/step within": near, "threshold": _SLOW_LINK},
-            "What the network between hosts carries should be little.",
-            [Change("dp_replicate", None, len(set(facts.hosts)))],
-            Gain(0.0, "s/step", "down to what ranks of one host wait", (far - near) / 1e3),
-        )
-    ]
+    for what, is_far in _kinds_of_pairs(run.facts).items():
+        apart, within = [], []
+        for waits in _waits_of_pairs(run):
+            far_first = sorted((ms for pair, ms in waits.items() if is_far(pair)), reverse=True)
+            apart.append(far_first[1] if len(far_first) > 1 else 0.0)  # one pair is no axis
+            within.append(max((ms for pair, ms in waits.items() if not is_far(pair)), default=0.0))
+        far, near, whole_ms = median(apart), median(within), 1e3 * step_s(lines)
+        if far < max(_SLOW_LINK * whole_ms, 1e3 * noise_s(run.facts)):
+            continue
+        if far < _TIMES_OTHERS * near or far < _TIMES_CORE_WAIT * 1e3 * core_wait_s(run, lines):
+            continue
+        return [
+            finding(
+                run,
+                "SW014",
+                f"ranks {what} wait {far:.0f} ms of each step for each other's messages, others "
+                f"{near:.0f} ms",
+                {
+                    "ms/step over it": far,
+                    "ms/step of others": near,
+                    "share of the step": far / whole_ms,
+                    "threshold": _SLOW_LINK,
+                },
+                "What a slow part of the network carries should be little: shards within the fast "
+                "one, copies over the slow one.",
+                [
+                    Change("dp_replicate", None, "over the slow links"),
+                    Change("dp_shard", None, "over the fast ones"),
+                ],
+                Gain(0.0, "s/step", "down to what the others wait", (far - near) / 1e3),
+            )
+        ]
+    return []
+
+
+def _kinds_of_pairs(facts: RunFacts) -> dict[str, Callable[[Pair], bool]]:
+    """Return, for each part of the network that may be slow, which pairs of ranks go over it."""
+    found: dict[str, Callable[[Pair], bool]] = {}
+    if 1 < len(set(facts.hosts)) < facts.num_ranks:
+        found["on different hosts"] = lambda pair: facts.hosts[pair[0]] != facts.hosts[pair[1]]
+    shards, copies = num_shards(facts), facts.degrees.get("replicate", 1)
+    if min(shards, copies) > 1 and shards * copies == facts.num_ranks:
+        found["of the replicate axis"] = lambda pair: pair[0] // shards != pair[1] // shards
+        found["of the shard axis"] = lambda pair: pair[0] // shards == pair[1] // shards
+    return found
 
 
 def _hosts_of(facts: RunFacts, pair: Pair) -> str:

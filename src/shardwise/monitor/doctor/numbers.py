@@ -5,7 +5,7 @@ from statistics import fmean
 
 from shardwise.monitor.doctor.evidence import NotEnough, finding, steady
 from shardwise.monitor.findings import Change, Finding
-from shardwise.monitor.metrics import BAD_GRADIENTS, BAD_VALUES, SKIPPED_STEPS
+from shardwise.monitor.metrics import BAD_GRADIENTS, BAD_VALUES, IN_HALF, SKIPPED_STEPS
 from shardwise.monitor.record import RunFacts, RunRecord
 
 _SKIPPED = 0.05
@@ -14,13 +14,17 @@ _LEAST_SCALE = 1.0
 
 def half_precision(run: RunRecord) -> list[Finding]:
     """Find a loss scaler that goes on skipping steps, or that has no scale left."""
-    if not _is_half(run.facts):
+    autocast = any(line.metrics[IN_HALF].max for line in run.steps if IN_HALF in line.metrics)
+    if not autocast and not _is_half(run.facts):
         return []
     lines = steady(run)
     told = [line for line in lines if SKIPPED_STEPS in line.metrics]
     if not told:
         raise NotEnough(f"the figure {SKIPPED_STEPS}")
-    skipped = sum(line.metrics[SKIPPED_STEPS].max * line.num_steps for line in told)
+    # `fully_shard` cannot tell a skipped step from a micro-batch without a window.
+    usual = min(line.metrics[SKIPPED_STEPS].max for line in told)
+    usual = usual if run.facts.reduces_units_alone else 0.0
+    skipped = sum((line.metrics[SKIPPED_STEPS].max - usual) * line.num_steps for line in told)
     taken = sum(line.num_steps for line in told)
     share = skipped / (skipped + taken)
     scales = [v for line in lines for name, v in line.values.items() if "scale" in name and v]

@@ -13,7 +13,6 @@ from shardwise.monitor.doctor.evidence import (
     steady,
     step_s,
     typical,
-    typical_or,
 )
 from shardwise.monitor.findings import Change, Finding, Gain
 from shardwise.monitor.metrics import (
@@ -23,6 +22,7 @@ from shardwise.monitor.metrics import (
     OPTIMIZER_S,
     OUTSIDE_S,
     STALL_S,
+    STEP_S,
     WAITED_MS,
 )
 from shardwise.monitor.record import RunRecord
@@ -32,6 +32,7 @@ _SKEW = 0.1  # of the step
 _EXPLAINS = 0.5  # of the skew, by what the rank does longer
 _TIMES_CORE_WAIT = 2.0
 _DATA = 0.1  # of the step
+_SLOW_LINES = 0.2  # of the lines
 _HANG_TIMES, _HANG_S = 5.0, 60.0
 _CAUSES = {
     COMPUTE_S: "computing",
@@ -67,7 +68,7 @@ def straggler(run: RunRecord) -> list[Finding]:
     if is_cpu(facts) and skew_s < _TIMES_CORE_WAIT * waits_s:
         raise NotEnough("cores of their own for the ranks: they wait for cores as much")
     if explained < _EXPLAINS:
-        if is_cpu(facts):
+        if is_cpu(facts) or set(facts.degrees) > {"replicate", "shard"}:
             raise NotEnough(f"what rank {rank} does longer than others, who wait for it")
         cause = None
     host = facts.hosts[rank] if rank < len(facts.hosts) else "an unknown host"
@@ -94,15 +95,19 @@ def straggler(run: RunRecord) -> list[Finding]:
 
 def data_loader(run: RunRecord) -> list[Finding]:
     """Find steps that wait for their batch."""
-    lines = steady(run)
-    whole_s, data_s = step_s(lines), typical(lines, DATA_S, "max")
-    if not data_s:
+    lines = [line for line in steady(run) if DATA_S in line.metrics]
+    if not any(line.metrics[DATA_S].max for line in lines):
         raise NotEnough("batches that come through run.data(...)")
-    if data_s < max(_DATA * whole_s, noise_s(run.facts)):
+    steps = sum(line.num_steps for line in lines)
+    # A mean, as a loader may stall at every few batches; but not of one line alone.
+    data_s = sum(line.metrics[DATA_S].max * line.num_steps for line in lines) / steps
+    whole_s = sum(line.metrics[STEP_S].median * line.num_steps for line in lines) / steps
+    slow = [n for n in lines if n.metrics[DATA_S].max > _DATA * n.metrics[STEP_S].median]
+    if data_s < max(_DATA * whole_s, noise_s(run.facts)) or len(slow) < _SLOW_LINES * len(lines):
         return []
     if is_cpu(run.facts) and data_s < _TIMES_CORE_WAIT * core_wait_s(run, lines):
         raise NotEnough("cores of their own for the ranks: they wait for cores as much")
-    typical_s = typical_or(lines, DATA_S, "median", data_s)
+    typical_s = typical(lines, DATA_S)
     rank = same_rank(lines, DATA_S, "max")
     is_one = run.facts.num_ranks > 1 and rank is not None
     # Of two ranks the median is the mean of both.
