@@ -27,6 +27,10 @@ def line(step: int, **values: Any) -> str:
     return step_line(step, 1, {STEP_S: OverRanks(1.0, 2.0, 3.0, 0, 1)}, **values)
 
 
+def sampled(live: LiveRun) -> dict[int, int]:
+    return {rank: told["step"] for rank, told in live.look().record.lines("memory")}
+
+
 def test_lines_are_taken_when_they_are_whole_and_once(tmp_path: Path) -> None:
     run = write_record(tmp_path, num_steps=3)
     steps = run / FOLDER / "steps.jsonl"
@@ -56,9 +60,9 @@ def test_a_run_that_is_resumed_is_read_anew(tmp_path: Path) -> None:
 def test_the_newest_memory_of_each_rank_is_shown(tmp_path: Path) -> None:
     run = write_record(tmp_path, num_ranks=2)
     live = LiveRun(run)
-    assert {rank: told["step"] for rank, told in live.look().memory.items()} == {0: 32, 1: 32}
+    assert sampled(live) == {0: 32, 1: 32}
     add(run / FOLDER / "rank-1.jsonl", json.dumps(memory(50, 4)) + "\n")
-    assert {rank: told["step"] for rank, told in live.look().memory.items()} == {0: 32, 1: 50}
+    assert sampled(live) == {0: 32, 1: 50}
 
 
 def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
@@ -67,8 +71,10 @@ def test_a_run_without_news_is_late_unless_it_is_over(tmp_path: Path) -> None:
     assert not LiveRun(run, lambda: written_s + 20).look().is_late
     late = LiveRun(run, lambda: written_s + 40)
     assert late.look().is_late and late.look().quiet_s == pytest.approx(40)
-    add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40}\n')
-    assert late.look().is_over and not late.look().is_late
+    add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40, "error": null}\n')
+    assert late.look().ending == "it is over" and not late.look().is_late
+    add(run / FOLDER / "rank-0.jsonl", '{"kind": "end", "step": 40, "error": "disk full"}\n')
+    assert late.look().ending == "it broke off: disk full"
 
 
 def test_once_prints_a_snapshot_and_ends(
@@ -81,6 +87,18 @@ def test_once_prints_a_snapshot_and_ends(
     row = next(text for text in said.splitlines() if text.strip().startswith("step time, s"))
     assert row.split()[3:8] == ["0.6", "0.5", "0", "0.7", "1"]
     assert "param shards" in said and "backward" in said and "loss" in said
+
+
+def test_findings_of_a_run_are_told_while_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_record(tmp_path)
+    written_s = os.stat(run / FOLDER / "steps.jsonl").st_mtime
+    now = LiveRun(run, lambda: written_s + 4000).look()
+    assert "SW022" in {finding["code"] for finding in now.to_json()["findings"]}
+    os.utime(run / FOLDER / "steps.jsonl", (written_s - 4000, written_s - 4000))
+    assert run_command([str(run), "--once"]) == 0
+    assert "SW022 " in capsys.readouterr().out
 
 
 def test_json_is_one_value_and_nothing_else(

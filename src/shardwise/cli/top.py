@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 48, 30  # characters
-_MOST_VALUES = 6
+_MOST_VALUES, _MOST_FINDINGS = 6, 4
 _TWO_COLUMNS = 150  # characters
 
 _Run = Annotated[Path, typer.Argument(help="output of an observed run", show_default=False)]
@@ -81,8 +81,8 @@ def view(now: Snapshot, width: int) -> RenderableType:
     from shardwise.cli.tables import printable
     from shardwise.quantities import format_bytes, format_duration
 
-    facts = now.facts
-    head = Text(printable(now.path), "bold")
+    facts = now.record.facts
+    head = Text(printable(now.record.path), "bold")
     head.append(
         f"  {facts.num_ranks} x {printable(facts.device)}, stage {facts.stage}, "
         f"{format_bytes(facts.full_bytes)} of parameters, {len(facts.units)} units",
@@ -97,14 +97,32 @@ def view(now: Snapshot, width: int) -> RenderableType:
     if now.is_late and now.gap_s is not None:
         usual = format_duration(now.gap_s)
         said.append(f", usually every {usual}: it was killed, or it stands", "bold yellow")
-    elif now.is_over:
-        said.append("  the run is over", "bold")
+    elif now.ending is not None:
+        said.append(f"  {printable(now.ending)}", "bold")
+    findings = _findings(now)
     left, right = (_figures(now), *_curves(now)), (_phases(now), *_memory(now))
     if width < _TWO_COLUMNS:
-        return Group(head, said, *left, *right)
+        return Group(head, said, *findings, *left, *right)
     columns = Table.grid(padding=(0, 4))
     columns.add_row(Group(*left), Group(*right))
-    return Group(head, said, columns)
+    return Group(head, said, *findings, columns)
+
+
+def _findings(now: Snapshot) -> list[RenderableType]:
+    from rich.text import Text
+
+    from shardwise.cli.tables import printable
+    from shardwise.monitor.doctor.rules import diagnose
+
+    found = diagnose(now.record).findings
+    rows: list[RenderableType] = []
+    for finding in found[:_MOST_FINDINGS]:
+        colour = "red" if finding.severity == "critical" else "yellow"
+        row = Text(f"{finding.code} {finding.title}: ", colour)
+        rows.append(row.append(printable(finding.verdict), "default"))
+    if len(found) > _MOST_FINDINGS:
+        rows.append(Text(f"and {len(found) - _MOST_FINDINGS} more: `shardwise doctor`", "dim"))
+    return rows
 
 
 def _figures(now: Snapshot) -> Table:
@@ -168,7 +186,8 @@ def _phases(now: Snapshot) -> Table:
 
 def _memory(now: Snapshot) -> list[RenderableType]:
     """Return the memory of the rank that had the most in its newest sampled step."""
-    if not now.memory:
+    sampled = dict(now.record.lines("memory"))
+    if not sampled:
         return []
     from rich.text import Text
 
@@ -176,8 +195,8 @@ def _memory(now: Snapshot) -> list[RenderableType]:
     from shardwise.monitor.report.step_pictures import memory_of, name_of_kind
     from shardwise.quantities import format_bytes
 
-    is_process = now.facts.device == "cpu"
-    found = [memory_of(rank, line, is_process) for rank, line in now.memory.items()]
+    is_process = now.record.facts.device == "cpu"
+    found = [memory_of(rank, line, is_process) for rank, line in sampled.items()]
     most = max(found, key=lambda memory: memory.peak_bytes)
     kinds = most.moments[most.peak][2]
     whole = most.peak_bytes or 1

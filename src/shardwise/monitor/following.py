@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.monitor.doctor.rules import diagnose
 from shardwise.monitor.record import (
-    RunFacts,
+    RunRecord,
     StepLine,
     folder_of,
     rank_files,
@@ -26,17 +27,26 @@ _LATE_TIMES, _LATE_S = 4.0, 30.0  # usual gaps without new figures, and at least
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment. ``lines`` are the newest; ``quiet_s`` is since the newest was written.
+    """A run at one moment: the newest lines over all ranks, and of each rank's own by kind."""
 
-    ``memory`` is the newest line of "memory" of each rank. ``is_over``: the run has said so.
-    """
+    record: RunRecord
 
-    path: Path
-    facts: RunFacts
-    lines: tuple[StepLine, ...]
-    quiet_s: float
-    memory: Mapping[int, Mapping[str, Any]]
-    is_over: bool = False
+    @property
+    def lines(self) -> tuple[StepLine, ...]:
+        """The newest lines over all ranks."""
+        return self.record.steps
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the newest of them was written."""
+        return self.record.idle_s or 0.0
+
+    @property
+    def ending(self) -> str | None:
+        """How the run has ended, as it said so itself; None while it goes on, or was killed."""
+        for _, line in self.record.lines("end"):
+            return f"it broke off: {line['error']}" if line.get("error") else "it is over"
+        return None
 
     @property
     def gap_s(self) -> float | None:
@@ -47,29 +57,28 @@ class Snapshot:
     @property
     def is_late(self) -> bool:
         """Whether new figures should long have come: the run was killed, or it stands."""
-        gap_s = self.gap_s
-        return (
-            not self.is_over
-            and gap_s is not None
-            and self.quiet_s > max(_LATE_TIMES * gap_s, _LATE_S)
-        )
+        if self.ending is not None or self.gap_s is None:
+            return False
+        return self.quiet_s > max(_LATE_TIMES * self.gap_s, _LATE_S)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as values of JSON; figures are those of the newest line."""
         latest = self.lines[-1] if self.lines else None
+        facts = self.record.facts
         return {
-            "run": str(self.path),
-            "num_ranks": self.facts.num_ranks,
-            "device": self.facts.device,
-            "stage": self.facts.stage,
+            "run": str(self.record.path),
+            "num_ranks": facts.num_ranks,
+            "device": facts.device,
+            "stage": facts.stage,
             "step": latest.step if latest else 0,
             "at_s": latest.at_s if latest else 0.0,
             "quiet_s": round(self.quiet_s, 3),
             "is_late": self.is_late,
-            "is_over": self.is_over,
+            "ending": self.ending,
             "metrics": {k: asdict(v) for k, v in latest.metrics.items()} if latest else {},
             "values": dict(latest.values) if latest else {},
             "phases_s": where_time_goes(self.lines),
+            **diagnose(self.record).to_json(),
         }
 
 
@@ -84,9 +93,8 @@ class LiveRun:
         self._began_s = clock()
         self._steps = _Growing(self._folder / "steps.jsonl")
         self._lines: deque[StepLine] = deque(maxlen=_MOST_LINES)
-        self._is_over = False
-        self._own: dict[int, _Growing] = {}
-        self._memory: dict[int, Mapping[str, Any]] = {}
+        self._files: dict[int, _Growing] = {}
+        self._own: dict[int, dict[str, Mapping[str, Any]]] = {}
 
     def look(self) -> Snapshot:
         """Return what there is now. **Raises** ConfigError where the run's folder has gone."""
@@ -95,19 +103,16 @@ class LiveRun:
             self._lines.clear()
         self._lines.extend(read_step(line) for line in self._steps.read())
         for rank, file in rank_files(self._folder):
-            own = self._own.setdefault(rank, _Growing(file, _TAIL_BYTES))
-            if own.is_another():
-                self._is_over = False
-            for line in own.read():
-                if line.get("kind") == "memory":
-                    self._memory[rank] = line
-                elif line.get("kind") == "end":
-                    self._is_over = True
+            growing = self._files.setdefault(rank, _Growing(file, _TAIL_BYTES))
+            if growing.is_another():
+                self._own.pop(rank, None)
+            newest = self._own.setdefault(rank, {})
+            newest |= {line.get("kind", ""): line for line in growing.read()}
+        by_rank = {rank: tuple(newest.values()) for rank, newest in sorted(self._own.items())}
         changed_s = self._steps.changed_s() or self._began_s
         quiet_s = max(self._clock() - changed_s, 0.0)
-        return Snapshot(
-            self.path, self._facts, tuple(self._lines), quiet_s, dict(self._memory), self._is_over
-        )
+        record = RunRecord(self.path, self._facts, tuple(self._lines), by_rank, quiet_s)
+        return Snapshot(record)
 
 
 class _Growing:
