@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from shardwise.monitor.following import LiveRun, Snapshot
 
-_INTERRUPTED = 130
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 48, 30  # characters
 _MOST_VALUES, _MOST_FINDINGS = 6, 4
@@ -63,13 +63,11 @@ def _watch(live: LiveRun, every: float) -> int:
     from shardwise.cli.tables import open_console
 
     console = open_console()
-    try:
-        with Live(console=console, auto_refresh=False) as shown:
-            while True:
-                shown.update(view(live.look(), console.width), refresh=True)
-                time.sleep(every)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:
+        while True:
+            shown.update(view(live.look(), console.width), refresh=True)
+            time.sleep(every)
+    return 0
 
 
 def view(now: Snapshot, width: int) -> RenderableType:

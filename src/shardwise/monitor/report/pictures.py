@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from shardwise import svg
 from shardwise.monitor.report.colours import colour_of_phase, is_light
 from shardwise.monitor.report.curves import Column
+from shardwise.quantities import format_count
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 380, 196, 52, 370, 34, 168
 _WIDE, _BAR, _GAP = 760, 22, 12
+_LARGE = 1e5  # too long to be written out beside the axis
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ def curves_svg(title: str, curves: Sequence[Curve], from_zero: bool = False) -> 
     ticks = svg.padded_ticks([*least, *(min(c.low, high) for c in columns), high], 6)
     up = svg.Axis(ticks[0], ticks[-1], _BOTTOM, _TOP)
     parts = [svg.text(8, 18, title, 'class="strong" font-size="13" font-weight="600"')]
-    for tick, label in zip(ticks, svg.labels(ticks), strict=True):
+    is_large = max(abs(tick) for tick in ticks) >= _LARGE
+    labels = [format_count(tick) for tick in ticks] if is_large else svg.labels(ticks)
+    for tick, label in zip(ticks, labels, strict=True):
         parts += svg.level(up.at(tick), _LEFT, _RIGHT, label)
     parts += _steps_axis(across)
     for curve in curves:
