@@ -188,6 +188,8 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) ->
         "train --tokenizer gone.json": "tokenizer: gone.json cannot be read",
         "convert gone.json": "gone.json: cannot be read",
         "convert typo.json --too": "No such option: --too",
+        "report gone": "gone: no observed run, as there is no gone/observed/run.json",
+        "top gone --onc": "No such option: --onc",
         "ckpt verfy x": "Did you mean 'verify'?",
         "ckpt verify gone": "gone",
         "ckpt export gone there": "gone",

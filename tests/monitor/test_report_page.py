@@ -24,6 +24,7 @@ from shardwise.monitor.report.summary import (
     ENGINE,
     figures_of,
     saves_of,
+    settled,
     unit_rows,
     where_time_goes,
 )
@@ -97,6 +98,14 @@ def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:
     assert phases["forward"] == 0.1 and phases["backward"] == 0.2 and phases["data"] == 0.05
     assert sum(phases.values()) == pytest.approx(0.6) and phases[ENGINE] > 0
     assert figures_of(lines)[STEP_S] == OverRanks(0.5, 0.6, 0.7, 0, 1)
+
+
+def test_a_run_has_settled_in_the_later_half_of_its_steps_not_of_its_lines() -> None:
+    lines = [line(step, 9.0, 9.0, 9.0) for step in range(1, 11)]
+    lines += [line(step, 1.0, 1.0, 1.0, num_steps=10) for step in (20, 30, 40)]
+    assert [each.step for each in settled(lines)] == [30, 40]
+    assert figures_of(lines)[STEP_S].median == 1.0
+    assert [each.step for each in settled(lines[:1])] == [1] and not settled([])
 
 
 def test_a_save_is_what_it_took_in_all_steps_of_its_line(tmp_path: Path) -> None:

@@ -86,8 +86,14 @@ PHASES = (  # of the line that computes: name, metric, seconds in one of it
 
 
 def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
-    """Return the later half of the lines: a run's first steps are not like the others."""
-    return lines[len(lines) // 2 :]
+    """Return the lines about the later half of the steps: the first ones are not like the others.
+
+    Each of the first few steps has a line of its own, so it is not the later half of the lines.
+    """
+    if not lines:
+        return lines
+    middle = (lines[0].step - lines[0].num_steps + lines[-1].step) / 2
+    return [line for line in lines if line.step > middle]
 
 
 def typical(lines: Iterable[StepLine], name: str) -> OverRanks | None:
