@@ -202,8 +202,6 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) ->
         "plan llama-3-8b --deepspeed typo.json": "did you mean 'stage'?",
         "simulate llama-3-8b --sweep a": "sweep: expected numbers of ranks",
         "doctor gone": "gone: there is no such folder",
-        "report gone": "gone: no observed run, as there is no gone/observed/run.json",
-        "top gone --onc": "No such option: --onc",
         "explain SW99": "'SW99' is no code of a finding",
         "bench --calibrat": "No such option: --calibrat",
         "bench --output gone/x": "there is no folder gone",

@@ -102,11 +102,9 @@ def memory_figures(device: torch.device) -> MemoryFigures:
 def casts_to_half() -> bool:
     """Tell whether torch.autocast is on, for any device, and casts to float16."""
     accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    return any(
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        for kind in kinds
-    )
+    kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
+    on = filter(torch.is_autocast_enabled, kinds)
+    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in on)
 
 
 def name_of(device: torch.device) -> str:

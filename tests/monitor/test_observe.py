@@ -1,6 +1,8 @@
 """Observed runs: figures of every step over all ranks, in files, for any sharded model."""
 
+import logging
 import math
+import resource
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from models import Checkpointed
+from models import Checkpointed, Stack
 from ranks import run_ranks
-from shardwise import fully_shard, observe, shard, stats
+from shardwise import accumulate, fully_shard, observe, shard, stats
+from shardwise.errors import ShardwiseError
 from shardwise.monitor.metrics import (
     DATA_S,
     EXPOSED_SHARE,
+    MAX_ACTIVE_GIB,
+    MAX_ACTIVE_SHARE,
     NUM_COLLECTIVES,
     OVERLAP_SHARE,
+    PADDING_SHARE,
     SENT_MIB,
+    SKIPPED_STEPS,
     STEP_S,
 )
 from shardwise.monitor.record import read_run
@@ -70,8 +77,19 @@ def test_figures_of_all_steps_and_ranks_are_kept(way: str, world_size: int, tmp_
             assert 0 <= line.metrics[share].min <= line.metrics[share].max <= 100
         assert line.metrics[DATA_S].max < line.metrics[STEP_S].max
         assert 0 <= line.metrics[STEP_S].min_rank < world_size
-    sent = sum(line.num_steps * line.metrics[SENT_MIB].max for line in record.steps)
-    assert sent * 2**20 <= max(each["sent"] for each in told) * (1 + 1e-9)
+    sums = [line.num_steps * line.metrics[SENT_MIB].max for line in record.steps]
+    if way == "fully_shard" or world_size == 1:  # where each rank sends as much as any
+        assert sum(sums) * 2**20 == pytest.approx(max(each["sent"] for each in told))
+    else:
+        assert sum(sums) * 2**20 >= max(each["sent"] for each in told) * (1 - 1e-9)
+        assert sum(sums) * 2**20 <= sum(each["sent"] for each in told)
+    units = record.facts.units
+    padding = 100 * sum(unit.padding_bytes for unit in units) / sum(u.full_bytes for u in units)
+    for line in record.steps:
+        assert line.metrics[SKIPPED_STEPS].max == 0
+        assert line.metrics[PADDING_SHARE].min == line.metrics[PADDING_SHARE].max == padding
+        assert 0.01 < line.metrics[MAX_ACTIVE_GIB].min < 1000
+        assert 0 < line.metrics[MAX_ACTIVE_SHARE].max < 100
     assert (record.steps[0].metrics[NUM_COLLECTIVES].min > 0) is (world_size > 1)
     for line in record.steps:  # what was logged after a step is the step's
         assert line.values["step"] == line.step and math.isfinite(line.values["loss"])
@@ -98,3 +116,75 @@ def test_timelines_have_no_gaps_and_no_overlaps(world_size: int, tmp_path: Path)
         phases = {row[1] for row in main}
         assert {"forward", "backward", "recompute", "step", "data"} <= phases
         assert ("shard.all_gather" in by_line) is (world_size > 1)
+
+
+def count_passes(rank: int, world_size: int, output: str) -> None:
+    model = shard(Stack(), stage=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, 8)
+    with observe(model, optimizer, output) as run:
+        for way in ("window", "plain", "pause", "overflow", "last"):
+            for number in range(3 if way in ("window", "plain") else 1):
+                with accumulate(model, last=number == 2 or way != "window"):
+                    model(x).square().mean().backward()
+            if way == "pause":
+                with run.paused():
+                    model(x).square().mean().backward()
+            if way == "overflow":  # as a scaler does: gradients go, and no step is taken
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_step_is_told_as_skipped_where_gradients_went_without_it(
+    world_size: int, tmp_path: Path
+) -> None:
+    run_ranks(count_passes, world_size, str(tmp_path))
+    told = [line.metrics[SKIPPED_STEPS] for line in read_run(tmp_path).steps]
+    assert [(each.min, each.max) for each in told] == [(0, 0), (0, 0), (0, 0), (1, 1), (0, 0)]
+
+
+def write_too_much(rank: int, world_size: int, output: str) -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("shardwise")
+    log.addHandler(handler)
+    model = shard(Stack(), stage=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with observe(model, optimizer, output) as run:
+            if rank == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+            train(model, optimizer, run, rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        log.removeHandler(handler)
+    assert run.step == STEPS and run.latest is not None and run.latest.step == STEPS
+    return heard
+
+
+def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_no_training(tmp_path: Path) -> None:
+    first, *others = run_ranks(write_too_much, 3, str(tmp_path))
+    assert (
+        len(first) == 1 and "rank 0: what observe() keeps" in first[0] and "too large" in first[0]
+    )
+    assert others == [[], []]
+
+
+def open_on_each(rank: int, world_size: int, folder: str) -> str:
+    model = shard(Stack(), stage=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    output = Path(folder) / ("file" if rank == 1 else "run")
+    with pytest.raises(ShardwiseError) as caught:
+        observe(model, optimizer, output)
+    return str(caught.value)
+
+
+def test_an_output_that_one_rank_cannot_write_is_refused_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for text in run_ranks(open_on_each, 3, str(tmp_path)):
+        assert "rank 1" in text and "file" in text

@@ -128,6 +128,22 @@ def test_paused_time_does_not_pass() -> None:
     assert recorded.end_s < 6
 
 
+def test_what_other_threads_end_in_a_pause_is_over() -> None:
+    recorder, ticks = recorder_of_seconds()  # 0
+    recorder.enter("checkpoint", "save", "")  # 1
+    gather = recorder.begin("shard.all_gather", "a", 8, ())  # 2
+    with recorder.paused():  # 3
+        recorder.leave("checkpoint", "save", "")
+        gather()
+        for _ in range(10):
+            next(ticks)
+    recorded = recorder.cut()
+    left_open: dict[str, list[tuple[str, str]]] = {}
+    ends = {s.line: (s.begin_s, s.end_s) for s in spans_of(recorded, left_open) if s.line != MAIN}
+    assert ends == {"checkpoint": (1, 3), "shard.all_gather": (2, 3)} and not left_open
+    assert recorded.end_s <= 5
+
+
 def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:
     recorder, _ = recorder_of_seconds()  # 0
     recorder.enter(MAIN, "forward", "a")  # 1
@@ -169,4 +185,5 @@ def test_tokens_are_the_elements_of_the_first_integers_of_two_dims() -> None:
     assert num_tokens((torch.zeros(3, 4), ids), {}) == 10
     assert num_tokens((), {"labels": torch.zeros(7, dtype=torch.int64), "input_ids": ids}) == 10
     assert num_tokens((torch.zeros(3, 4),), {}) == 0
-    assert num_tokens((ids,), {"attention_mask": mask}) == 10
+    assert num_tokens((mask.repeat(3, 1), ids), {"attention_mask": mask}) == 10
+    assert num_tokens((torch.zeros(4, 4, dtype=torch.int64),), {"input_ids": ids}) == 10

@@ -98,6 +98,7 @@ class Watch:
         self._published = False
         self._board: tuple[dist.Store, Board] | None = None
         self._suspected: dict[int, dict[str, Any]] = {}
+        self._telling = threading.Lock()  # what is told is not taken back by who looks meanwhile
         self._failure: str | None = None  # what this rank has told, and not recovered from
 
     # -- what the ranks' own threads call
@@ -120,7 +121,7 @@ class Watch:
 
     def begin(self, meeting: Meeting) -> int:
         """Count a collective that this rank begins; return its number."""
-        if self._failure is not None:
+        if self._failure is not None and meeting.axis:  # small exchanges go on beside a failure
             self._failure = None
             with suppress(RuntimeError, ValueError):
                 self._board_of_now().clear()
@@ -165,8 +166,8 @@ class Watch:
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        self._failure = text
-        with suppress(RuntimeError, ValueError):  # the process group, or its store, is gone
+        with self._telling, suppress(RuntimeError, ValueError):  # the group, or its store, is gone
+            self._failure = text
             self._board_of_now().publish({"failed": text, "begun": dict(self._begun)})
 
     @contextmanager
@@ -203,9 +204,10 @@ class Watch:
         main = threading.main_thread().ident
         mine = next((w for t, w in waits if t == main), None)
         if mine is None:
-            if self._published and self._failure is None:
-                board.clear()
-                self._published = False
+            with self._telling:
+                if self._published and self._failure is None:
+                    board.clear()
+                    self._published = False
         else:
             mine.looks += 1
             board.publish(self._record(mine))

@@ -47,6 +47,7 @@ class Early:
         engines = {_engine_of(param) for _, param in _params_of(optimizer)}
         for engine in engines:
             engine.conditions.steppers.append(self.step)
+            weakref.finalize(optimizer, _forget_stepper, engine.conditions.steppers, self.step)
 
     @property
     def units(self) -> Collection[Unit | None]:
@@ -138,3 +139,9 @@ def _are_same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_are_same, a, b))
     return bool(a is b or a == b)
+
+
+def _forget_stepper(steppers: list[Any], step: Any) -> None:
+    """Take the stepper of an optimizer away that is gone."""
+    if step in steppers:
+        steppers.remove(step)

@@ -358,7 +358,7 @@ class Engine:
             warn_of_dropped_window()
         self.window_open = False
         if self.reductions.drop():
-            self.conditions.refuse("a backward pass raised after steps had begun in it. load()")
+            self.conditions.refuse("a backward pass raised with steps in it. load() a checkpoint")
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()

@@ -95,7 +95,8 @@ def _flops_per_token(units: Sequence[Unit]) -> float:
     total = 0.0
     for unit in units:
         for param in unit.params:
-            if len(param.shape) > 1:  # of vectors there is no product
+            looks_up = all(isinstance(use.module, nn.Embedding) for use in param.uses)
+            if len(param.shape) > 1 and not looks_up:  # of vectors and tables there is no product
                 each = _FLOPS_OF_TRAINED if param.is_trained else _FLOPS_OF_FROZEN
                 total += each * prod(param.shape)
     return total

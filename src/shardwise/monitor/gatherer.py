@@ -5,17 +5,19 @@ Note [What the training waits for]
 Nothing: it appends events to a list, and hands the list over at the end of a step. This thread
 makes spans and figures of them, tells the other ranks its own in exchanges on a group of its own
 (a training collective is never behind one), and writes. All ranks exchange after the same steps, as
-they count them alike. If that fails, or a disk is full, the next step or the end of the run raises.
+they count them alike. If that fails, the next step or the end of the run raises. What cannot be
+written, as a disk is full or a tracker is away, is told once, and no training ends for it.
 """
 
 import json
+import logging
 import math
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -32,6 +34,7 @@ from shardwise.monitor.metrics import (
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of
 
+_LOG = logging.getLogger("shardwise")
 _FIRST_STEPS = 10  # each of which is told by itself
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
@@ -100,14 +103,19 @@ class Gatherer:
         self._values: dict[str, float] = {}
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
+        self._is_abandoned = self._is_told = False
         self._began_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="shardwise-observe", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def take(self, step: ObservedStep) -> None:
-        """Take a step over. **Raises** what went wrong with an earlier one."""
+        """Take a step over; none after an error. **Raises** what went wrong with an earlier one."""
         self.raise_once()
-        self._steps.put(step)
+        if self._thread.is_alive():
+            self._steps.put(step)
 
     @property
     def rank(self) -> int:
@@ -116,7 +124,8 @@ class Gatherer:
 
     def note(self, **values: Any) -> None:
         """Write a line of this rank's own now."""
-        self._outputs.own.write(**values)
+        with self._writing():
+            self._outputs.own.write(**values)
 
     def raise_once(self) -> None:
         """Raise what went wrong behind the training, once."""
@@ -127,36 +136,57 @@ class Gatherer:
     def finish(self) -> None:
         """Return when all that was taken is told and written. **Raises** what went wrong."""
         self._steps.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._end(None)
         self.raise_once()
 
     def abandon(self, error: str) -> None:
         """End without the other ranks, which may never come; figures not told yet are lost."""
+        self._is_abandoned = True
         self._steps.put(None)
         self._control.break_off()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._end(error)
 
     def _end(self, error: str | None) -> None:
         """Say that the run is over, which a run that hangs or was killed does not; close files."""
-        with suppress(ValueError):  # closed already
-            self._outputs.own.write(kind="end", step=max(self._last_step, 1), error=error)
-        self._outputs.steps.close()
-        self._outputs.own.close()
-        for sink in self._outputs.sinks:
-            sink.close()
+        outputs = self._outputs
+        with self._writing(), suppress(ValueError):  # closed already
+            outputs.own.write(kind="end", step=max(self._last_step, 1), error=error)
+        for close in (outputs.steps.close, outputs.own.close, *(s.close for s in outputs.sinks)):
+            with self._writing():
+                close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Write inside; what fails there is told once, ends what is written, and no training."""
+        try:
+            yield
+        except Exception as error:
+            if self._is_told:
+                return
+            self._is_told = True
+            self._outputs = Outputs(JsonLines(None), JsonLines(None))
+            _LOG.warning(
+                "rank %d: what observe() keeps of the run could not be written, and it writes no "
+                "more: %s: %s",
+                self._control.rank,
+                type(error).__name__,
+                error,
+            )
 
     # -- the thread
     def _run(self) -> None:
         try:
-            while (step := self._steps.get()) is not None:
+            while (step := self._steps.get()) is not None and not self._is_abandoned:
                 self._last_step = step.step
                 self._note(step)
                 self._num_taken += 1
                 if self._num_taken <= _FIRST_STEPS or self._num_taken % self._every == 0:
                     self._tell(step.step)
-            if self._waiting:
+            if self._waiting and not self._is_abandoned:
                 self._tell(self._last_step)
         except BaseException as error:
             self._error = error
@@ -190,7 +220,8 @@ class Gatherer:
             )
 
     def _write_own(self, **line: Any) -> None:
-        self._outputs.own.write(**line)
+        with self._writing():
+            self._outputs.own.write(**line)
         self._on_own(line)
 
     def _tell(self, step: int) -> None:
@@ -210,17 +241,18 @@ class Gatherer:
         line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for)
         self.latest = line
         if self._control.rank == 0:
-            self._outputs.steps.write(
-                step=step,
-                num_steps=num_steps,
-                at_s=line.at_s,
-                metrics={name: asdict(value) for name, value in metrics.items()},
-                values=line.values,
-                waited_for=waited_for,
-            )
-            for sink in self._outputs.sinks:
-                sink.write(line)
-            self._on_line(line)
+            with self._writing():
+                self._outputs.steps.write(
+                    step=step,
+                    num_steps=num_steps,
+                    at_s=line.at_s,
+                    metrics={name: asdict(value) for name, value in metrics.items()},
+                    values=line.values,
+                    waited_for=waited_for,
+                )
+                for sink in self._outputs.sinks:
+                    sink.write(line)
+                self._on_line(line)
 
 
 def _rows(spans: Sequence[Span], begin_s: float) -> list[list[Any]]:

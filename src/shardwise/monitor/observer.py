@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import exchange_any
 from shardwise.device import MemoryFigures, casts_to_half, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
@@ -81,7 +82,9 @@ def observe(
     exchanges between all ranks, behind the training; every ``detail_every`` steps some
     microseconds for each parameter at each phase. One gloo group.
 
-    **Raises** ConfigError where the model is not sharded, or a number is less than 1.
+    **Raises** ConfigError where the model is not sharded, or a number is less than 1; on all ranks
+    what one could not write in ``output``. Later a full disk or a tracker that fails is logged
+    once, and nothing more is written.
     """
     counts = {"every": every, "detail_every": detail_every, "first_step": first_step}
     for name, value in counts.items():
@@ -96,16 +99,21 @@ def observe(
     facts = facts_of(model, optimizers, hosts, flops_per_token)
     folder = None if output is None else Path(output) / FOLDER
     is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
-    if folder is not None and is_first:
-        write_facts(folder, facts)
-        forget_ranks(folder, len(hosts))
     done = first_step - 1
-    outputs = Outputs(
-        JsonLines(folder / "steps.jsonl" if folder and is_first else None, done),
-        JsonLines(folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None, done),
-        sinks if is_first else (),
-    )
-    doctor = LiveDoctor(facts, folder if is_first else None, done)
+
+    made: list[tuple[Outputs, LiveDoctor]] = []
+
+    def open_files() -> None:
+        if folder is not None and is_first:
+            write_facts(folder, facts)
+            forget_ranks(folder, len(hosts))
+        steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
+        path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
+        outputs = Outputs(steps, JsonLines(path, done), sinks if is_first else ())
+        made.append((outputs, LiveDoctor(facts, folder if is_first else None, done)))
+
+    on_all_ranks(control, open_files)
+    ((outputs, doctor),) = made
     hooks = (doctor.look, doctor.note) if is_first else ()
     gatherer = Gatherer(control, facts, outputs, every, *hooks)
     return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)
@@ -169,6 +177,7 @@ class Observation:
             last = each is self._optimizers[-1]
             after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
             self._open.callback(after.remove)
+        self._gatherer.start()
         self._recorder.on_error = self._look_at_error
         self._recorder.cut()
         return self
@@ -176,9 +185,11 @@ class Observation:
     def close(self) -> None:
         """End: the figures of all steps are told and written. **Raises** what went wrong."""
         self._open.close()
-        self._hand_over()
-        self._gatherer.finish()
-        self._doctor.close()
+        try:
+            self._hand_over()
+        finally:
+            self._gatherer.finish()
+            self._doctor.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -211,11 +222,16 @@ class Observation:
         Optimizer steps inside are not counted, and the time does not pass.
         """
         before, self._is_paused = self._is_paused, True
+        passes = _num_passes(self._parts)
         try:
             with self._recorder.paused():
                 yield
         finally:
             self._is_paused = before
+            if not before:
+                now = _num_passes(self._parts)
+                begun, reduced = (after - n for after, n in zip(now, passes, strict=True))
+                self._num_passes = self._num_passes[0] + begun, self._num_passes[1] + reduced
 
     def log(self, **values: float) -> None:
         """Keep figures of the loop's own with a step: loss, learning rate.
@@ -223,7 +239,8 @@ class Observation:
         With the step under way, once a forward pass of it has begun; before that with the last one.
         """
         last = None if self._recorder.has_begun else self._over
-        (self._values if last is None else last.values).update(values)
+        told = {name: float(value) for name, value in values.items()}  # a tensor is waited for
+        (self._values if last is None else last.values).update(told)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._num_observed % _CHECKED_EVERY == 1 or self._logged_bad:

@@ -98,7 +98,7 @@ class SpanRecorder:
         self._casts_to_half = casts_to_half
         self._host_clock = clock
         self._paused_s = 0.0  # in all; the recorder's time stands still meanwhile
-        self._is_paused = False
+        self._stopped_s: float | None = None  # when the pause began that is under way
         self._device = device
         self._events: list[Event] = []
         self._works: list[Work] = []
@@ -110,19 +110,25 @@ class SpanRecorder:
         self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
 
     def _clock(self) -> float:
-        return self._host_clock() - self._paused_s
+        now_s = self._host_clock() if self._stopped_s is None else self._stopped_s
+        return now_s - self._paused_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave out what is done inside, and its time; the device's own time of this step too."""
-        was_paused, self._is_paused = self._is_paused, True
-        begin_s, self._first = self._host_clock(), None
+        was_stopped_s, now_s = self._stopped_s, self._host_clock()
+        self._stopped_s = now_s if was_stopped_s is None else was_stopped_s
+        self._first = None
         try:
             yield
         finally:
-            self._is_paused = was_paused
-            if not was_paused:
-                self._paused_s += self._host_clock() - begin_s
+            if was_stopped_s is None:
+                self._paused_s += self._host_clock() - self._stopped_s
+            self._stopped_s = was_stopped_s
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._stopped_s is not None
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
@@ -135,7 +141,7 @@ class SpanRecorder:
         self._note(False, line, phase, unit)
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
-        if self._is_paused:
+        if self._is_paused and line == MAIN:  # other threads go on, and end what they began
             return
         moment = self._now() if line == MAIN else None
         self._events.append(Event(self._clock(), enters, line, phase, unit, moment))
@@ -197,14 +203,16 @@ class SpanRecorder:
 
 
 def num_tokens(args: Any, kwargs: Any) -> int:
-    """Return the elements of the first tensor of integers that a model was called with, else 0.
+    """Return the elements of ``input_ids``, or of the first tensor of integers, else 0.
 
-    Its dims are the batch and the sequence; integers of one dim are labels of something else.
+    Its dims are the batch and the sequence. Integers of one dim are labels of something else,
+    booleans are masks.
     """
-    for value in (*args, *kwargs.values()):
-        is_ids = hasattr(value, "is_floating_point") and value.ndim >= 2
-        if is_ids and not value.is_floating_point() and not value.is_complex():
-            return int(value.numel())
+    for value in (kwargs.get("input_ids"), *args, *kwargs.values()):
+        if hasattr(value, "is_floating_point") and value.ndim >= 2:
+            is_mask = str(value.dtype) == "torch.bool"
+            if not (is_mask or value.is_floating_point() or value.is_complex()):
+                return int(value.numel())
     return 0
 
 
