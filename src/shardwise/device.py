@@ -99,14 +99,6 @@ def memory_figures(device: torch.device) -> MemoryFigures:
     return MemoryFigures(peak, peak, memory_in_use_bytes(device), total_host_bytes())
 
 
-def casts_to_half() -> bool:
-    """Tell whether torch.autocast is on, for any device, and casts to float16."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu", "cpu" if accelerator is None else accelerator.type}
-    on = filter(torch.is_autocast_enabled, kinds)
-    return any(torch.get_autocast_dtype(kind) == torch.float16 for kind in on)
-
-
 def name_of(device: torch.device) -> str:
     """Return the name of the device's model, e.g. "NVIDIA H100"; of the CPU, "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

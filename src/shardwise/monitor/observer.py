@@ -18,7 +18,7 @@ import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import exchange_any
-from shardwise.device import MemoryFigures, casts_to_half, memory_figures
+from shardwise.device import MemoryFigures, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import core_wait_s
@@ -146,7 +146,7 @@ class Observation:
         self._over: ObservedStep | None = None
         self._told: BaseException | None = None  # the last error that was told of
         self._moments: list[dict[str, Any]] = []
-        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=casts_to_half)
+        self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
         self._core_wait_s = core_wait_s()
         self._checks = False  # gradients, in this step
         self._bad_gradients: list[str] = []
@@ -316,6 +316,16 @@ class Observation:
             self._state = state_bytes(self._optimizers)
         now = owned_bytes(self._parts, self._optimizers, self._state)
         self._moments.append({"phase": phase, "unit": unit, "owned": now})
+
+
+def _casts_to_half() -> bool:
+    """Tell whether torch.autocast is on, for any device, and casts to float16."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    return any(
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        for kind in kinds
+    )
 
 
 def _num_passes(parts: Parts) -> tuple[int, int]:

@@ -253,7 +253,7 @@ def slow_pair(run: RunRecord) -> list[Finding]:
     if pair is None or len(found[pair]) < _LINK_LINES * len(lines):
         return []
     ms, others = (median(values) for values in zip(*found[pair], strict=True))
-    if ms < _TIMES_CORE_WAIT * 1e3 * core_wait_s(run, lines) and is_cpu(facts):
+    if ms < 1e3 * core_wait_s(run, lines) and is_cpu(facts):
         raise NotEnough("cores of their own for the ranks: they wait for cores as much")
     one, other = pair
     where = _hosts_of(facts, pair)
@@ -291,7 +291,7 @@ def _slow_by_waits(run: RunRecord) -> list[Finding]:
         far, near, whole_ms = median(apart), median(within), 1e3 * step_s(lines)
         if far < max(_SLOW_LINK * whole_ms, 1e3 * noise_s(run.facts)):
             continue
-        if far < _TIMES_OTHERS * near or far < _TIMES_CORE_WAIT * 1e3 * core_wait_s(run, lines):
+        if far < _TIMES_OTHERS * near or far < 1e3 * core_wait_s(run, lines):
             continue
         return [
             finding(

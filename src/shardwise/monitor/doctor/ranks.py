@@ -105,7 +105,7 @@ def data_loader(run: RunRecord) -> list[Finding]:
     slow = [n for n in lines if n.metrics[DATA_S].max > _DATA * n.metrics[STEP_S].median]
     if data_s < max(_DATA * whole_s, noise_s(run.facts)) or len(slow) < _SLOW_LINES * len(lines):
         return []
-    if is_cpu(run.facts) and data_s < _TIMES_CORE_WAIT * core_wait_s(run, lines):
+    if is_cpu(run.facts) and data_s < core_wait_s(run, lines):
         raise NotEnough("cores of their own for the ranks: they wait for cores as much")
     typical_s = typical(lines, DATA_S)
     rank = same_rank(lines, DATA_S, "max")
