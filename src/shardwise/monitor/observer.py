@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.comm.control import exchange_any
+from shardwise.comm.control import Control, exchange_any
 from shardwise.device import MemoryFigures, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
@@ -98,25 +98,32 @@ def observe(
     hosts = [row.decode() for row in exchange_any(control, here().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
     folder = None if output is None else Path(output) / FOLDER
-    is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
     done = first_step - 1
+    outputs, doctor = _open(control, facts, folder, done, sinks)
+    hooks = (doctor.look, doctor.note) if control.rank == 0 else ()
+    gatherer = Gatherer(control, facts, outputs, every, *hooks)
+    return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)
 
+
+def _open(
+    control: Control, facts: RunFacts, folder: Path | None, done: int, sinks: Sequence[Sink]
+) -> tuple[Outputs, LiveDoctor]:
+    """Open the files of every rank; a rank that cannot is an error on all of them."""
+    is_first, is_kept = control.rank == 0, control.rank < _MAX_RANKS_WITH_LINES
     made: list[tuple[Outputs, LiveDoctor]] = []
 
     def open_files() -> None:
         if folder is not None and is_first:
             write_facts(folder, facts)
-            forget_ranks(folder, len(hosts))
+            forget_ranks(folder, facts.num_ranks)
         steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
         path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
         outputs = Outputs(steps, JsonLines(path, done), sinks if is_first else ())
         made.append((outputs, LiveDoctor(facts, folder if is_first else None, done)))
 
     on_all_ranks(control, open_files)
-    ((outputs, doctor),) = made
-    hooks = (doctor.look, doctor.note) if is_first else ()
-    gatherer = Gatherer(control, facts, outputs, every, *hooks)
-    return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)
+    (opened,) = made
+    return opened
 
 
 class Observation:
