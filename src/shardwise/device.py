@@ -77,7 +77,6 @@ class MemoryFigures:
 
     peak_bytes: int
     reserved_bytes: int
-    now_bytes: int
     capacity_bytes: int
     num_retries: int = 0
     num_ooms: int = 0
@@ -90,13 +89,12 @@ def memory_figures(device: torch.device) -> MemoryFigures:
         return MemoryFigures(
             told.get("allocated_bytes.all.peak", 0),
             told.get("reserved_bytes.all.peak", 0),
-            told.get("allocated_bytes.all.current", 0),
             torch.cuda.get_device_properties(device).total_memory,
             told.get("num_alloc_retries", 0),
             told.get("num_ooms", 0),
         )
     peak = peak_memory_bytes(device)
-    return MemoryFigures(peak, peak, memory_in_use_bytes(device), total_host_bytes())
+    return MemoryFigures(peak, peak, total_host_bytes())
 
 
 def name_of(device: torch.device) -> str:

@@ -184,18 +184,16 @@ def _phases(now: Snapshot) -> Table:
 
 def _memory(now: Snapshot) -> list[RenderableType]:
     """Return the memory of the rank that had the most in its newest sampled step."""
-    sampled = dict(now.record.lines("memory"))
-    if not sampled:
+    from shardwise.monitor.report.step_pictures import largest_memory, name_of_kind
+
+    most = largest_memory(now.record)
+    if most is None:
         return []
     from rich.text import Text
 
     from shardwise.cli.tables import make_table, printable
-    from shardwise.monitor.report.step_pictures import memory_of, name_of_kind
     from shardwise.quantities import format_bytes
 
-    is_process = now.record.facts.device == "cpu"
-    found = [memory_of(rank, line, is_process) for rank, line in sampled.items()]
-    most = max(found, key=lambda memory: memory.peak_bytes)
     kinds = most.moments[most.peak][2]
     whole = most.peak_bytes or 1
     title = f"memory of rank {most.rank}, step {most.step:,}, at its peak"

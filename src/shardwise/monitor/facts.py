@@ -1,8 +1,8 @@
 """What runs, asked of a sharded model once: its units, its mesh, its device."""
 
 import platform
-import socket
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import prod
@@ -48,18 +48,7 @@ def facts_of(
         bucket_bytes=config.bucket_bytes,
         prefetch_bytes=config.prefetch_bytes,
         units=tuple(
-            UnitFacts(
-                unit.name,
-                unit.class_name,
-                unit.num_params,
-                unit.numel,
-                unit.full_bytes,
-                unit.rank_bytes,
-                unit.padding_bytes,
-                unit.dtype,
-                unit.layout,
-                unit.home,
-            )
+            UnitFacts(**{f.name: getattr(unit, f.name) for f in fields(UnitFacts)})
             for unit in described
         ),
         hosts=tuple(hosts),
@@ -84,11 +73,6 @@ def degrees_of(parts: Parts) -> dict[str, int]:
     axes += [axis for u in parts.units for p in u.params for axis in p.cut.own_axes]
     axes += [stages for each in parts.comms if (stages := each.axes.stages) is not None]
     return {axis.name: axis.size for axis in axes}
-
-
-def here() -> str:
-    """Return the name of this host."""
-    return socket.gethostname()
 
 
 def _flops_per_token(units: Sequence[Unit]) -> float:

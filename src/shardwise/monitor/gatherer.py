@@ -33,6 +33,7 @@ from shardwise.monitor.metrics import (
 )
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of
+from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
 _FIRST_STEPS = 10  # each of which is told by itself
@@ -196,7 +197,7 @@ class Gatherer:
         spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
         step_s = recorded.end_s - recorded.begin_s
-        beside = [span for span in spans if span.line != "main" and "." not in span.line]
+        beside = [span for span in spans if span.line != MAIN and "." not in span.line]
         timed = [*on_device, *beside] if on_device else spans
         figures = {**step_metrics(timed, step_s, recorded.num_tokens), **step.figures}
         if self._facts.peak_flops and TOKENS_PER_S in figures:
@@ -242,14 +243,7 @@ class Gatherer:
         self.latest = line
         if self._control.rank == 0:
             with self._writing():
-                self._outputs.steps.write(
-                    step=step,
-                    num_steps=num_steps,
-                    at_s=line.at_s,
-                    metrics={name: asdict(value) for name, value in metrics.items()},
-                    values=line.values,
-                    waited_for=waited_for,
-                )
+                self._outputs.steps.write(**asdict(line))
                 for sink in self._outputs.sinks:
                     sink.write(line)
                 self._on_line(line)

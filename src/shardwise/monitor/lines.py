@@ -64,11 +64,18 @@ def _cut(path: Path, last_step: int) -> None:
     cut_path.replace(path)
 
 
-def _step_of(line: str) -> int:
+def _parse(text: str) -> Mapping[str, Any] | None:
+    """Return the values of a line; None where it is not whole, or of no step."""
     try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else 0
+        line: Mapping[str, Any] = json.loads(text)
+        return line if text.endswith("\n") and int(line["step"]) else None
     except (ValueError, TypeError, KeyError):
-        return 0
+        return None
+
+
+def _step_of(text: str) -> int:
+    line = _parse(text)
+    return 0 if line is None else int(line["step"])
 
 
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -76,9 +83,7 @@ def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if _step_of(line):
-                yield json.loads(line)
+        yield from filter(None, map(_parse, file))
 
 
 def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[str, Any]]:
@@ -96,4 +101,4 @@ def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[
             if text.endswith("\n"):
                 newest.get(match[1] if match else "", found).append((number, text))
     kept = sorted([*found, *(each for lines in newest.values() for each in lines)])
-    return [json.loads(text) for _, text in kept if _step_of(text)]
+    return [line for _, text in kept if (line := _parse(text))]

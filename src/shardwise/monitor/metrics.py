@@ -60,7 +60,6 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
     seconds: dict[str, float] = defaultdict(float)
     comm: dict[str, list[Interval]] = defaultdict(list)
     busy: list[Interval] = []
-    at_work: list[Interval] = []
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
     for span in spans:
@@ -77,7 +76,6 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
             sent += span.num_bytes
             num_collectives += 1
         elif span.line not in (MAIN, "device"):
-            at_work.append(when)
             seconds[f"behind {span.phase}"] += span.seconds
     whole = [when for kind in comm.values() for when in kind]
     comm_s, exposed_s = length(whole), length_outside(whole, busy)

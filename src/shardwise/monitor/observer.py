@@ -9,8 +9,10 @@ a loss scaler skips is part of the next one, which then had two backward passes 
 
 import logging
 import math
+import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,7 +24,7 @@ from shardwise.device import MemoryFigures, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import core_wait_s
-from shardwise.monitor.facts import facts_of, here
+from shardwise.monitor.facts import facts_of
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradients import bad_gradients
@@ -42,7 +44,7 @@ from shardwise.monitor.metrics import (
     RETRIES,
     SKIPPED_STEPS,
 )
-from shardwise.monitor.oom import as_json, explain_out_of_memory, is_out_of_memory
+from shardwise.monitor.oom import explain_out_of_memory, is_out_of_memory
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.names import MAIN
@@ -95,7 +97,7 @@ def observe(
         raise ConfigError("optimizer: expected one, or a list of them, got an empty list")
     parts = Parts(model)
     control = parts.first.open_control()
-    hosts = [row.decode() for row in exchange_any(control, here().encode())]
+    hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
     folder = None if output is None else Path(output) / FOLDER
     done = first_step - 1
@@ -149,7 +151,6 @@ class Observation:
         self._num_passes = _num_passes(parts)
         self._values: dict[str, float] = {}
         self._state: Mapping[tuple[str, str, str], int] | None = None
-        self._is_paused = False
         self._over: ObservedStep | None = None
         self._told: BaseException | None = None  # the last error that was told of
         self._moments: list[dict[str, Any]] = []
@@ -228,14 +229,12 @@ class Observation:
 
         Optimizer steps inside are not counted, and the time does not pass.
         """
-        before, self._is_paused = self._is_paused, True
-        passes = _num_passes(self._parts)
+        is_inner, passes = self._recorder.is_paused, _num_passes(self._parts)
         try:
             with self._recorder.paused():
                 yield
         finally:
-            self._is_paused = before
-            if not before:
+            if not is_inner:
                 now = _num_passes(self._parts)
                 begun, reduced = (after - n for after, n in zip(now, passes, strict=True))
                 self._num_passes = self._num_passes[0] + begun, self._num_passes[1] + reduced
@@ -262,7 +261,7 @@ class Observation:
 
     def _after_step(self, is_last: bool) -> None:
         self._recorder.leave(MAIN, "step", "")
-        if not is_last or self._is_paused:
+        if not is_last or self._recorder.is_paused:
             return
         self._step += 1
         self._num_observed += 1
@@ -314,7 +313,7 @@ class Observation:
         place = (rank, self._step + 1, phase, unit)
         told = explain_out_of_memory(error, self.facts, owned, place, capacity)
         _LOG.error("shardwise: %s", told)
-        self._gatherer.note(kind="out_of_memory", **as_json(told))
+        self._gatherer.note(kind="out_of_memory", **asdict(told))
 
     def _look_at_memory(self, phase: str, unit: str) -> None:
         if phase.removesuffix("_end") not in _MOMENTS:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import torch
 
@@ -159,12 +158,3 @@ def _ways(facts: RunFacts, owned: OwnedBytes) -> list[tuple[str, int, str]]:
         ('offload="cpu"', state + shards + kinds.get("grad_shards", 0), "slices travel each step"),
     ]
     return found
-
-
-def as_json(told: OutOfMemory) -> dict[str, Any]:
-    """Return it as values of JSON."""
-    return {
-        **vars(told),
-        "blocks": [list(block) for block in told.blocks],
-        "fixes": [vars(fix) for fix in told.fixes],
-    }

@@ -127,7 +127,8 @@ class SpanRecorder:
             self._stopped_s = was_stopped_s
 
     @property
-    def _is_paused(self) -> bool:
+    def is_paused(self) -> bool:
+        """Tell whether what is done now is left out."""
         return self._stopped_s is not None
 
     def enter(self, line: str, phase: str, unit: str) -> None:
@@ -141,7 +142,7 @@ class SpanRecorder:
         self._note(False, line, phase, unit)
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
-        if self._is_paused and line == MAIN:  # other threads go on, and end what they began
+        if self.is_paused and line == MAIN:  # other threads go on, and end what they began
             return
         moment = self._now() if line == MAIN else None
         self._events.append(Event(self._clock(), enters, line, phase, unit, moment))
@@ -166,7 +167,7 @@ class SpanRecorder:
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
         """Note that a collective begins; call what is returned when it is over."""
-        is_paused, began, begin_s = self._is_paused, self._now(), self._clock()
+        is_paused, began, begin_s = self.is_paused, self._now(), self._clock()
         ended = None
         if began is not None and self._device is not None:
             ended = self._device.when_over(works)
@@ -184,7 +185,7 @@ class SpanRecorder:
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Count the tokens of what the model is called with."""
-        if not self._is_paused:
+        if not self.is_paused:
             self._num_tokens += num_tokens(args, kwargs)
             self.in_half = self.in_half or self._casts_to_half()
 

@@ -16,7 +16,7 @@ from shardwise.monitor.report.curves import metric_curve, not_numbers, value_cur
 from shardwise.monitor.report.pictures import Curve, curves_svg, time_svg
 from shardwise.monitor.report.step_pictures import (
     MemoryOfStep,
-    memory_of,
+    largest_memory,
     memory_svg,
     name_of_kind,
     timeline_svg,
@@ -170,7 +170,7 @@ def _is_worth_a_picture(curves: Sequence[Curve]) -> bool:
 
 def _part(run: ShownRun, divisor: int) -> _Part:
     record = run.record
-    memory = _largest_memory(record)
+    memory = largest_memory(record)
     planned, drawn = None, ""
     if memory is not None:
         if run.plan is not None:
@@ -187,16 +187,6 @@ def _part(run: ShownRun, divisor: int) -> _Part:
         [] if memory is None else _units_at_peak(memory),
         _timeline(run, divisor),
     )
-
-
-def _largest_memory(record: RunRecord) -> MemoryOfStep | None:
-    """Return the memory of the newest sampled step, of the rank that had the most."""
-    newest = dict(record.lines("memory"))
-    if not newest:
-        return None
-    is_process = record.facts.device == "cpu"
-    found = [memory_of(rank, line, is_process) for rank, line in newest.items()]
-    return max(found, key=lambda memory: memory.peak_bytes)
 
 
 def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:

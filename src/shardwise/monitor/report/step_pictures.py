@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from shardwise import svg
+from shardwise.monitor.record import RunRecord
 from shardwise.monitor.report.colours import OTHER, colour_of_kind, colour_of_phase
 from shardwise.monitor.timeline import place_of
 from shardwise.names import name_of_unit
@@ -70,6 +71,16 @@ def memory_of(rank: int, line: Mapping[str, Any], is_process: bool) -> MemoryOfS
     ]
     whole = max(sum(m["device"].values()) + m["other"] for m in rows) if is_process else 0
     return MemoryOfStep(rank, line["step"], moments, line["units"]["device"], line["peak"], whole)
+
+
+def largest_memory(record: RunRecord) -> MemoryOfStep | None:
+    """Return the memory of the newest sampled step, of the rank that had the most."""
+    newest = dict(record.lines("memory"))
+    if not newest:
+        return None
+    is_process = record.facts.device == "cpu"
+    found = [memory_of(rank, line, is_process) for rank, line in newest.items()]
+    return max(found, key=lambda memory: memory.peak_bytes)
 
 
 def memory_svg(

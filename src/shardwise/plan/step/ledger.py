@@ -7,7 +7,21 @@ from shardwise.plan.step.program import OpPhase, Program
 
 
 @dataclass(frozen=True)
-class Ledger:
+class _Lines:
+    """Bytes line by line: each field is one."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all lines."""
+        return sum(self.lines().values())
+
+    def lines(self) -> dict[str, int]:
+        """Return the lines by name, in the order of the fields."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class Ledger(_Lines):
     """Bytes that one rank's device allocator holds for tensors; lines add up to ``total``.
 
     ``param_shards`` are the persistent slices with padding, ``param_full`` full copies beyond
@@ -31,18 +45,9 @@ class Ledger:
     inputs: int = 0
     buffers: int = 0
 
-    @property
-    def total(self) -> int:
-        """Sum of all lines."""
-        return sum(self.lines().values())
-
-    def lines(self) -> dict[str, int]:
-        """Return the lines by name, in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
 
 @dataclass(frozen=True)
-class Away:
+class Away(_Lines):
     """Bytes of one rank off the device, on the host or in files; lines add up to ``total``.
 
     ``grad_shards`` are the memory of reduced gradients, ``more_grads`` what those of a further
@@ -56,15 +61,6 @@ class Away:
     optimizer_state: int = 0
     inputs: int = 0
     disk_buffers: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of all lines."""
-        return sum(self.lines().values())
-
-    def lines(self) -> dict[str, int]:
-        """Return the lines by name, in the order of the fields."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)
