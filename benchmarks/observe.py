@@ -86,8 +86,8 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=16, help="of a round")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=100, help="of a round")
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as output:

@@ -57,12 +57,14 @@ def cores_of(cpulist: Path) -> set[int]:
     return set()
 
 
-def core_wait_s() -> float:
-    """Return how long the calling thread has waited for a core since it began; 0 if nobody tells.
+def core_wait_s(thread: int) -> float:
+    """Return how long a thread of this process has waited for a core; 0 if nobody tells.
+
+    ``thread`` is its `threading.get_native_id`. Counts from its begin.
 
     **Source** Linux, Documentation/scheduler/sched-stats.rst: time on the run queue, in ns.
     """
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -74,8 +74,10 @@ class Tracer:
         labels = torch.autograd._profiler_enabled()
         if not labels and self.recorder is None:
             return _NO_SPAN
-        label = _label(phase, units) if labels else _NO_SPAN
-        return label if self.recorder is None else _Told(self.recorder, line, phase, units, label)
+        label = _label(phase, units) if labels else None
+        if self.recorder is None:
+            return label or _NO_SPAN
+        return _Told(self.recorder, line, phase, units, label)
 
     def mark_begin(self, phase: str, unit: str) -> None:
         """Say that a phase begins that another call ends; see Note [Marks]."""
@@ -105,18 +107,20 @@ class _Told:
         line: str,
         phase: str,
         units: tuple[str, ...],
-        label: AbstractContextManager[object],
+        label: AbstractContextManager[object] | None,
     ) -> None:
         self._recorder, self._line, self._phase, self._label = recorder, line, phase, label
         self._unit = join_units(units)
 
     def __enter__(self) -> None:
-        self._label.__enter__()
+        if self._label is not None:
+            self._label.__enter__()
         self._recorder.enter(self._line, self._phase, self._unit)
 
     def __exit__(self, *error: Any) -> None:
         self._recorder.leave(self._line, self._phase, self._unit)
-        self._label.__exit__(*error)
+        if self._label is not None:
+            self._label.__exit__(*error)
 
 
 def _label(phase: str, units: tuple[str, ...]) -> AbstractContextManager[object]:

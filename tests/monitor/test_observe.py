@@ -167,6 +167,28 @@ def write_too_much(rank: int, world_size: int, output: str) -> list[str]:
     return heard
 
 
+def raises_after_its_steps(rank: int, world_size: int, output: str) -> None:
+    model = shard(Checkpointed(), stage=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with (
+        pytest.raises(ZeroDivisionError),
+        observe(model, optimizer, output, detail_every=STEPS) as run,
+    ):
+        train(model, optimizer, run, rank)
+        run.log(loss=1 / 0)
+
+
+def test_a_run_that_raises_keeps_what_each_rank_saw_of_steps_whose_line_was_not_due(
+    tmp_path: Path,
+) -> None:
+    run_ranks(raises_after_its_steps, 1, str(tmp_path))
+    record = read_run(tmp_path)
+    assert record.steps[-1].step == 10
+    (*_, (_, last)) = record.lines("timeline")
+    assert last["step"] == STEPS
+    assert [line["error"] for _, line in record.lines("end")] == ["ZeroDivisionError"]
+
+
 def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_no_training(tmp_path: Path) -> None:
     first, *others = run_ranks(write_too_much, 3, str(tmp_path))
     assert (

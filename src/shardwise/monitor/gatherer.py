@@ -2,7 +2,8 @@
 
 Note [What the training waits for]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Nothing: it appends events to a list, and hands the list over at the end of a step. This thread
+Nothing: it appends events to a list, and hands the lists of some steps over together, as a thread
+that wakes after each short step takes Python's lock from the training more often. This thread
 makes spans and figures of them, tells the other ranks its own in exchanges on a group of its own
 (a training collective is never behind one), and writes. All ranks exchange after the same steps, as
 they count them alike. If that fails, the next step or the end of the run raises. What cannot be
@@ -33,10 +34,12 @@ from shardwise.monitor.metrics import (
 )
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of
+from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
 _FIRST_STEPS = 10  # each of which is told by itself
+_LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
 
@@ -87,6 +90,7 @@ class Gatherer:
         facts: RunFacts,
         outputs: Outputs,
         every: int,
+        standing: Standing,
         on_line: Callable[[StepLine], None] = lambda line: None,
         on_own: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
@@ -95,9 +99,14 @@ class Gatherer:
         self._facts = facts
         self._outputs = outputs
         self._every = every
+        self._standing = standing
         self._on_line = on_line
         self._on_own = on_own
-        self._steps: queue.SimpleQueue[ObservedStep | None] = queue.SimpleQueue()
+        self._taken: list[ObservedStep] = []  # and not yet handed over
+        self._handed_over_s = 0.0
+        self._is_in_line = False  # of the steps taken, the last one's line is not told yet
+        self._batches: queue.SimpleQueue[tuple[list[ObservedStep], bool] | None]
+        self._batches = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._waiting: list[dict[str, float]] = []
         self._waited_for: Counter[int] = Counter()
@@ -115,8 +124,20 @@ class Gatherer:
     def take(self, step: ObservedStep) -> None:
         """Take a step over; none after an error. **Raises** what went wrong with an earlier one."""
         self.raise_once()
-        if self._thread.is_alive():
-            self._steps.put(step)
+        if not self._thread.is_alive():
+            return
+        self._taken.append(step)
+        self._num_taken += 1
+        ends_line = self._num_taken <= _FIRST_STEPS or self._num_taken % self._every == 0
+        self._is_in_line = not ends_line
+        is_late = time.monotonic() - self._handed_over_s > _LONG_S
+        if ends_line or is_late or step.bad_gradients:
+            self._hand_over(ends_line)
+
+    def _hand_over(self, ends_line: bool) -> None:
+        taken, self._taken = self._taken, []
+        self._handed_over_s = time.monotonic()
+        self._batches.put((taken, ends_line))
 
     @property
     def rank(self) -> int:
@@ -136,20 +157,27 @@ class Gatherer:
 
     def finish(self) -> None:
         """Return when all that was taken is told and written. **Raises** what went wrong."""
-        self._steps.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._hand_over(ends_line=self._is_in_line)
+        self._stop_thread()
         self._end(None)
         self.raise_once()
 
-    def abandon(self, error: str) -> None:
-        """End without the other ranks, which may never come; figures not told yet are lost."""
+    def abandon(self, error: str, last: ObservedStep | None) -> None:
+        """End without the other ranks, which may never come: no more is told to them.
+
+        ``last`` is a step that was not taken yet.
+        """
+        self._taken += [] if last is None else [last]
         self._is_abandoned = True
-        self._steps.put(None)
+        self._hand_over(ends_line=False)
         self._control.break_off()
+        self._stop_thread()
+        self._end(error)
+
+    def _stop_thread(self) -> None:
+        self._batches.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        self._end(error)
 
     def _end(self, error: str | None) -> None:
         """Say that the run is over, which a run that hangs or was killed does not; close files."""
@@ -181,14 +209,13 @@ class Gatherer:
     # -- the thread
     def _run(self) -> None:
         try:
-            while (step := self._steps.get()) is not None and not self._is_abandoned:
-                self._last_step = step.step
-                self._note(step)
-                self._num_taken += 1
-                if self._num_taken <= _FIRST_STEPS or self._num_taken % self._every == 0:
-                    self._tell(step.step)
-            if self._waiting and not self._is_abandoned:
-                self._tell(self._last_step)
+            while (batch := self._batches.get()) is not None:
+                steps, ends_line = batch
+                for step in steps:
+                    self._last_step = step.step
+                    self._note(step)
+                if ends_line and not self._is_abandoned:
+                    self._tell(self._last_step)
         except BaseException as error:
             self._error = error
 
@@ -227,7 +254,8 @@ class Gatherer:
 
     def _tell(self, step: int) -> None:
         """Exchange the figures since the last time; write them, on rank 0."""
-        mine, num_steps = mean_of(self._waiting), len(self._waiting)
+        num_steps = len(self._waiting)
+        mine = {**mean_of(self._waiting), **self._standing.read(num_steps)}
         longest = self._waited_for.most_common(_MAX_WAITED_FOR)
         told = {"metrics": mine, "waited_for": {r: 1e3 * s / num_steps for r, s in longest}}
         self._waiting, self._waited_for = [], Counter()

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside
+from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
 from shardwise.names import MAIN
 
 GIB, MIB = 2**30, 2**20
@@ -62,22 +62,22 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
     busy: list[Interval] = []
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
-    for span in spans:
-        when = (span.begin_s, span.end_s)
-        if span.line == computes:
-            seconds[span.phase] += span.seconds
-            if span.phase not in IDLE:
-                busy.append(when)
-        elif "." in span.line:
-            comm[span.phase].append(when)
-            axis = span.line.partition(".")[0]
-            axes[axis_s(axis)] += span.seconds
-            axes[axis_mib(axis)] += span.num_bytes / MIB
-            sent += span.num_bytes
+    for line, phase, _, begin_s, end_s, num_bytes in spans:
+        if line == computes:
+            seconds[phase] += end_s - begin_s
+            if phase not in IDLE:
+                busy.append((begin_s, end_s))
+        elif "." in line:
+            comm[phase].append((begin_s, end_s))
+            axis = line.partition(".")[0]
+            axes[axis_s(axis)] += end_s - begin_s
+            axes[axis_mib(axis)] += num_bytes / MIB
+            sent += num_bytes
             num_collectives += 1
-        elif span.line not in (MAIN, "device"):
-            seconds[f"behind {span.phase}"] += span.seconds
-    whole = [when for kind in comm.values() for when in kind]
+        elif line not in (MAIN, "device"):
+            seconds[f"behind {phase}"] += end_s - begin_s
+    busy = union(busy)
+    whole = union(when for kind in comm.values() for when in kind)
     comm_s, exposed_s = length(whole), length_outside(whole, busy)
     # What blocks without work of its own is communication too: small exchanges between ranks.
     exchange_s = seconds["exchange"]
@@ -139,10 +139,6 @@ def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
 
 
 def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each figure over the steps that tell it; of ``memory/`` the last."""
+    """Return the mean of each figure over the steps that tell it."""
     names = dict.fromkeys(name for step in steps for name in step)
-    found = {}
-    for name in names:
-        told = [step[name] for step in steps if name in step]
-        found[name] = told[-1] if name.startswith("memory/") else statistics.fmean(told)
-    return found
+    return {name: statistics.fmean(step[name] for step in steps if name in step) for name in names}

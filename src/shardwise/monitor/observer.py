@@ -20,10 +20,8 @@ import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import Control, exchange_any
-from shardwise.device import MemoryFigures, memory_figures
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
-from shardwise.host import core_wait_s
 from shardwise.monitor.facts import facts_of
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
@@ -33,20 +31,13 @@ from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
-    CORE_WAIT_S,
-    GIB,
     IN_HALF,
-    MAX_ACTIVE_GIB,
-    MAX_ACTIVE_SHARE,
-    MAX_RESERVED_GIB,
-    OOMS,
-    PADDING_SHARE,
-    RETRIES,
     SKIPPED_STEPS,
 )
 from shardwise.monitor.oom import explain_out_of_memory, is_out_of_memory
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
 from shardwise.monitor.spans import SpanRecorder
+from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
 
 T = TypeVar("T")
@@ -103,7 +94,8 @@ def observe(
     done = first_step - 1
     outputs, doctor = _open(control, facts, folder, done, sinks)
     hooks = (doctor.look, doctor.note) if control.rank == 0 else ()
-    gatherer = Gatherer(control, facts, outputs, every, *hooks)
+    standing = Standing(facts, parts.comm.device)
+    gatherer = Gatherer(control, facts, outputs, every, standing, *hooks)
     return Observation(parts, optimizers, facts, gatherer, doctor, done, detail_every)
 
 
@@ -155,7 +147,6 @@ class Observation:
         self._told: BaseException | None = None  # the last error that was told of
         self._moments: list[dict[str, Any]] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
-        self._core_wait_s = core_wait_s()
         self._checks = False  # gradients, in this step
         self._bad_gradients: list[str] = []
         self._open = ExitStack()
@@ -207,7 +198,7 @@ class Observation:
             return self.close()
         self._look_at_error(error, *self._recorder.now_in())
         self._open.close()
-        self._gatherer.abandon(type(error).__name__)  # other ranks may never come
+        self._gatherer.abandon(type(error).__name__, self._over)
         self._doctor.close()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
@@ -290,17 +281,12 @@ class Observation:
     def _figures(self) -> dict[str, float]:
         before, self._num_passes = self._num_passes, _num_passes(self._parts)
         begun, reduced = (now - was for now, was in zip(self._num_passes, before, strict=True))
-        told = memory_figures(self._parts.comm.device)
-        waited_s, self._core_wait_s = self._core_wait_s, core_wait_s()
         checked = {BAD_GRADIENTS: float(len(self._bad_gradients))} if self._checks else {}
         return {
             **checked,
-            CORE_WAIT_S: self._core_wait_s - waited_s,
             IN_HALF: float(self._recorder.in_half),
             # `fully_shard` does not see that gradients go, so there all passes count.
             SKIPPED_STEPS: max((begun or reduced) - 1, 0),
-            PADDING_SHARE: 100 * self.facts.padding_share,
-            **_memory_metrics(told),
         }
 
     def _look_at_error(self, error: BaseException, phase: str, unit: str) -> None:
@@ -338,16 +324,6 @@ def _num_passes(parts: Parts) -> tuple[int, int]:
     """Return how many passes have begun without gradients, and how many were reduced."""
     engines = parts.engines
     return max(e.num_begun for e in engines), max(e.num_reduced for e in engines)
-
-
-def _memory_metrics(told: MemoryFigures) -> dict[str, float]:
-    return {
-        MAX_ACTIVE_GIB: told.peak_bytes / GIB,
-        MAX_RESERVED_GIB: told.reserved_bytes / GIB,
-        MAX_ACTIVE_SHARE: 100 * told.peak_bytes / told.capacity_bytes,
-        RETRIES: told.num_retries,
-        OOMS: told.num_ooms,
-    }
 
 
 def _memory_line(moments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

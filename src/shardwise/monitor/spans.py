@@ -27,8 +27,7 @@ OUTSIDE = "outside"  # what the training thread is in when no phase was entered
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One phase of one unit on one line, in seconds of the rank's clock."""
 
     line: str
@@ -44,15 +43,9 @@ class Span:
         return self.end_s - self.begin_s
 
 
-class Event(NamedTuple):
-    """A phase of a unit is entered or left."""
-
-    at_s: float
-    enters: bool
-    line: str
-    phase: str
-    unit: str
-    moment: DeviceMoment | None
+# A phase of a unit is entered or left: when, whether it is entered, line, phase, unit, and the
+# moment of the device. A plain tuple, as the thread that trains makes hundreds in a step.
+Event = tuple[float, bool, str, str, str, "DeviceMoment | None"]
 
 
 class Work(NamedTuple):
@@ -134,20 +127,24 @@ class SpanRecorder:
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
         self._note(True, line, phase, unit)
+        if self.on_main is not None and line == MAIN and not self.is_paused:
+            self.on_main(phase, unit)
 
     def leave(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase is over."""
         if self.on_error is not None and (error := sys.exc_info()[1]) is not None:
             self.on_error(error, phase, unit)
         self._note(False, line, phase, unit)
+        if self.on_main is not None and line == MAIN and not self.is_paused:
+            self.on_main(f"{phase}_end", unit)
 
     def _note(self, enters: bool, line: str, phase: str, unit: str) -> None:
-        if self.is_paused and line == MAIN:  # other threads go on, and end what they began
-            return
-        moment = self._now() if line == MAIN else None
-        self._events.append(Event(self._clock(), enters, line, phase, unit, moment))
-        if self.on_main is not None and line == MAIN:
-            self.on_main(phase if enters else f"{phase}_end", unit)
+        moment = None
+        if line == MAIN:
+            if self._stopped_s is not None:  # other threads go on, and end what they began
+                return
+            moment = self._now()
+        self._events.append((self._clock(), enters, line, phase, unit, moment))
 
     def _now(self) -> DeviceMoment | None:
         return None if self._device is None or self._first is None else self._device.now()
@@ -155,14 +152,14 @@ class SpanRecorder:
     @property
     def has_begun(self) -> bool:
         """Tell whether a forward pass has begun since the last cut."""
-        return any(event.phase == "forward" for event in self._events)
+        return any(phase == "forward" for _, _, _, phase, _, _ in self._events)
 
     def now_in(self) -> tuple[str, str]:
         """Return the phase and the unit that the main line is in."""
         stack: list[tuple[str, str]] = []
-        for event in self._events:
-            if event.line == MAIN:
-                _follow(stack, event)
+        for _, enters, line, phase, unit, _ in self._events:
+            if line == MAIN:
+                _follow(stack, enters, (phase, unit))
         return stack[-1] if stack else (OUTSIDE, "")
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
@@ -228,11 +225,11 @@ def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) ->
     for line in left_open:
         by_line[line] = []
     for event in recorded.events:
-        by_line[event.line].append(event)
+        by_line[event[2]].append(event)
     found: list[Span] = []
     for line, events in by_line.items():
         stack = left_open.pop(line, [])
-        times = [event.at_s for event in events]
+        times = [event[0] for event in events]
         found += _flat(line, events, times, stack, recorded.begin_s, recorded.end_s)
         if stack and line != MAIN:
             left_open[line] = stack
@@ -249,8 +246,8 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
     first, last = recorded.first, recorded.last
     if first is None or last is None:
         return []
-    events = [e for e in recorded.events if e.line == MAIN and e.moment is not None]
-    times = [e.moment.seconds_since(first) for e in events if e.moment is not None]
+    events = [event for event in recorded.events if event[2] == MAIN and event[5] is not None]
+    times = [moment.seconds_since(first) for *_, moment in events if moment is not None]
     end_s = last.seconds_since(first)
     found = _flat("device", events, times, [], 0.0, end_s)
     works = [
@@ -271,26 +268,27 @@ def _flat(
 ) -> list[Span]:
     """Return the innermost phase at each moment; ``stack`` is what is open, before and after."""
     found: list[Span] = []
-    at_s = begin_s
+    at_s, has_gaps = begin_s, line not in (MAIN, "device")
 
     def close(until_s: float) -> None:
-        if until_s > at_s and (stack or line in (MAIN, "device")):
+        if until_s > at_s and (stack or not has_gaps):
             phase, unit = stack[-1] if stack else (OUTSIDE, "")
             found.append(Span(line, phase, unit, at_s, until_s))
 
-    for event, when_s in zip(events, times, strict=True):
+    for (_, enters, _, phase, unit, _), when_s in zip(events, times, strict=True):
         close(when_s)
         at_s = max(at_s, when_s)
-        _follow(stack, event)
+        _follow(stack, enters, (phase, unit))
     close(end_s)
     return found
 
 
-def _follow(stack: list[tuple[str, str]], event: Event) -> None:
+def _follow(stack: list[tuple[str, str]], enters: bool, key: tuple[str, str]) -> None:
     """Bring what is open up to date; phases of backward end in another order than they began."""
-    key = (event.phase, event.unit)
-    if event.enters:
+    if enters:
         stack.append(key)
+    elif stack and stack[-1] == key:
+        stack.pop()
     elif key in stack:
         del stack[len(stack) - 1 - stack[::-1].index(key)]
 
