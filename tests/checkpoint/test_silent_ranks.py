@@ -28,7 +28,8 @@ VICTIM = 1
 
 
 def short_mesh(world_size: int) -> Any:
-    """Return a mesh whose group waits for a rank for a few seconds only."""
+    """Return a mesh whose group waits for a rank for a few seconds only, once all are there."""
+    dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
     return type(mesh).from_group(group, "cpu", mesh_dim_names=("shard",))
@@ -100,14 +101,13 @@ class Stopped:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
-    """Start all at once: they mostly wait."""
+    """Let all wait at once; none starts beside others, as ranks that start are slow for others."""
     found = {}
     for what in CALLS:
         folder = tmp_path_factory.mktemp(what)
         ranks = start_ranks(call_while_one_is_stopped, 3, what, str(folder))
         found[what] = Stopped(folder, ranks)
-    for one in found.values():
-        one.stop_one()
+        found[what].stop_one()
     return found
 
 

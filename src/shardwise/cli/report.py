@@ -17,7 +17,6 @@ from shardwise.errors import ConfigError, ShardwiseError
 if TYPE_CHECKING:
     from shardwise.monitor.record import RunRecord
     from shardwise.monitor.report.page import ShownRun
-    from shardwise.plan.planned import Planned
 
 _Runs = Annotated[
     list[Path],
@@ -90,36 +89,17 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def _shown(name: str, record: RunRecord, with_plan: bool) -> ShownRun:
+    from shardwise.cli.planned_run import config_of, plan_of_run, with_planned_gains
     from shardwise.monitor.doctor.rules import diagnose
-    from shardwise.monitor.record import folder_of
     from shardwise.monitor.report.page import ShownRun
 
     run = ShownRun(name, record, diagnose(record))
-    config = folder_of(record.path).parent / "config.yaml"
-    if not with_plan or not config.exists():
+    config = config_of(record)
+    if not with_plan or config is None:
         return run
+    run = replace(run, diagnosis=with_planned_gains(run.diagnosis, record))
     try:
-        plan, is_of_device = _plan_of(config, record)
+        plan, is_of_device = plan_of_run(config, record)
     except (ShardwiseError, OSError) as error:
         return replace(run, notes=[f"no plan beside it: {error}"])
     return replace(run, plan=plan, is_planned_device=is_of_device)
-
-
-def _plan_of(config: Path, record: RunRecord) -> tuple[Planned, bool]:
-    """Return the plan of what `shardwise train` ran; and whether it is of the run's own device."""
-    from shardwise.cli.plan_setup import set_up
-    from shardwise.plan.machine.catalogue import find_accelerator
-    from shardwise.plan.planning import plan
-    from shardwise.plan.request import PlanRequest
-
-    facts = record.facts
-    asked = {"ranks": facts.num_ranks}
-    if facts.hosts:
-        asked["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
-    try:
-        device = {"gpu": find_accelerator(facts.device).name}
-    except ConfigError:
-        device = {}
-    setup = set_up(str(config), PlanRequest(**asked, **device))
-    prices = setup.prices_of(setup.candidate)
-    return plan(setup.model, setup.cluster, setup.candidate, prices=prices), bool(device)
