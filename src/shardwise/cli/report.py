@@ -93,11 +93,10 @@ def _shown(name: str, record: RunRecord, with_plan: bool) -> ShownRun:
     from shardwise.monitor.doctor.rules import diagnose
     from shardwise.monitor.report.page import ShownRun
 
-    run = ShownRun(name, record, diagnose(record))
-    config = config_of(record)
+    config, diagnosis = config_of(record), diagnose(record)
     if not with_plan or config is None:
-        return run
-    run = replace(run, diagnosis=with_planned_gains(run.diagnosis, record))
+        return ShownRun(name, record, diagnosis)
+    run = ShownRun(name, record, with_planned_gains(diagnosis, record))
     try:
         plan, is_of_device = plan_of_run(config, record)
     except (ShardwiseError, OSError) as error:
