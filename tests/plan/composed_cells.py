@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import shardwise
-from allocator import traced
+from allocator import AllocatorTrace, traced
 from ranks import HANG_S
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
@@ -87,7 +87,7 @@ def candidate_of(config: TrainConfig, num_ranks: int) -> Candidate:
 
 @dataclass(frozen=True)
 class Measured:
-    """The stage of a rank, and the most bytes that its tensors had in a step."""
+    """The stage of a rank, and the most bytes that its tensors had in a step; 0 if not traced."""
 
     stage: int
     peak: int
@@ -105,11 +105,12 @@ def predict(cell: ComposedCell, num_ranks: int) -> list[Played]:
 
 
 # -- measured, in the ranks
-def measure(cell: ComposedCell, num_ranks: int) -> Measured:
-    """Trace a few steps of this rank."""
+def measure(cell: ComposedCell, num_ranks: int, traces: bool = True) -> Measured:
+    """Take a few steps, and trace them."""
     config, axes = cell.config, cell.config.axes.over(num_ranks)
     torch.manual_seed(0)
-    with traced(skips_transport=True) as allocator, _watched_frees():
+    tracing = traced(skips_transport=True) if traces else nullcontext(AllocatorTrace())
+    with tracing as allocator, _watched_frees():
         with torch.device("meta"):
             model: Any = Decoder(config, config.vocab or 0)
         model = shard_decoder(config, axes, model)
@@ -121,7 +122,8 @@ def measure(cell: ComposedCell, num_ranks: int) -> Measured:
                 _step(config, model, context, pipeline, optimizer)
     # All steps are alike. What another thread frees after all (a garbage collection that begins
     # there) is seen later than it happens, and never earlier: the least peak is the nearest.
-    peak = min(allocator.peak(f"step {number}") for number in range(1, NUM_STEPS))
+    steps = [f"step {number}" for number in range(1, NUM_STEPS)]
+    peak = min(map(allocator.peak, steps)) if traces else 0
     return Measured(axes["pp"].get_local_rank() if config.pp > 1 else 0, peak)
 
 
@@ -191,6 +193,12 @@ def _step(config: TrainConfig, model: Any, context: Any, pipeline: Any, optimize
     optimizer.zero_grad()
 
 
-def measure_all(rank: int, num_ranks: int, cells: Sequence[ComposedCell]) -> list[Measured]:
-    """Return what this rank measures in each cell."""
-    return [measure(cell, num_ranks) for cell in cells]
+def measure_all(
+    rank: int, num_ranks: int, cells: Sequence[ComposedCell], *, traces_all: bool = True
+) -> list[Measured]:
+    """Return what this rank measures in each cell, or only if it is the first one of its stage."""
+    in_stage = [rank % (num_ranks // cell.config.pp) for cell in cells]
+    return [
+        measure(cell, num_ranks, traces=traces_all or number == 0)
+        for cell, number in zip(cells, in_stage, strict=True)
+    ]

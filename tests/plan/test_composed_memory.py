@@ -1,8 +1,11 @@
 """Planned against measured memory of composed runs: tensor, pipeline, context, expert degrees.
 
 The oracle is the allocator's own trace of whole steps on real ranks, on each stage of a pipeline.
-Here every degree and most pairs of them have one cell; ``tests/campaigns/composed.py`` has all.
+Here every degree and most pairs of them have one cell, traced on the first rank of each stage;
+``tests/campaigns/composed.py`` has all, on all ranks.
 """
+
+from functools import partial
 
 import pytest
 
@@ -16,7 +19,6 @@ CELLS = {
         ComposedCell({"cp": 2, "activation_checkpointing": True}),
         ComposedCell({"pp": 2, "accumulation": 3, "stage": 2}),
         ComposedCell({"ep": 2, "vocab": 64, "micro_batch": 4}, mixed=True),
-        ComposedCell({"pp": 2, "accumulation": 4, "pp_schedule": "gpipe"}),
         ComposedCell({"cp": 2, "cp_method": "heads", "kv_heads": 2, "vocab": 64}),
         ComposedCell({"cp": 2, "cp_method": "ring", "kv_heads": 2, "vocab": 64}),
     ],
@@ -24,8 +26,7 @@ CELLS = {
         ComposedCell(
             {"pp": 2, "tp": 2, "accumulation": 3, "precision": "bf16", "pp_schedule": "gpipe"}
         ),
-        ComposedCell({"cp": 2, "tp": 2, "precision": "bf16"}),
-        ComposedCell({"cp": 2, "tp": 2, "ep": 2}, mixed=True),
+        ComposedCell({"cp": 2, "tp": 2, "ep": 2, "precision": "bf16"}, mixed=True),
         ComposedCell({"pp": 2, "ep": 2, "accumulation": 2, "layers": 2, "dense_layers": 0}, True),
         ComposedCell({"pp": 4, "accumulation": 4, "activation_checkpointing": True}),
         ComposedCell(
@@ -34,7 +35,6 @@ CELLS = {
         ComposedCell(
             {"ep": 4, "tp": 2, "micro_batch": 4, "activation_checkpointing": True}, mixed=True
         ),
-        ComposedCell({"ep": 4, "tp": 4, "vocab": 64, "precision": "bf16"}, mixed=True),
     ],
 }
 
@@ -43,9 +43,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("num_ranks", CELLS)
 def test_peaks_of_composed_runs_are_within_a_percent(num_ranks: int) -> None:
-    found = run_ranks(measure_all, num_ranks, CELLS[num_ranks])
-    for number, cell in enumerate(CELLS[num_ranks]):
+    measure = partial(measure_all, traces_all=False)
+    for cell in CELLS[num_ranks]:  # by itself, as groups are kept from call to call
+        found = [rank[0] for rank in run_ranks(measure, num_ranks, [cell])]
         for stage, planned in enumerate(predict(cell, num_ranks)):
-            peaks = [rank[number].peak for rank in found if rank[number].stage == stage]
+            peaks = [measured.peak for measured in found if measured.stage == stage]
             assert max(peaks) > 20 * MIB, cell
             assert abs(planned.peak.ledger.total / max(peaks) - 1) <= 0.01, (cell, stage)
