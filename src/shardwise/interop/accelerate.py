@@ -23,6 +23,8 @@ from shardwise.engine import api
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.interop.observed_loop import is_number
+from shardwise.monitor.observer import Observation, observe
 from shardwise.unit.clipping import clip_grad_norm_
 from shardwise.unit.inner import gather_whole
 from shardwise.unit.plain_state import owner_of
@@ -48,6 +50,7 @@ class Accelerator(_Accelerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._observation: Observation | None = None
         self._apart: list[Any] = []  # optimizers of sharded models, during save_state, load_state
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
@@ -133,6 +136,32 @@ class Accelerator(_Accelerator):
             return super().clip_grad_norm_(params, max_norm, norm_type)
         self.unscale_gradients()
         return clip_grad_norm_(params, max_norm, norm_type)
+
+    def observe(self, output: str | Path | None = None, **options: Any) -> Observation:
+        """Observe the steps of the sharded model that was prepared, with its optimizers.
+
+        ``with accelerator.observe("runs/a") as run`` around the loop, on every rank; ``options``
+        are those of `shardwise.observe`. What ``accelerator.log`` is told is kept too.
+
+        **Raises** ConfigError where not exactly one sharded model was prepared.
+        """
+        sharded = [_inner(m) for m in self._models if is_sharded(m)]
+        if len(sharded) != 1:
+            raise ConfigError(
+                f"observe(): {len(sharded)} sharded models were prepared, expected one; prepare it "
+                "with its optimizer first, and of several observe each by "
+                "shardwise.observe(model, optimizer)"
+            )
+        ids = {id(p) for p in sharded[0].parameters()}
+        own = [o.optimizer for o in self._optimizers if ids & {id(p) for p in _params_of(o)}]
+        self._observation = observe(sharded[0], own, output, **options)
+        return self._observation
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log to accelerate's trackers, and to what is observed."""
+        super().log(values, *args, **kwargs)
+        if self._observation is not None:
+            self._observation.log(**{k: float(v) for k, v in values.items() if is_number(v)})
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict, on the CPU of the main process; other ranks get an empty one.

@@ -83,7 +83,9 @@ def observe(
     for name, value in counts.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: expected 1 or more")
-    optimizers = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    # accelerate and Lightning wrap optimizers; hooks on steps run in torch's own, which is inside.
+    optimizers = tuple(getattr(each, "optimizer", each) for each in given)
     if not optimizers:
         raise ConfigError("optimizer: expected one, or a list of them, got an empty list")
     parts = Parts(model)
@@ -205,14 +207,21 @@ class Observation:
         """Yield what ``batches`` yields; the time until each is there counts as data loading."""
         iterator = iter(batches)
         while True:
-            self._recorder.enter(MAIN, "data", "")
             try:
-                batch = next(iterator)
+                with self.during("data"):
+                    batch = next(iterator)
             except StopIteration:
                 return
-            finally:
-                self._recorder.leave(MAIN, "data", "")
             yield batch
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Tell what the loop does inside, by the name of a phase: "data", "save"."""
+        self._recorder.enter(MAIN, phase, "")
+        try:
+            yield
+        finally:
+            self._recorder.leave(MAIN, phase, "")
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 OUTSIDE = "outside"  # what the training thread is in when no phase was entered
 Interval = tuple[float, float]
+_MOST_VALUES = 16  # of a batch, looked at for tokens: a list may have one for each sample
 
 
 class Span(NamedTuple):
@@ -204,14 +205,25 @@ def num_tokens(args: Any, kwargs: Any) -> int:
     """Return the elements of ``input_ids``, or of the first tensor of integers, else 0.
 
     Its dims are the batch and the sequence. Integers of one dim are labels of something else,
-    booleans are masks.
+    booleans are masks. A batch may be a mapping, a list or a tuple.
     """
-    for value in (kwargs.get("input_ids"), *args, *kwargs.values()):
+    for value in _values_in((kwargs.get("input_ids"), args, kwargs)):
         if hasattr(value, "is_floating_point") and value.ndim >= 2:
             is_mask = str(value.dtype) == "torch.bool"
             if not (is_mask or value.is_floating_point() or value.is_complex()):
                 return int(value.numel())
     return 0
+
+
+def _values_in(given: Any, depth: int = 3) -> Iterator[Any]:
+    """Yield what a model was called with, also what is in batches, ``input_ids`` first."""
+    if isinstance(given, Mapping):
+        given = (given.get("input_ids"), *given.values())
+    if depth and isinstance(given, list | tuple):
+        for value in given[:_MOST_VALUES]:
+            yield from _values_in(value, depth - 1)
+    else:
+        yield given
 
 
 def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) -> list[Span]:

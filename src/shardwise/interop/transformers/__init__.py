@@ -2,9 +2,9 @@
 
 Reading order: ``recipes`` (which stored tensors make which parameter), ``fill`` (this rank's own
 slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``prepared`` (what a
-sharded model is given so that transformers treats it as its own), ``loading``, ``trainer``;
-``context`` (attention over parts of sequences), ``parallel`` (tensor and expert parallelism by the
-models' plans).
+sharded model is given so that transformers treats it as its own), ``loading``, ``observing`` (a
+callback that observes training), ``trainer``; ``context`` (attention over parts of sequences),
+``parallel`` (tensor and expert parallelism by the models' plans).
 """
 
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from shardwise.versions import load_neighbour
 if TYPE_CHECKING:
     from shardwise.interop.transformers.loading import from_pretrained as from_pretrained
     from shardwise.interop.transformers.loading import load_weights as load_weights
+    from shardwise.interop.transformers.observing import ObserveCallback as ObserveCallback
     from shardwise.interop.transformers.parallel import parallelize as parallelize
     from shardwise.interop.transformers.prepared import prepare as prepare
     from shardwise.interop.transformers.saving import save_pretrained as save_pretrained
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointCallback": "shardwise.interop.transformers.trainer",
+    "ObserveCallback": "shardwise.interop.transformers.observing",
     "Trainer": "shardwise.interop.transformers.trainer",
     "from_pretrained": "shardwise.interop.transformers.loading",
     "load_weights": "shardwise.interop.transformers.loading",

@@ -12,6 +12,7 @@ checkpoints to go on from; here it is not seen.
 
 import os
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from shardwise.engine.api import has_sharded_parts, is_sharded
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.peft import load_adapter, save_adapter
 from shardwise.interop.transformers.loading import load_weights
+from shardwise.interop.transformers.observing import ObserveCallback
 from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.saving import save_weights
 from shardwise.unit.clipping import clip_grad_norm_
@@ -69,6 +71,14 @@ class _Sharded:
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
     is_distributed_loading_by_transformers = property(_is_sharded_by_transformers, _note_mark)
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train; tell callbacks that observe when it raises, which Trainer does not."""
+        with ExitStack() as ends:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, ObserveCallback):
+                    ends.enter_context(callback)
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def call_model_init(self: Any, trial: Any = None) -> Any:
         """Prepare a model that ``model_init`` sharded."""
