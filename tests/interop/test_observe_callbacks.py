@@ -102,10 +102,9 @@ def train_with_trainer(rank: int, world_size: int, folder: str) -> list[dict[str
                 train(path, prepare(sharded()), data, cls, callbacks=[seen, Breaking()])
             assert seen.run is None
         left = ObserveCallback(path / "left")
+        both = [left, Breaking()]
         with pytest.raises(KeyError):
-            train(
-                path, prepare(sharded()), data, transformers.Trainer, callbacks=[left, Breaking()]
-            )
+            train(path, prepare(sharded()), data, transformers.Trainer, callbacks=both)
         assert left.run is not None  # nothing told it
         train(path, prepare(sharded()), data, transformers.Trainer, callbacks=[left])
         with pytest.raises(ConfigError, match="not sharded"):
