@@ -32,6 +32,12 @@ def colour_of_kind(kind: str) -> str:
     return _KINDS.get(kind) or _REST[sum(map(ord, kind)) % len(_REST)]
 
 
+def order_of_kinds(kind: str) -> tuple[bool, int]:
+    """Return where a kind stands among others, in all pictures and tables; `OTHER` is last."""
+    known = list(_KINDS)
+    return kind == OTHER, known.index(kind) if kind in known else len(known)
+
+
 def is_light(colour: str) -> bool:
     """Return whether dark text is easier to read on a colour than white text."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))

@@ -11,7 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Diagnosis
 from shardwise.monitor.metrics import OverRanks
 from shardwise.monitor.record import RunFacts, RunRecord
-from shardwise.monitor.report.colours import OTHER
+from shardwise.monitor.report.colours import OTHER, order_of_kinds
 from shardwise.monitor.report.curves import metric_curve, not_numbers, value_curve
 from shardwise.monitor.report.pictures import Curve, curves_svg, time_svg
 from shardwise.monitor.report.step_pictures import (
@@ -203,19 +203,18 @@ def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
                 found[kind] = found.get(kind, 0) + num_bytes
         moments.append(found)
     largest = max(moments, key=lambda kinds: sum(kinds.values()))
-    return {kind: largest[kind] for kind in sorted(largest, key=lambda k: k == OTHER)}
+    return {kind: largest[kind] for kind in sorted(largest, key=order_of_kinds)}
 
 
 def _ledger(memory: MemoryOfStep, planned: Mapping[str, int] | None) -> list[_LedgerRow]:
     measured = memory.moments[memory.peak][2]
-    kinds = dict.fromkeys([*memory.kinds, *(planned or {})])
     rows = [
         _LedgerRow(
             name_of_kind(kind),
             measured.get(kind, 0),
             None if planned is None else planned.get(kind, 0),
         )
-        for kind in sorted(kinds, key=lambda kind: kind == OTHER)
+        for kind in sorted({*memory.kinds, *(planned or {})}, key=order_of_kinds)
     ]
     whole = None if planned is None else sum(planned.values())
     return [*rows, _LedgerRow("all of it", memory.peak_bytes, whole)]

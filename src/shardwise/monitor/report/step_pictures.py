@@ -14,7 +14,12 @@ from typing import Any
 
 from shardwise import svg
 from shardwise.monitor.record import RunRecord
-from shardwise.monitor.report.colours import OTHER, colour_of_kind, colour_of_phase
+from shardwise.monitor.report.colours import (
+    OTHER,
+    colour_of_kind,
+    colour_of_phase,
+    order_of_kinds,
+)
 from shardwise.monitor.timeline import place_of
 from shardwise.names import name_of_unit
 from shardwise.quantities import format_bytes
@@ -54,8 +59,7 @@ class MemoryOfStep:
     @property
     def kinds(self) -> list[str]:
         """The kinds that some moment has; what is not the engine's comes last."""
-        found = dict.fromkeys(kind for _, _, kinds in self.moments for kind in kinds)
-        return sorted(found, key=lambda kind: kind == OTHER)
+        return sorted({k for _, _, kinds in self.moments for k in kinds}, key=order_of_kinds)
 
 
 def memory_of(rank: int, line: Mapping[str, Any], is_process: bool) -> MemoryOfStep:
@@ -106,9 +110,10 @@ def memory_svg(
     at = across.at(memory.peak + 0.5)
     stroke = {"stroke_width": 1.2, "stroke_dasharray": "3 3"}
     parts.append(svg.element("line", "limit", "", **stroke, x1=at, x2=at, y1=_TOP, y2=_BOTTOM))
+    parts.append(svg.text(at, _TOP - 6, "peak", 'text-anchor="middle"'))
     if planned:
         parts += _planned(planned, up, right + 30)
-    kinds = list(dict.fromkeys([*memory.kinds, *(planned or {})]))
+    kinds = sorted({*memory.kinds, *(planned or {})}, key=order_of_kinds)
     items = [(name_of_kind(kind), colour_of_kind(kind)) for kind in kinds]
     legend, bottom = svg.squares(items, (_LEFT, _WIDTH - 8), _BOTTOM + 48)
     phase, of, _ = memory.moments[memory.peak]

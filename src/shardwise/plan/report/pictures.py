@@ -73,12 +73,13 @@ def memory_svg(plan: Planned) -> str:
     said = f"{format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)}"
     said = f"interval of the whole: {said}"
     parts.append(svg.bar(low, top, max(high - low, 2), "#7a828c", said, 6))
-    parts.append(svg.text(_LEFT - 8, top + 8, "interval", 'text-anchor="end"'))
+    parts.append(svg.text(_LEFT - 8, top + 8, "low to high", 'text-anchor="end"'))
     shown = [name for name in LINE_COLOURS if any(m.ledger.lines()[name] for m in moments)]
     items = [(name.replace("_", " "), LINE_COLOURS[name]) for name in shown]
     legend, bottom = svg.squares(items, _ENDS, top + 26)
-    title = f"Memory of one rank: {plan.label}"
-    return _document(title, _describe_memory(plan), parts + legend, bottom)
+    return _document(
+        "Memory of one rank", plan.label, _describe_memory(plan), parts + legend, bottom
+    )
 
 
 def _memory_bar(plan: Planned, moment: Moment, top: float, scale: float) -> list[str]:
@@ -116,12 +117,11 @@ def step_svg(plan: Planned) -> str:
     parts.append(svg.text(_RIGHT, top + 16, f"{run.step_s:.3g} s", 'text-anchor="end"'))
     phases = [p for p in PHASE_COLOURS if any(op.phase == p for op in ops)]
     legend, bottom = svg.squares([(p, PHASE_COLOURS[p]) for p in phases], _ENDS, top + 34)
-    title = f"One step in time: {plan.label}"
     description = (
         f"A step takes {run.step_s:.3g} s; compute works {run.compute_s:.3g} s of it, and "
         f"{run.exposed_s:.3g} s are communication that nothing hides."
     )
-    return _document(title, description, parts + legend, bottom)
+    return _document("One step in time", plan.label, description, parts + legend, bottom)
 
 
 def _joined(ops: Sequence[Op], spans: Sequence[Span], least_s: float) -> list[tuple[Span, float]]:
@@ -165,6 +165,6 @@ def _describe_memory(plan: Planned) -> str:
     )
 
 
-def _document(title: str, description: str, parts: Sequence[str], height: float) -> str:
-    drawn = [svg.heading(16, 24, title), *parts]
-    return svg.document((_WIDTH, height), title, description, drawn)
+def _document(title: str, label: str, description: str, parts: Sequence[str], height: float) -> str:
+    drawn = [svg.heading(16, 24, title), *parts]  # the label may be longer than the picture is wide
+    return svg.document((_WIDTH, height), f"{title}: {label}", description, drawn)
