@@ -27,7 +27,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     changes = (Change("bucket_bytes", 1, "32MiB"),)
     gain = Gain(0.5, "s/step", "the plan", 0.75)
     findings = (
-        Finding("A9", "critical", "large", "verdict", {"share": 0.25}, "why", changes, gain, rank=1),
+        Finding(
+            "A9", "critical", "large", "verdict", {"share": 0.25}, "why", changes, gain, rank=1
+        ),
         Finding("B1", "warning", "small", "verdict", {"x": 2.0}, "why"),
     )
     judged = Diagnosis(findings)

@@ -270,7 +270,7 @@ class Observation:
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
         moments, self._moments, self._state = self._moments, [], None
-        memory = [_memory_line(moments)] if moments else []
+        memory = [_memory_line(moments, self.facts.device == "cpu")] if moments else []
         figures, bad = self._figures(), tuple(self._bad_gradients)
         self._checks, self._bad_gradients = False, []
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
@@ -335,9 +335,13 @@ def _num_passes(parts: Parts) -> tuple[int, int]:
     return max(e.num_begun for e in engines), max(e.num_reduced for e in engines)
 
 
-def _memory_line(moments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the memory of one step: each moment by kind, the largest by unit too."""
-    largest = max(moments, key=lambda m: m["owned"].in_use_bytes)
+def _memory_line(moments: Sequence[Mapping[str, Any]], is_process: bool) -> dict[str, Any]:
+    """Return the memory of one step: each moment by kind, the largest by unit too.
+
+    ``is_process``: what is in use is the whole process's, of which the largest moment is chance.
+    """
+    compared = "device_bytes" if is_process else "in_use_bytes"
+    largest = max(moments, key=lambda m: getattr(m["owned"], compared))
     rows = [
         {
             "phase": moment["phase"],

@@ -144,12 +144,14 @@ class _Running:
 
     def held(self, units: tuple[str, ...]) -> Held:
         """Return the memory that it takes."""
-        means = [tensor for part in self._parts for tensor in (part.out, part.counts)]
+        means, counts = [part.out for part in self._parts], [part.counts for part in self._parts]
         gathers = [gather.holds for gather in self._gathers]
         if self._pending is None:
-            return Held(units, means, [], gathers)
-        grads = [grad for item in self._items for _, grad in item.parts]
-        return Held(units, means, grads, (self._pending.holds, gathers))
+            return Held(units, means, [], (counts, gathers))
+        sent = [(grad, item.out) for item in self._items for _, grad in item.parts]
+        grads = [grad for grad, out in sent if not any(out is each for each in counts)]
+        counted = [grad for grad, out in sent if any(out is each for each in counts)]
+        return Held(units, means, grads, (self._pending.holds, counts, counted, gathers))
 
     @torch.no_grad()
     def wait(self) -> None:

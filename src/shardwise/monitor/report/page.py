@@ -43,9 +43,6 @@ _COLUMNS, _MOMENTS, _BARS, _TITLES = 180, 160, 1200, 300
 _COARSER = (1, 2, 4, 8)  # by which these are divided where a page is too large
 _RANKS_IN_TIMELINE = 4
 _UNITS_AT_PEAK, _MOST_HOSTS = 8, 16
-_NOT_THE_ENGINES = (  # of a plan's ledger: what is measured as one sum
-    *("activations", "temporary", "logits", "inputs", "buffers", "optimizer_temporary"),
-)
 
 
 @dataclass(frozen=True)
@@ -194,16 +191,11 @@ def _planned_lines(plan: Planned, has_other: bool) -> dict[str, int]:
 
     Without ``has_other`` only the engine's memory was, so it is the moment that has most of that.
     """
-    moments = []
-    for moment in plan.played.peaks:
-        found: dict[str, int] = {}
-        for name, num_bytes in moment.ledger.lines().items():
-            kind = OTHER if name in _NOT_THE_ENGINES else name
-            if num_bytes and (has_other or kind != OTHER):
-                found[kind] = found.get(kind, 0) + num_bytes
-        moments.append(found)
-    largest = max(moments, key=lambda kinds: sum(kinds.values()))
-    return {kind: largest[kind] for kind in sorted(largest, key=order_of_kinds)}
+    ledger = (plan.played.peak if has_other else plan.played.engines_peak).ledger
+    found = {kind: num_bytes for kind, num_bytes in ledger.engines().items() if num_bytes}
+    if has_other:
+        found[OTHER] = ledger.total - sum(found.values())
+    return {kind: found[kind] for kind in sorted(found, key=order_of_kinds)}
 
 
 def _ledger(memory: MemoryOfStep, planned: Mapping[str, int] | None) -> list[_LedgerRow]:

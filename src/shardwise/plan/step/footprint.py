@@ -333,7 +333,10 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
                 messages.append(packed_message(segment, places, num_ranks, wire, reduce))
         num_counts = len(trained) if num_ranks * setting.num_replicas > 1 else 0
         if num_counts and num_ranks > 1:
-            messages.append(_counting(num_counts, reduce, setting))
+            behind = sharded and setting.num_replicas > 1  # the sums lie behind the means
+            counting = _counting(num_counts, reduce, setting)
+            more = 0 if behind else num_counts * reduce
+            messages.append(counting._replace(staging=counting.staging + more))
         buffers = [layout.shard_numel + num_counts]
         if not sharded:
             buffers = [*(s.bounds(0)[1] for s, _ in segments), num_counts]

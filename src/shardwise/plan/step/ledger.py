@@ -45,6 +45,16 @@ class Ledger(_Lines):
     inputs: int = 0
     buffers: int = 0
 
+    def engines(self) -> dict[str, int]:
+        """Return the lines that are the engine's, which a run's own ledger has too."""
+        return {name: num_bytes for name, num_bytes in self.lines().items() if name in _ENGINES}
+
+
+_ENGINES = (
+    *("param_shards", "param_full", "grad_full", "grad_shards", "optimizer_state"),
+    *("state_staging", "gather_staging", "reduce_staging"),
+)
+
 
 @dataclass(frozen=True)
 class Away(_Lines):
@@ -101,6 +111,9 @@ class Moment:
 class Played:
     """One steady-state step, played: its peak, the peak of each phase, and its operations.
 
+    ``engines_peak`` is where the engine's own lines are most, of the moments at which `observe`
+    looks: as forward and backward passes of units begin and end, and as the optimizer's step does.
+
     ``resting`` is the ledger between steps, after ``zero_grad``; ``host`` and ``files`` are what
     offloading puts there at most. ``padding_bytes`` of the resting ``param_shards``, wherever they
     are, are padding, on average over the ranks.
@@ -108,6 +121,7 @@ class Played:
 
     peak: Moment
     peaks: tuple[Moment, ...]
+    engines_peak: Moment
     resting: Ledger
     host: Away
     files: Away
@@ -134,6 +148,8 @@ class Meter:
         self.micro_batch = 0
         self._peaks: dict[OpPhase, tuple[int, int, int, dict[str, int]]] = {}
         self._highest: dict[OpPhase, int] = {}
+        self._engines_most = -1
+        self._engines_peak = Moment("forward", 0, 0, Ledger())
 
     def add(self, line: str, num_bytes: int) -> None:
         """Add bytes to a line, or take them away."""
@@ -154,6 +170,18 @@ class Meter:
         total = self.total + sum(more.values())
         self._highest[self.phase] = total
         self._peaks[self.phase] = (total, self.unit, self.micro_batch, lines)
+
+    def look(self) -> None:
+        """Note this moment if the engine's own lines are larger than at all that were looked at."""
+        engines = sum(self.lines[name] for name in _ENGINES)
+        if engines > self._engines_most:
+            self._engines_most = engines
+            self._engines_peak = Moment(self.phase, self.unit, self.micro_batch, self.ledger())
+
+    @property
+    def engines_peak(self) -> Moment:
+        """The largest moment that `look` has seen."""
+        return self._engines_peak
 
     def ledger(self) -> Ledger:
         """Return what is alive now."""

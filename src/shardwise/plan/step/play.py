@@ -244,8 +244,10 @@ class _Player:
                 rounds.backward_is_next = is_next
                 if not self._in_backward:
                     self._order.append(unit.index)
+            self._meter.look()
             self._stack.append((unit, is_next))
         elif visit.kind == "after_forward":
+            self._meter.look()
             _, is_next = self._stack.pop()
             self._schedule.after_forward(
                 unit,
@@ -265,10 +267,12 @@ class _Player:
                 self._in_backward = True
             unit.in_backward = True
             self._schedule.before_backward(unit)
+            self._meter.look()
         elif rounds.is_last:
             self._close(unit)
 
     def _close(self, unit: UnitDouble) -> None:
+        self._meter.look()
         unit.in_backward = False
         self._claim_grads(unit)
         self._schedule.after_backward(unit, is_last=self._is_last)
@@ -304,6 +308,7 @@ class _Player:
         if clips:
             self._clip()
         meter.phase = "optimizer"
+        meter.look()
         here = [w for w in self._weights if not w.is_away]
         meter.touch({"optimizer_temporary": temporary_bytes(self._candidate, here)})
         moved = [step_bytes(self._candidate, w) for w in self._weights]
@@ -352,6 +357,7 @@ class _Player:
         return Played(
             peak=max(peaks, key=lambda m: m.ledger.total),
             peaks=peaks,
+            engines_peak=self._meter.engines_peak,
             resting=self._meter.ledger(),
             host=replace(away["cpu"], inputs=self._inputs.host_bytes),
             files=away["nvme"],
