@@ -268,6 +268,30 @@ def test_who_waits_for_a_slow_rank_is_not_bound_by_communication() -> None:
     assert codes(run_of(late)) == ["SW020"]
 
 
+@pytest.mark.parametrize(("every", "is_told"), [(2, True), (3, True), (6, False)])
+def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
+    every: int, is_told: bool
+) -> None:
+    late = {
+        "comm/waited(ms)": spread(20, 600, 610, 5, 2),
+        "time_metrics/compute(s)": spread(0.6, 0.65, 1.25, 1, 5),
+    }
+    usual, slow = run_of(), run_of(late)
+    lines = [(slow if n % every == 0 else usual).steps[n] for n in range(len(usual.steps))]
+    found = diagnose(replace(usual, steps=tuple(lines))).findings
+    assert [(finding.code, finding.rank) for finding in found] == [("SW020", 5)] * is_told
+    others = [  # another rank each time
+        replace(
+            line,
+            metrics={**line.metrics, "comm/waited(ms)": spread(20, 600, 610, n % 8, (n + 1) % 8)},
+        )
+        if n % every == 0
+        else line
+        for n, line in enumerate(lines)
+    ]
+    assert not codes(replace(usual, steps=tuple(others)))
+
+
 def test_a_slow_loader_of_one_rank_is_no_straggler_too() -> None:
     late = {
         "comm/waited(ms)": spread(20, 300, 310, 5, 2),

@@ -184,7 +184,8 @@ _LESSONS = (
         "One rank comes late to the collectives, and all others wait for it. It is found as the "
         "rank that waits least: its own wall time is that of everybody, since steps end together.",
         "The same rank waits least in 80 % of the lines, less than the others by more than 10 % "
-        "of the step and more than noise.",
+        "of the step and more than noise; where it is late now and then, of at least three late "
+        "lines that are a quarter of all.",
         (
             "what the rank does longer than others is in the evidence: look there",
             "compute: clocks and temperature, another model of device, other work on its cores",

@@ -1,5 +1,6 @@
 """Ranks that others wait for, batches that a rank waits for, and steps that do not come."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from shardwise.monitor.doctor.evidence import (
@@ -25,10 +26,11 @@ from shardwise.monitor.metrics import (
     STEP_S,
     WAITED_MS,
 )
-from shardwise.monitor.record import RunRecord
+from shardwise.monitor.record import RunRecord, StepLine
 from shardwise.quantities import format_duration
 
 _SKEW = 0.1  # of the step
+_LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
 _EXPLAINS = 0.5  # of the skew, by what the rank does longer
 _TIMES_CORE_WAIT = 2.0
 _DATA = 0.1  # of the step
@@ -45,16 +47,18 @@ _CAUSES = {
 
 
 def straggler(run: RunRecord) -> list[Finding]:
-    """Find the rank that waits least while all others wait."""
+    """Find the rank that waits least while all others wait, in each step or now and then."""
     facts = run.facts
     if facts.num_ranks == 1:
         return []
-    lines = steady(run)
     others: Which = "max" if facts.num_ranks == 2 else "median"
-    whole_s, least_s = step_s(lines), typical(lines, WAITED_MS, "min") / 1e3
+    all_lines, lines, share = _late_lines(run, others)
+    if not lines:
+        return []
+    whole_s, least_s = step_s(all_lines), typical(lines, WAITED_MS, "min") / 1e3
     skew_s = typical(lines, WAITED_MS, others) / 1e3 - least_s
     rank = same_rank(lines, WAITED_MS, "min")
-    if rank is None or skew_s < max(_SKEW * whole_s, noise_s(facts)):
+    if rank is None or share * skew_s < max(_SKEW * whole_s, noise_s(facts)):
         return []
     usual: Which = "min" if facts.num_ranks == 2 else "median"
     longer = {
@@ -77,20 +81,49 @@ def straggler(run: RunRecord) -> list[Finding]:
         finding(
             run,
             "SW020",
-            f"rank {rank} on {host} comes {skew_s:.3g} s late in each step{doing}",
+            f"rank {rank} on {host} comes {skew_s:.3g} s late in {_often(share)}{doing}",
             {
-                "skew, s/step": skew_s,
-                "share of the step": skew_s / whole_s,
+                "skew, s/step": share * skew_s,
+                "share of the step": share * skew_s / whole_s,
+                "share of late lines": share,
                 "threshold": _SKEW,
                 "waits itself, s/step": least_s,
                 **{f"longer: {name}": seconds for name, seconds in longer.items() if seconds > 0},
             },
             "It waits least in collectives, and all others wait in them for it.",
             [Change(f"rank {rank}", None, "the same device, cores and batches as the others")],
-            Gain(skew_s, "s/step", "down to what the other ranks do"),
+            Gain(share * skew_s, "s/step", "down to what the other ranks do"),
             rank=rank,
         )
     ]
+
+
+def _late_lines(
+    run: RunRecord, others: Which
+) -> tuple[Sequence[StepLine], Sequence[StepLine], float]:
+    """Return the lines that are judged, those in which a rank is waited for, and their share.
+
+    All of them count as late where most are, so that the typical one is judged.
+    """
+    lines = [line for line in steady(run) if WAITED_MS in line.metrics]
+    if not lines:
+        raise NotEnough(f"the figure {WAITED_MS}")
+
+    def is_late(line: StepLine) -> bool:
+        waited = line.metrics[WAITED_MS]
+        skew_s = (getattr(waited, others) - waited.min) / 1e3
+        return bool(skew_s >= max(_SKEW * line.metrics[STEP_S].median, noise_s(run.facts)))
+
+    late = [line for line in lines if is_late(line)]
+    if len(late) > len(lines) / 2:
+        return lines, lines, 1.0
+    if len(late) < max(_LATE_LINES, _LATE_SHARE * len(lines)):
+        return lines, [], 0.0
+    return lines, late, len(late) / len(lines)
+
+
+def _often(share: float) -> str:
+    return "each step" if share == 1 else f"{share:.0%} of the steps"
 
 
 def data_loader(run: RunRecord) -> list[Finding]:
