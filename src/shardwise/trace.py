@@ -50,19 +50,22 @@ class Tracer:
     Free while neither does.
     """
 
-    __slots__ = ("recorder",)
+    __slots__ = ("_told", "recorder")
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
+        self._told: list[Recorder] = []
 
     @contextmanager
     def telling(self, recorder: Recorder) -> Iterator[None]:
-        """Tell a recorder what goes on inside."""
-        before, self.recorder = self.recorder, recorder
+        """Tell a recorder what goes on inside; of several, closed in any order, the newest."""
+        self._told.append(recorder)
+        self.recorder = recorder
         try:
             yield
         finally:
-            self.recorder = before
+            self._told.remove(recorder)
+            self.recorder = self._told[-1] if self._told else None
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Show a recorder what the model was called with."""

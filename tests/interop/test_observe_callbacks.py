@@ -138,6 +138,26 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size: int, tmp_path: Pa
     assert not (tmp_path / "none").exists()
 
 
+def flops_of(rank: int, world_size: int) -> tuple[float, float]:
+    """Return the operations of a token, as they are told and by the model's own config."""
+    from shardwise.monitor.facts import facts_of
+    from transformers_models import make_mixtral
+
+    model = make_mixtral()
+    share = model.config.num_experts_per_tok / model.config.num_local_experts
+    params = {name: p for name, p in model.named_parameters() if "embed" not in name and p.ndim > 1}
+    assert share == 2 / 5 and any(p.ndim == 3 for p in params.values())
+    wanted = sum(p.numel() * (share if p.ndim == 3 else 1) for p in params.values())
+    shard(model, stage=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return facts_of(model, [optimizer], ["host"]).flops_per_token, 6 * wanted
+
+
+def test_of_experts_of_transformers_those_count_that_a_token_is_sent_to() -> None:
+    ((told, wanted),) = run_ranks(flops_of, 1)
+    assert told == pytest.approx(wanted)
+
+
 # -- accelerate
 
 

@@ -1,8 +1,11 @@
 """Observed runs: figures of every step over all ranks, in files, for any sharded model."""
 
+import gc
 import logging
 import math
 import resource
+import weakref
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from torch import nn
 from models import Checkpointed, Stack
 from ranks import run_ranks
 from shardwise import accumulate, fully_shard, observe, shard, stats
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.monitor.metrics import (
     DATA_S,
     EXPOSED_SHARE,
@@ -195,6 +198,34 @@ def test_a_disk_that_takes_no_more_is_told_of_once_and_ends_no_training(tmp_path
         len(first) == 1 and "rank 0: what observe() keeps" in first[0] and "too large" in first[0]
     )
     assert others == [[], []]
+
+
+def let_go(rank: int, world_size: int) -> None:
+    for breaks in (False, True):
+        model = shard(Stack(), stage=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run, other = observe(model, optimizer), observe(model, optimizer)
+        run.start()
+        with pytest.raises(ConfigError, match="observed already"):
+            observe(model, optimizer)
+        with suppress(ZeroDivisionError), other:
+            train(model, optimizer, other, rank)
+            run.close()  # the older one ends first
+            if breaks:
+                raise ZeroDivisionError
+        with observe(model, optimizer) as last:  # nobody listens any more
+            train(model, optimizer, last, rank)
+        assert last.latest is not None and last.latest.metrics["time_metrics/forward(s)"].min > 0
+        alive = [weakref.ref(each) for each in (model, optimizer)]
+        del model, optimizer
+        gc.collect()
+        assert [each() for each in alive] == [None, None]
+        assert run.step == other.step == last.step == STEPS
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run_that_is_over_keeps_no_model_alive_and_ends_in_any_order(world_size: int) -> None:
+    run_ranks(let_go, world_size)
 
 
 def open_on_each(rank: int, world_size: int, folder: str) -> str:

@@ -46,7 +46,6 @@ class Parts:
 
     def __init__(self, model: Model) -> None:
         self.engines: list[Engine] = [engine_of(each) for each in modules_of(model)]
-        self.first = self.engines[0]
         axes = self.comm.axes
         for engine in self.engines[1:]:
             if engine.comm.axes.mesh != axes.mesh or engine.config.stage != self.first.config.stage:
@@ -57,6 +56,11 @@ class Parts:
                 )
         for engine in self.engines:
             engine.mates = self.engines
+
+    @property
+    def first(self) -> Engine:
+        """The engine of the first stage that the rank has."""
+        return self.engines[0]
 
     @property
     def units(self) -> list[Unit]:

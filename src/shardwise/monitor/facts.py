@@ -1,7 +1,7 @@
 """What runs, asked of a sharded model once: its units, its mesh, its device."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from shardwise.plan.machine.catalogue import find_accelerator
 from shardwise.unit.plain_state import owner_of
 from shardwise.unit.unit import Unit
 
+_NDIM_OF_STACKS = 3  # of parameters that hold all experts: the first dim counts them
 _FLOPS_OF_TRAINED, _FLOPS_OF_FROZEN = 6.0, 4.0  # for each weight and token, forward and backward
 
 
@@ -32,12 +33,15 @@ def facts_of(
     """Return what runs, as this rank sees it.
 
     **Source** of the six operations for each weight and token: Kaplan et al. 2020, section 2.1; of
-    a frozen weight the product for its own gradient, a third of them, falls away.
+    a frozen weight the product for its own gradient, a third of them, falls away. Of a mixture of
+    experts those count that a token is sent to, see `_experts_of_a_token`.
     """
     parts = Parts(model)
     config, device = parts.first.config, parts.comm.device
     described = [unit for each in modules_of(model) for unit in describe(each).units]
-    flops = _flops_per_token(parts.units) if flops_per_token is None else flops_per_token
+    flops = flops_per_token
+    if flops is None:
+        flops = _flops_per_token(parts.units, _experts_of_a_token(modules_of(model)))
     dtypes = {str(s.compute_dtype).removeprefix("torch.") for u in parts.units for s in u.storages}
     return RunFacts(
         stage=config.stage.number,
@@ -75,14 +79,37 @@ def degrees_of(parts: Parts) -> dict[str, int]:
     return {axis.name: axis.size for axis in axes}
 
 
-def _flops_per_token(units: Sequence[Unit]) -> float:
+def _experts_of_a_token(modules: Sequence[nn.Module]) -> dict[nn.Module, int]:
+    """Return the modules whose parameters are stacked experts, with how many a token is sent to.
+
+    They are those beside a router, or in a module, that says ``top_k``, as ours do and most of
+    transformers.
+    """
+    found = {}
+    for parent in (inner for each in modules for inner in each.modules()):
+        told = {_top_k(each) for each in (parent, *parent.children())} - {None}
+        for child in parent.children() if len(told) == 1 else ():
+            if any(p is not None and p.ndim == _NDIM_OF_STACKS for p in child._parameters.values()):
+                found[child] = max(k for k in told if k is not None)
+    return found
+
+
+def _top_k(module: nn.Module) -> int | None:
+    told = getattr(module, "top_k", getattr(getattr(module, "routing", None), "top_k", None))
+    return told if isinstance(told, int) and told > 0 else None
+
+
+def _flops_per_token(units: Sequence[Unit], experts: Mapping[nn.Module, int]) -> float:
     total = 0.0
     for unit in units:
         for param in unit.params:
             looks_up = all(isinstance(use.module, nn.Embedding) for use in param.uses)
             if len(param.shape) > 1 and not looks_up:  # of vectors and tables there is no product
                 each = _FLOPS_OF_TRAINED if param.is_trained else _FLOPS_OF_FROZEN
-                total += each * prod(param.shape)
+                met = next((k for use in param.uses if (k := experts.get(use.module))), None)
+                if met is None or len(param.shape) != _NDIM_OF_STACKS:
+                    met = param.shape[0]
+                total += each * met * prod(param.shape[1:])
     return total
 
 

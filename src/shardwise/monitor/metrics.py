@@ -22,7 +22,7 @@ EXPOSED_MS, EXPOSED_SHARE = "comm/exposed(ms)", "comm/exposed(%)"
 OVERLAP_SHARE, IDLE_SHARE = "comm/overlap(%)", "device/idle(%)"
 ALL_GATHER_MS, REDUCE_SCATTER_MS = "comm/all_gather(ms)", "comm/reduce_scatter(ms)"
 OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
-COMPUTE_S = "time_metrics/compute(s)"
+COMPUTE_S, RECOMPUTE_S = "time_metrics/compute(s)", "time_metrics/recompute(s)"
 STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
@@ -45,7 +45,7 @@ _SECONDS_OF = {  # of the line that computes
     STALL_S: ("save",),
     LOAD_S: ("load",),
     "time_metrics/forward(s)": ("forward",),
-    "time_metrics/recompute(s)": ("recompute",),
+    RECOMPUTE_S: ("recompute",),
     "time_metrics/backward(s)": ("backward",),
 }
 

@@ -75,7 +75,8 @@ def observe(
     exchanges between all ranks, behind the training; every ``detail_every`` steps some
     microseconds for each parameter at each phase. One gloo group.
 
-    **Raises** ConfigError where the model is not sharded, or a number is less than 1; on all ranks
+    **Raises** ConfigError where the model is not sharded or observed already, or a number is less
+    than 1; on all ranks
     what one could not write in ``output``. Later a full disk or a tracker that fails is logged
     once, and nothing more is written.
     """
@@ -89,6 +90,11 @@ def observe(
     if not optimizers:
         raise ConfigError("optimizer: expected one, or a list of them, got an empty list")
     parts = Parts(model)
+    if any(comm.tracer.recorder is not None for comm in parts.comms):
+        raise ConfigError(
+            "model: it is observed already; close that run before another one begins: of "
+            "`shardwise train` and of callbacks that is the run's own"
+        )
     control = parts.first.open_control()
     hosts = [row.decode() for row in exchange_any(control, socket.gethostname().encode())]
     facts = facts_of(model, optimizers, hosts, flops_per_token)
@@ -185,12 +191,17 @@ class Observation:
 
     def close(self) -> None:
         """End: the figures of all steps are told and written. **Raises** what went wrong."""
-        self._open.close()
+        self._let_go()
         try:
             self._hand_over()
         finally:
             self._gatherer.finish()
             self._doctor.close()
+
+    def _let_go(self) -> None:
+        """Hear no more, and keep neither the model nor the optimizers alive."""
+        self._open.close()
+        self._parts.engines, self._optimizers, self._told = [], (), None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -199,7 +210,7 @@ class Observation:
         if error is None:
             return self.close()
         self._look_at_error(error, *self._recorder.now_in())
-        self._open.close()
+        self._let_go()
         self._gatherer.abandon(type(error).__name__, self._over)
         self._doctor.close()
 
@@ -332,7 +343,8 @@ def _casts_to_half() -> bool:
 def _num_passes(parts: Parts) -> tuple[int, int]:
     """Return how many passes have begun without gradients, and how many were reduced."""
     engines = parts.engines
-    return max(e.num_begun for e in engines), max(e.num_reduced for e in engines)
+    begun, reduced = ([getattr(e, name) for e in engines] for name in ("num_begun", "num_reduced"))
+    return max(begun, default=0), max(reduced, default=0)  # of a run that is over: none
 
 
 def _memory_line(moments: Sequence[Mapping[str, Any]], is_process: bool) -> dict[str, Any]:

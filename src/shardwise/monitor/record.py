@@ -9,8 +9,9 @@ keys keep their meaning; ``format`` counts up when one does not.
 """
 
 import json
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,6 @@ class RunFacts:
     offload: str = ""
     unsharded_bytes: int = 0
     reduces_units_alone: bool = False
-    activation_checkpointing: str = ""
     format: int = FORMAT
 
     @property
@@ -97,6 +97,24 @@ class StepLine:
     metrics: Mapping[str, OverRanks]
     values: Mapping[str, float | None] = field(default_factory=dict)
     waited_for: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+
+
+def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
+    """Return a figure as it is in most of some steps; None where no step tells it.
+
+    The ranks are those that have the extremes most often.
+    """
+    told = [line.metrics[name] for line in lines if name in line.metrics]
+    told = [value for value in told if None not in (value.min, value.median, value.max)]
+    if not told:
+        return None
+    return OverRanks(
+        statistics.median(value.min for value in told),
+        statistics.median(value.median for value in told),
+        statistics.median(value.max for value in told),
+        statistics.mode(value.min_rank for value in told),
+        statistics.mode(value.max_rank for value in told),
+    )
 
 
 @dataclass(frozen=True)

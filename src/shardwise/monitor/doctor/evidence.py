@@ -10,13 +10,12 @@ slice of a core's time is noise: on a CPU ranks share cores with each other and 
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any, Literal
 
 from shardwise.monitor.findings import Change, Finding, Gain
 from shardwise.monitor.lessons import LESSONS
 from shardwise.monitor.metrics import CORE_WAIT_S, STEP_S
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine, over_steps
 
 _WARM_UP_LINES = 3
 _MIN_LINES = 5
@@ -41,10 +40,10 @@ def steady(run: RunRecord) -> Sequence[StepLine]:
 
 def typical(lines: Sequence[StepLine], name: str, which: Which = "median") -> float:
     """Return the median over lines of a figure. **Raises** NotEnough where no line has it."""
-    found = [getattr(line.metrics[name], which) for line in lines if name in line.metrics]
-    if not found:
+    found = over_steps(lines, name)
+    if found is None:
         raise NotEnough(f"the figure {name}")
-    return float(median(found))
+    return float(getattr(found, which))
 
 
 def typical_or(lines: Sequence[StepLine], name: str, which: Which, otherwise: float) -> float:

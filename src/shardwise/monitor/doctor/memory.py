@@ -23,6 +23,7 @@ from shardwise.monitor.metrics import (
     MAX_RESERVED_GIB,
     OOMS,
     OPTIMIZER_S,
+    RECOMPUTE_S,
     RETRIES,
     STEP_WAIT_S,
 )
@@ -68,7 +69,7 @@ def what_does_not_fit(run: RunRecord) -> list[Finding]:
     }
     if share > _MOST:
         changes = [Change("micro_batch", None, "half as many rows, twice the accumulation")]
-        if not run.facts.activation_checkpointing:
+        if not typical_or(lines, RECOMPUTE_S, "max", 0.0):
             changes.insert(0, Change("activation_checkpointing", None, "blocks"))
         return [
             finding(

@@ -1,6 +1,5 @@
 """What a run comes to: its figures when it has settled, where a step's time goes, its saves."""
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from shardwise.monitor.metrics import (
     OUTSIDE_S,
     OVERLAP_SHARE,
     PADDING_SHARE,
+    RECOMPUTE_S,
     REDUCE_SCATTER_MS,
     SAVE_S,
     SENT_MIB,
@@ -28,7 +28,7 @@ from shardwise.monitor.metrics import (
     TOKENS_PER_S,
     OverRanks,
 )
-from shardwise.monitor.record import RunFacts, StepLine, UnitFacts
+from shardwise.monitor.record import RunFacts, StepLine, UnitFacts, over_steps
 from shardwise.names import name_of_unit
 
 
@@ -74,7 +74,7 @@ FIGURES = (
 ENGINE = "engine"  # what of a step is in none of the phases: gathers and reductions begun
 PHASES = (  # of the line that computes: name, metric, seconds in one of it
     ("forward", "time_metrics/forward(s)", 1.0),
-    ("recompute", "time_metrics/recompute(s)", 1.0),
+    ("recompute", RECOMPUTE_S, 1.0),
     ("backward", "time_metrics/backward(s)", 1.0),
     ("waiting for others", "comm/waited(ms)", 1e-3),
     ("optimizer", OPTIMIZER_S, 1.0),
@@ -96,28 +96,10 @@ def settled(lines: Sequence[StepLine]) -> Sequence[StepLine]:
     return [line for line in lines if line.step > middle]
 
 
-def typical(lines: Iterable[StepLine], name: str) -> OverRanks | None:
-    """Return a figure as it is in most of some steps; None where no step tells it.
-
-    The ranks are those that have the extremes most often.
-    """
-    told = [line.metrics[name] for line in lines if name in line.metrics]
-    told = [value for value in told if None not in (value.min, value.median, value.max)]
-    if not told:
-        return None
-    return OverRanks(
-        statistics.median(value.min for value in told),
-        statistics.median(value.median for value in told),
-        statistics.median(value.max for value in told),
-        statistics.mode(value.min_rank for value in told),
-        statistics.mode(value.max_rank for value in told),
-    )
-
-
 def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
     """Return the figures that people ask for first, when the run has settled, by metric."""
     late = settled(lines)
-    found = {shown.metric: typical(late, shown.metric) for shown in FIGURES}
+    found = {shown.metric: over_steps(late, shown.metric) for shown in FIGURES}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -129,10 +111,10 @@ def where_time_goes(lines: Sequence[StepLine]) -> dict[str, float]:
     late = settled(lines)
     found = {}
     for phase, metric, unit_s in PHASES:
-        value = typical(late, metric)
+        value = over_steps(late, metric)
         if value is not None and value.median > 0:
             found[phase] = value.median * unit_s
-    whole = typical(late, STEP_S)
+    whole = over_steps(late, STEP_S)
     rest = 0.0 if whole is None else whole.median - sum(found.values())
     return {**found, **({ENGINE: rest} if rest > 0 else {})}
 
