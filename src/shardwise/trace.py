@@ -32,9 +32,10 @@ class Recorder(Protocol):
         """Note that it is over."""
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
-        """Note a collective that begins now; what is returned is called once it is over.
+        """Note a collective or a copy that begins now; call what is returned once it is over.
 
-        ``works`` are torch's, which it is made of.
+        ``works`` are torch's, which it is made of; () if it is what is enqueued on the current
+        stream until its end is told, None if the device has no part in it.
         """
 
     def wait_for(self, peer: int, seconds: float) -> None:
@@ -82,6 +83,11 @@ class Tracer:
             return label or _NO_SPAN
         return _Told(self.recorder, line, phase, units, label)
 
+    def copies(self, line: str, unit: str, num_bytes: int) -> AbstractContextManager[object]:
+        """Tell a recorder of what is enqueued on the current stream inside."""
+        told = self.recorder
+        return _NO_SPAN if told is None else _copies(told, line, unit, num_bytes)
+
     def mark_begin(self, phase: str, unit: str) -> None:
         """Say that a phase begins that another call ends; see Note [Marks]."""
         if torch.autograd._profiler_enabled():
@@ -124,6 +130,13 @@ class _Told:
         self._recorder.leave(self._line, self._phase, self._unit)
         if self._label is not None:
             self._label.__exit__(*error)
+
+
+@contextmanager
+def _copies(recorder: Recorder, line: str, unit: str, num_bytes: int) -> Iterator[None]:
+    over = recorder.begin(line, unit, num_bytes, ())
+    yield
+    over()
 
 
 def _label(phase: str, units: tuple[str, ...]) -> AbstractContextManager[object]:

@@ -1,7 +1,8 @@
 """Spans made of what a recorder was told; unions of intervals against an oracle of moments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import given
@@ -18,11 +19,13 @@ from shardwise.monitor.metrics import (
 from shardwise.monitor.spans import (
     OUTSIDE,
     SpanRecorder,
+    device_spans_of,
     length,
     length_outside,
     num_tokens,
     spans_of,
     union,
+    without_lines_of,
 )
 from shardwise.trace import MAIN, Tracer
 
@@ -159,6 +162,44 @@ def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:
     assert figures[OVERLAP_SHARE] == 50
     # Outside of all (0 to 1, 6 to 7) and waiting for nothing (4 to 5).
     assert abs(figures[IDLE_SHARE] - 100 * 3 / 7) < 1e-9
+
+
+class DeviceOfSeconds:
+    """A device's clock that ticks by itself; collectives are over at second 100."""
+
+    def __init__(self) -> None:
+        self._ticks = count()
+
+    def now(self) -> "Moment":
+        return Moment(next(self._ticks))
+
+    def when_over(self, works: Iterable[Any]) -> "Moment":
+        assert list(works)
+        return Moment(100)
+
+
+class Moment(NamedTuple):
+    at_s: int
+
+    def seconds_since(self, other: Any) -> float:
+        return self.at_s - other.at_s
+
+
+def test_copies_are_timed_by_their_stream_collectives_by_torch_and_files_by_the_host() -> None:
+    recorder = SpanRecorder(DeviceOfSeconds())
+    recorder.cut(times_device=True)  # 0
+    copy = recorder.begin("to_device", "a", 8, ())  # 1
+    gather = recorder.begin("shard.all_gather", "a", 8, ["work"])  # 2
+    read = recorder.begin("disk_read", "a", 8, None)
+    for over in (copy, gather, read):  # the copy at 3
+        over()
+    recorded = recorder.cut()  # 4
+    on_device = device_spans_of(recorded)
+    found = {s.line: (s.begin_s, s.end_s) for s in on_device}
+    assert found == {"device": (0, 4), "to_device": (1, 3), "shard.all_gather": (2, 100)}
+    by_host = without_lines_of(on_device, spans_of(recorded, {}))
+    assert {s.line for s in by_host} == {MAIN, "disk_read"}
+    assert without_lines_of([], by_host) == by_host
 
 
 def test_a_tracer_without_a_recorder_makes_nothing_and_with_one_tells_it() -> None:

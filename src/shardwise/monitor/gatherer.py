@@ -33,7 +33,7 @@ from shardwise.monitor.metrics import (
     step_metrics,
 )
 from shardwise.monitor.record import RunFacts, StepLine
-from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of
+from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of, without_lines_of
 from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
 
@@ -224,7 +224,8 @@ class Gatherer:
         spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
         step_s = recorded.end_s - recorded.begin_s
-        beside = [span for span in spans if span.line != MAIN and "." not in span.line]
+        by_host = without_lines_of(on_device, spans)
+        beside = [span for span in by_host if span.line != MAIN and "." not in span.line]
         timed = [*on_device, *beside] if on_device else spans
         figures = {**step_metrics(timed, step_s, recorded.num_tokens), **step.figures}
         if self._facts.peak_flops and TOKENS_PER_S in figures:
@@ -244,7 +245,7 @@ class Gatherer:
                 kind="timeline",
                 step=step.step,
                 seconds=step_s,
-                spans=_rows(spans, recorded.begin_s) + _rows(on_device, 0.0),
+                spans=_rows(by_host, recorded.begin_s) + _rows(on_device, 0.0),
             )
 
     def _write_own(self, **line: Any) -> None:

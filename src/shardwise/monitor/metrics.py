@@ -24,6 +24,8 @@ ALL_GATHER_MS, REDUCE_SCATTER_MS = "comm/all_gather(ms)", "comm/reduce_scatter(m
 OUTSIDE_S, OPTIMIZER_S = "time_metrics/outside(s)", "time_metrics/optimizer(s)"
 COMPUTE_S, RECOMPUTE_S = "time_metrics/compute(s)", "time_metrics/recompute(s)"
 STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoint/load(s)"
+# Copies of offloaded state by kind, which are lines of their own.
+TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
 SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
@@ -100,9 +102,17 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
         SAVE_S: seconds["behind save"] + found[STALL_S],
     }
     found |= axes
+    for kind in TRANSFERS:
+        if (taken_s := seconds.get(f"behind {kind}")) is not None:
+            found[transfers_ms(kind)] = 1e3 * taken_s
     if num_tokens:
         found[TOKENS_PER_S] = num_tokens / step_s
     return found
+
+
+def transfers_ms(kind: str) -> str:
+    """Return the name of the milliseconds of one of `TRANSFERS`; one after the other."""
+    return f"offload/{kind}(ms)"
 
 
 def axis_s(axis: str) -> str:

@@ -5,7 +5,8 @@ The thread that trains is one line, with autograd's thread, which works in its p
 it is in exactly one phase of one unit, the innermost that was entered, or outside of all. So its
 spans cover a step without gaps, and none lies over another. Collectives of one kind over one axis
 are a line too: a group runs them one after the other, so each begins when the one before it is
-over, if it was begun earlier. Threads (steps and saves in the background) are lines of their own.
+over, if it was begun earlier. So are copies between host and device and reads and writes of files,
+by kind. Threads (steps and saves in the background) are lines of their own.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Event = tuple[float, bool, str, str, str, "DeviceMoment | None"]
 
 
 class Work(NamedTuple):
-    """A collective that is over."""
+    """A collective, or a copy of offloaded state, that is over."""
 
     begin_s: float
     end_s: float
@@ -164,15 +165,17 @@ class SpanRecorder:
         return stack[-1] if stack else (OUTSIDE, "")
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
-        """Note that a collective begins; call what is returned when it is over."""
-        is_paused, began, begin_s = self.is_paused, self._now(), self._clock()
+        """Note that a collective or a copy begins; call what is returned when it is over."""
+        is_paused, begin_s = self.is_paused, self._clock()
+        began = None if works is None else self._now()
         ended = None
-        if began is not None and self._device is not None:
+        if began is not None and works and self._device is not None:
             ended = self._device.when_over(works)
 
         def over() -> None:
             if not is_paused:
-                done = Work(begin_s, self._clock(), line, unit, num_bytes, began, ended)
+                last = self._now() if began is not None and not works else ended
+                done = Work(begin_s, self._clock(), line, unit, num_bytes, began, last)
                 self._works.append(done)
 
         return over
@@ -268,6 +271,12 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
         if w.began is not None and w.ended is not None
     ]
     return found + _in_turn(works, 0.0)
+
+
+def without_lines_of(timed: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
+    """Return spans by the host's clock, without lines that the device has timed by its own."""
+    lines = {span.line for span in timed}
+    return [span for span in spans if span.line not in lines] if lines else spans
 
 
 def _flat(

@@ -22,6 +22,9 @@ from shardwise.offload.files import Bytes, DiskFile, System, aligned, examine
 from shardwise.offload.ring import Buffer, Ring
 from shardwise.offload.stripes import Piece, Stripes
 from shardwise.offload.transfers import Job, Transfer
+from shardwise.trace import Tracer
+
+Told = Callable[[int, Callable[[], None]], None]
 
 _LOG = logging.getLogger("shardwise")
 _THREADS = 4  # of each folder
@@ -54,6 +57,7 @@ class Disk:
     ) -> None:
         if not folders:
             raise ConfigError("offload to disk: expected at least one folder, got none")
+        self.tracer = Tracer()  # told of reads and writes; a model's own takes its place
         self._rank = rank
         self._make_memory = make_memory
         self._system = system or System()
@@ -178,7 +182,7 @@ class Disk:
                 raise ValueError(f"bytes {begin} to {end} of a file of {file.num_bytes} bytes")
             transfer = Transfer(begin, end, writes, then)
             move = file.write if writes else file.read
-            jobs = _jobs(file, begin, memory, move, self._threads)
+            jobs = _jobs(file, begin, memory, move, self._threads, self._told(file.unit, writes))
             with self._lock:
                 self._check()
                 self._started.append(transfer)
@@ -188,6 +192,20 @@ class Disk:
                 then()
             raise
         return transfer
+
+    def _told(self, unit: str, writes: bool) -> Told | None:
+        """Return what runs a request and tells a recorder of it; None where nobody listens."""
+        recorder = self.tracer.recorder
+        if recorder is None:
+            return None
+        line = "disk_write" if writes else "disk_read"
+
+        def run(num_bytes: int, request: Callable[[], None]) -> None:
+            over = recorder.begin(line, unit, num_bytes, None)
+            request()
+            over()
+
+        return run
 
     def _check(self) -> None:
         """Raise what went wrong and nobody was told yet."""
@@ -234,10 +252,14 @@ def _jobs(
     memory: Bytes,
     move: Callable[[Piece, Sequence[Bytes]], None],
     threads: Sequence[Executor],
+    told: Told | None = None,
 ) -> list[Job]:
     """Return one job for each request, on the threads of its folder."""
     jobs: list[Job] = []
     for piece in file.stripes.pieces(begin, begin + memory.nbytes, _REQUEST_BYTES):
         parts = [memory[lo - begin : hi - begin] for lo, hi in piece.ranges]
-        jobs.append((threads[piece.folder], partial(move, piece, parts)))
+        job = partial(move, piece, parts)
+        if told is not None:
+            job = partial(told, sum(part.nbytes for part in parts), job)
+        jobs.append((threads[piece.folder], job))
     return jobs

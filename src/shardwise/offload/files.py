@@ -142,6 +142,7 @@ class DiskFile:
         stripes: Stripes,
         system: System,
     ) -> None:
+        self.unit = unit
         self.num_bytes = num_bytes
         self.stripes = stripes
         self.transfers = Transfers()

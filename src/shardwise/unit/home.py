@@ -23,6 +23,7 @@ from shardwise.device import DeviceTime, follow_current
 from shardwise.offload.disk import Disk
 from shardwise.offload.mapped import mapped
 from shardwise.offload.slab import Slab
+from shardwise.trace import Tracer
 from shardwise.unit.ahead import FileSlices
 
 
@@ -33,6 +34,12 @@ class Files:
     params: Disk | None = None
     grads: Disk | None = None
     optimizer: Disk | None = None
+
+    def tell(self, tracer: Tracer) -> None:
+        """Let a model's tracer hear of reads and writes."""
+        for disk in (self.params, self.grads, self.optimizer):
+            if disk is not None:
+                disk.tracer = tracer
 
 
 NO_FILES = Files()
@@ -55,6 +62,7 @@ class Home:
     files: Files = NO_FILES
     unit: str = ""
     slab: Slab | None = None
+    tracer: Tracer = field(default_factory=Tracer)  # told of copies
     slices_in_files: list[FileSlices] = field(default_factory=list)  # reserved for its storages
 
     def __str__(self) -> str:
@@ -93,7 +101,11 @@ class Home:
         cast on the host, and block.
         """
         stream = self.time.fetch_stream
-        with follow_current(self.time, stream):
+        num_bytes = sum(source.nbytes for source in slices)
+        with (
+            follow_current(self.time, stream),
+            self.tracer.copies("to_device", self.unit, num_bytes),
+        ):
             for place, source in zip(places, slices, strict=True):
                 if place.dtype == source.dtype:
                     place.copy_(source, non_blocking=True)
@@ -113,7 +125,8 @@ class Home:
             brought = self.in_file(self.files.grads, values.numel(), dtype)
         else:
             brought = self.memory(values.numel(), dtype)
-        with follow_current(self.time, stream):
+        told = self.tracer.copies("to_host", self.unit, brought.nbytes)
+        with follow_current(self.time, stream), told:
             brought.copy_(values.to(dtype), non_blocking=True)
             return brought, Pending.of_copies(stream.record(), keep=values)
 

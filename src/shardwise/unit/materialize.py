@@ -72,6 +72,7 @@ class Materializer:
         self._scheduler = scheduler
         self._init = init
         self._files = files
+        files.tell(comm.tracer)
         self._first_away = first_away(specs, config)
         self._comms = {comm.axes.mesh: comm}
         self._own_axes = own_axes_of(param.param for spec in specs for param in spec.params)
@@ -162,6 +163,7 @@ class Materializer:
                 files=self._files,
                 unit=spec.name,
                 slab=self._slab,
+                tracer=comm.tracer,
                 slices_in_files=self._in_files.get(spec.name, []),
             )
         # A stage of a pipeline runs many micro-batches: the first one gathers for all of them.

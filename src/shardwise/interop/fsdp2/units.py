@@ -74,7 +74,8 @@ def make_unit(
     stage = replace(STAGES[3], frees_after_forward=frees)
     home = None
     if asked.offload is not None:
-        home = Home(torch.device("cpu"), asked.device, comm.time, asked.offload.pin_memory)
+        pins, tracer = asked.offload.pin_memory, comm.tracer
+        home = Home(torch.device("cpu"), asked.device, comm.time, pins, tracer=tracer)
     return Unit(
         "",
         0,

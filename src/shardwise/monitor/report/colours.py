@@ -1,11 +1,13 @@
 """Colours of phases and of kinds of memory: those of a plan's pictures, where it has the same."""
 
+from shardwise.monitor.metrics import TRANSFERS
 from shardwise.plan.report.pictures import LINE_COLOURS, PHASE_COLOURS
 
 OTHER = "other"  # bytes of the device that are not the engine's
 _WAITING, _REST = "#c0392b", ("#5a7d9a", "#9a7d5a", "#7d5a9a", "#5a9a7d")
 _PHASES = {
     **PHASE_COLOURS,
+    **dict.fromkeys(TRANSFERS, PHASE_COLOURS["offload"]),
     "step": PHASE_COLOURS["optimizer"],
     "all_gather": PHASE_COLOURS["unshard"],
     "reduce_scatter": PHASE_COLOURS["reduce"],

@@ -27,6 +27,7 @@ from shardwise.monitor.metrics import (
     STEP_S,
     TOKENS_PER_S,
     OverRanks,
+    transfers_ms,
 )
 from shardwise.monitor.record import RunFacts, StepLine, UnitFacts, over_steps
 from shardwise.names import name_of_unit
@@ -67,6 +68,10 @@ FIGURES = (
     Shown(ALL_GATHER_MS, "all-gathers", "ms a step"),
     Shown(REDUCE_SCATTER_MS, "reduce-scatters", "ms a step"),
     Shown(BACKGROUND_STEP_MS, "steps in the background", "ms a step"),
+    Shown(transfers_ms("to_device"), "copies to the device", "ms a step"),
+    Shown(transfers_ms("to_host"), "copies to the host", "ms a step"),
+    Shown(transfers_ms("disk_read"), "reads of offloaded state", "ms a step"),
+    Shown(transfers_ms("disk_write"), "writes of offloaded state", "ms a step"),
     Shown(SENT_MIB, "sent by a rank", "MiB a step"),
     Shown(NUM_COLLECTIVES, "collectives", "a step"),
     Shown(PADDING_SHARE, "padding", "% of the parameters"),

@@ -1,0 +1,66 @@
+"""Copies of offloaded state, and reads and writes of its files, are lines of the timeline."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import Checkpointed
+from ranks import run_ranks
+from shardwise import observe, shard
+from shardwise.engine.describe import describe
+from shardwise.monitor.metrics import TRANSFERS, transfers_ms
+from shardwise.monitor.record import read_run
+
+STEPS = 5
+
+
+def offloaded(rank: int, world_size: int, output: str, offload: str) -> list[int]:
+    torch.manual_seed(0)
+    model = shard(Checkpointed(), stage=3, offload=offload)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    with observe(model, optimizer, output, detail_every=1):
+        for _ in range(STEPS):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [unit.rank_bytes for unit in describe(model).units]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
+    place: str, world_size: int, tmp_path: Path
+) -> None:
+    (tmp_path / "files").mkdir()
+    offload = place if place == "cpu" else f"nvme:{tmp_path / 'files'}"
+    resting = run_ranks(offloaded, world_size, str(tmp_path), offload)
+    record = read_run(tmp_path)
+    for rank, (root, *blocks) in enumerate(resting):
+        shards = root + sum(blocks)
+        for _, timeline in record.lines("timeline", rank):
+            lines: dict[str, list[list[Any]]] = {}
+            for row in timeline["spans"]:
+                lines.setdefault(row[0], []).append(row)
+            for rows in lines.values():
+                assert all(b[3] >= a[3] + a[4] - 1e-3 for a, b in pairwise(rows))
+            moved = {kind: sum(row[5] for row in lines.get(kind, ())) for kind in TRANSFERS}
+            # The root and the last block stay gathered between the passes; gradients go once.
+            assert moved["to_device"] == shards + sum(blocks[:-1])
+            assert moved["to_host"] == shards
+            both = moved["disk_read"], moved["disk_write"]
+            if place == "cpu":
+                assert both == (0, 0)
+            elif timeline["step"] == 1:  # both moments are made, of elements and no padding
+                assert both[0] == 0 < both[1] <= 2 * shards
+            elif timeline["step"] > 2:  # whole blocks of the file, which all units have
+                assert all(n >= 2 * shards and n % 4096 == 0 for n in both)
+    last = record.steps[-1].metrics
+    for kind in TRANSFERS:
+        if kind.startswith("to_") or place == "nvme":
+            assert last[transfers_ms(kind)].min >= 0
+        else:
+            assert transfers_ms(kind) not in last
