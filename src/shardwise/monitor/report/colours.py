@@ -7,7 +7,7 @@ OTHER = "other"  # bytes of the device that are not the engine's
 _WAITING, _REST = "#c0392b", ("#5a7d9a", "#9a7d5a", "#7d5a9a", "#5a9a7d")
 _PHASES = {
     **PHASE_COLOURS,
-    **dict.fromkeys(TRANSFERS, PHASE_COLOURS["offload"]),
+    **dict.fromkeys(TRANSFERS, "#0f7f86"),
     "step": PHASE_COLOURS["optimizer"],
     "all_gather": PHASE_COLOURS["unshard"],
     "reduce_scatter": PHASE_COLOURS["reduce"],
