@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
     from shardwise.checkpoint.save_load import load as load
     from shardwise.checkpoint.save_load import save as save
+    from shardwise.comm.watch import watch as watch
     from shardwise.config import Precision as Precision
     from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
@@ -102,6 +103,7 @@ _HOMES = {
     "spread_experts": "shardwise.parallel.experts",
     "stats": "shardwise.engine.api",
     "tie": "shardwise.engine.tying",
+    "watch": "shardwise.comm.watch",
 }
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ Each test takes a healthy record and changes what the failure changes.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,23 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
         "SW001",
         lambda: run_of(units=tuple(unit(f"layers.{n}", rank_bytes=LAYER) for n in range(200))),
     ),
+    "no save for an hour": ("SW051", lambda: over_time(run_of(), 300.0)),
+    "no save after the first hour": (
+        "SW051",
+        lambda: over_time(run_of(), 400.0, saves=range(3)),
+    ),
     "a run that hangs": ("SW022", lambda: replace(run_of(), by_rank={}, idle_s=1000.0)),
 }
+
+
+def over_time(run: RunRecord, line_s: float, saves: Iterable[int] = ()) -> RunRecord:
+    """Let a line come every so many seconds, and be of so many steps, some with a save."""
+    one, steps = OverRanks(0.001, 0.001, 0.001, 0, 0), []
+    for n, line in enumerate(run.steps):
+        saved = {"checkpoint/stall(s)": one, "checkpoint/save(s)": one} if n in saves else {}
+        metrics = {**line.metrics, **saved}
+        steps.append(replace(line, at_s=line_s * n, num_steps=int(line_s), metrics=metrics))
+    return replace(run, steps=tuple(steps))
 
 
 def retries_of(run: RunRecord) -> RunRecord:
@@ -230,6 +245,11 @@ def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
     # Who waits for whom is not told on accelerators.
     assert {each.code for each in found.abstentions} <= {"SW013"}
     assert {*found.judged, "SW013"} == set(LESSONS)
+
+
+def test_a_long_run_that_saves_now_and_then_and_a_short_one_that_does_not_are_healthy() -> None:
+    assert not diagnose(over_time(run_of(), 300.0, saves=range(0, 15, 3))).findings
+    assert not diagnose(over_time(run_of(), 100.0)).findings
 
 
 def test_rules_about_steps_abstain_where_there_are_few_of_them() -> None:

@@ -1,12 +1,13 @@
 """What waiting ranks, and those that have failed, publish in the store of the process group."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.comm.meeting import Meeting
+from shardwise.comm.pulse import Pulse
 
 FAILED = "a rank has failed, and will not come: "
 
@@ -23,6 +24,10 @@ class Board:
         own: Any = store
         self._store = dist.PrefixStore("shardwise/watch", own.clone())
 
+    def open(self) -> None:
+        """Make this rank's record, so that those who look need not ask for what is not there."""
+        self.clear()
+
     def publish(self, record: Mapping[str, Any]) -> None:
         """Replace this rank's record."""
         self._store.set(str(dist.get_rank()), json.dumps(record))
@@ -36,13 +41,13 @@ class Board:
         for key in (f"verdict/{group}", *(f"verdict/of {rank}" for rank in ranks)):
             self._store.set(key, verdict)
 
-    def told(self, meeting: Meeting) -> str | None:
-        """Return what was told of a group; else of a rank in it, that waits in another one.
+    def told(self, meeting: Meeting, ranks: Sequence[int]) -> str | None:
+        """Return what was told of a group; else of one of its ranks, that waits in another one.
 
-        Else what a rank in it has failed with.
+        Else what one of them has failed with.
         """
-        others = [rank for rank in meeting.ranks if rank != dist.get_rank()]
-        members = (self.told_of(f"of {rank}") for rank in meeting.ranks)
+        others = [rank for rank in ranks if rank != dist.get_rank()]
+        members = (self.told_of(f"of {rank}") for rank in ranks)
         failed = ((self.read(rank) or {}).get("failed") for rank in others if meeting.axis)
         return (
             self.told_of(meeting.group_name)
@@ -62,22 +67,42 @@ class Board:
         text = self._store.get(str(rank))
         return json.loads(text) if text else None
 
-    def ask(self, rank: int, number: int) -> None:
-        """Ask a rank where it is; ``number`` counts the questions."""
-        self._store.set(f"ask/{rank}", str(number))
+    def scan(self, ranks: Sequence[int]) -> dict[int, tuple[dict[str, Any] | None, Pulse | None]]:
+        """Return the records and the pulses of ranks, None where there are none.
 
-    def answer(self, where: Callable[[], str]) -> None:
-        """Say where this rank is, if somebody has asked since it last did."""
+        **Cost** two requests where all have a pulse.
+        """
+        keys = [key for rank in ranks for key in (str(rank), f"pulse/{rank}")]
+        if not keys:
+            return {}
+        if self._store.check(keys):
+            texts = self._store.multi_get(keys)
+        else:
+            texts = [self._store.get(k) if self._store.check([k]) else b"" for k in keys]
+        found = zip(ranks, texts[::2], texts[1::2], strict=True)
+        return {
+            rank: (
+                json.loads(record) if record else None,
+                Pulse.read(pulse) if pulse else None,
+            )
+            for rank, record, pulse in found
+        }
+
+    def beat(self, pulse: Pulse) -> None:
+        """Replace what this rank says of itself."""
+        self._store.set(f"pulse/{dist.get_rank()}", pulse.to_json())
+
+    def ask(self, rank: int) -> None:
+        """Ask a rank to say where it is, with its next pulses."""
+        self._store.set(f"ask/{rank}", "1")
+
+    def was_asked(self) -> bool:
+        """Tell whether somebody has asked this rank since it was last looked."""
         key = f"ask/{dist.get_rank()}"
-        if self._store.check([key]) and (number := self._store.get(key).decode()):
-            self._store.set(key, "")
-            self._store.set(f"answer/{dist.get_rank()}", json.dumps([int(number), where()]))
-
-    def answer_of(self, rank: int, since: int) -> str | None:
-        """Return where a rank has said it is, if it has answered a question of late."""
-        key = f"answer/{rank}"
-        number, where = json.loads(self._store.get(key)) if self._store.check([key]) else (-1, None)
-        return where if number >= since else None
+        if not self._store.check([key]) or not self._store.get(key):
+            return False
+        self._store.set(key, "")
+        return True
 
     def circle(self, rank: int, record: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Return the records of a circle of ranks that wait for each other, reached from ``rank``.

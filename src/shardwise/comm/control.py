@@ -22,8 +22,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.breaking import break_off
 from shardwise.comm.meeting import Meeting
-from shardwise.comm.watch import AS_A_RULE, WATCH, break_off, name_ranks, reason_of
+from shardwise.comm.watch import AS_A_RULE, WATCH, name_ranks, reason_of
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
 
@@ -90,11 +91,16 @@ class GroupControl:
         name: str = "",
     ) -> None:
         self._group = group
-        self._timeout_s = timeout.total_seconds()
+        self._own_timeout_s = timeout.total_seconds()
         self.members = members
         self.rank = rank
         self.num_ranks = len(members)
         self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
+
+    @property
+    def _timeout_s(self) -> float:
+        """How long a rank may be silent: what the group or the watch was told, the shorter."""
+        return min(self._own_timeout_s, WATCH.limit_s or self._own_timeout_s)
 
     def exchange(self, row: bytes) -> list[bytes]:
         """Return every rank's row in rank order.
@@ -129,19 +135,21 @@ class GroupControl:
     def break_off(self) -> None:
         """Make waits raise, see Note [Breaking a wait off]."""
         WATCH.fail(self._meeting, f"rank {dist.get_rank()} has left the group")
-        break_off(self._meeting)
+        break_off(self._meeting.group)
 
     def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
         who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
-            f" within {self._timeout_s:g} s, the timeout of the process group. It is stopped, has "
-            "died, or waits elsewhere: every rank must make this call"
+            f" within {self._timeout_s:g} s, the timeout of the process group or the hang_timeout. "
+            "It is stopped, has died, or waits elsewhere: every rank must make this call"
             if late
             else f": {reason_of(error)}. {AS_A_RULE}"
         )
-        cause = WATCH.fail(self._meeting, f"{who} did not come{why}")
-        return CollectiveError(f"rank {dist.get_rank()}: the ranks could not agree: {cause}")
+        reason = f"{who} did not come{why}"
+        cause = WATCH.fail(self._meeting, reason)
+        told = cause if cause.startswith(reason) else f"{who} did not come: {cause}"
+        return CollectiveError(f"rank {dist.get_rank()}: the ranks could not agree: {told}")
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns.

@@ -18,6 +18,7 @@ _OTHERS = {
     "(tensor)": "a whole tensor",
     "(tokens)": "how many tokens each rank has",
 }
+_SEPARATOR = "|"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Meeting:
     @property
     def key(self) -> str:
         """Return what is the same on all ranks."""
-        return f"{self.group_name}.{self.axis}.{self.kind}.{self.index}.{self.unit}"
+        return _SEPARATOR.join((self.group_name, self.axis, self.kind, str(self.index), self.unit))
 
     @property
     def group_name(self) -> str:
@@ -57,3 +58,9 @@ class Meeting:
     def ranks(self) -> tuple[int, ...]:
         """Return the global ranks that must begin it."""
         return self.members or tuple(dist.get_process_group_ranks(self.group))
+
+
+def text_of(key: str) -> str:
+    """Return the name for people of a collective of this key."""
+    _, axis, kind, index, unit = key.split(_SEPARATOR, 4)
+    return Meeting(kind, unit, int(index), axis, None).text

@@ -83,6 +83,8 @@ class Pending:
         self._works = works
         self._finish = finish
         self._keep = keep
+        if works and not peers:
+            WATCH.fly(meeting, self._number, works)
 
     @classmethod
     def of_copies(cls, *copies: Event, keep: object = None) -> "Pending":
@@ -182,7 +184,7 @@ class meets(collective_errors):  # noqa: N801 - reads as a statement
         WATCH.enter(self._meeting, WATCH.begin(self._meeting))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        WATCH.leave()
+        WATCH.leave(ended=error is None)
         super().__exit__(kind, error, trace)
 
 
@@ -200,5 +202,5 @@ class _Wait(collective_errors):
         WATCH.enter(self._meeting, self._number)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        WATCH.leave()
+        WATCH.leave(ended=error is None)
         super().__exit__(kind, error, trace)

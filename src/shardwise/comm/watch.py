@@ -1,4 +1,4 @@
-"""Who waits for whom: notices of long waits, and an end to waits that can have none.
+"""Who waits for whom: notices of long waits, and an end to waits that can have none, or last long.
 
 Note [A wait that has no end]
 A collective needs all ranks of its group. If rank 0 waits in one that rank 1 has not begun, and
@@ -18,15 +18,18 @@ collective, as it has recovered then. Small exchanges (`control`) are left alone
 that tell all ranks of a failure, are made of them.
 
 Note [Where a missing rank is]
-Who has waited for half of its patience asks, in the store, those that wait for nobody where they
-are. The watch of each rank looks for such a question once a second and answers with the lines that
-its main thread is in. A rank that does not answer is stopped or dead, or in a call that does not
-let Python go on.
+Every second the watch of each rank says in the store which process it is, how much it has begun
+and what last (`Pulse`). Who has waited for half of its patience asks those that wait for nobody
+where they are; they add the lines that their main thread is in. What is known of whoever keeps a
+wait from ending is one sentence of the verdict (missing.py). A rank that has died, as the system or
+its last word says, ends the waits for it at once; others end when the time is over (`watch`).
 
 Note [Breaking a wait off]
 gloo's waits cannot be cancelled. But a receive that runs out of time closes the connections of its
 group, and every wait on them raises. The group is of no use afterwards, and says so when it is
-asked again. NCCL's waits block no thread of ours; there NCCL's own timeout ends them.
+asked again. NCCL's waits block no thread of ours: its collectives are looked at as they fly, and
+the group is aborted, so that its kernels end and the next call raises. A wait in torch's own calls
+(stacks.py) raises an error of torch; what the watch has found stands in the log before it.
 
 Note [One watch per process]
 A process waits in one call at a time, whichever model it is for, so what it waits for is a fact of
@@ -38,66 +41,50 @@ import logging
 import sys
 import threading
 import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from shardwise.comm.board import FAILED, Board, blame
+from shardwise.comm import missing, stacks
+from shardwise.comm.board import FAILED
+from shardwise.comm.breaking import blocks, break_off, break_off_all
+from shardwise.comm.finding_out import Finder
 from shardwise.comm.meeting import Meeting
-from shardwise.errors import CollectiveError, StorageError
+from shardwise.comm.waits import Begun, Flights, StandingWaits, Wait
+from shardwise.errors import CollectiveError, ConfigError, StorageError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
 _MAX_RANKS_SHOWN = 8
-_MAX_LINES_SHOWN = 3  # of a missing rank
-_FRESH_ANSWERS = 5  # questions, one each look: an older answer is of a rank that has fallen silent
-_SILENT = "and does not answer: stopped, dead, or in a call that does not let Python go on"
-_PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
-_REMEDY = (
-    "Every rank must make the same calls and run the same units in the same order. Where ranks may "
-    "skip layers (layerdrop, stochastic depth, experts, a head per task), name them: "
-    "shard(..., optional=[...]); stages 0 to 2 need no such list"
-)
-
-
-@dataclass
-class _Wait:
-    """One thread's wait, as it goes on."""
-
-    meeting: Meeting
-    number: int
-    begun_s: float
-    serial: int
-    told: bool = False
-    num_asked: int = 0
-    looks: int = 0
+_HEAR_EVERY = 10  # looks
+_JOIN_S = 5.0
+_LINGER_S = 1.5  # longer than between two looks of the others
+_LEAST_S = 4.0  # a few looks: the missing are asked where they are
 
 
 class Watch:
-    """The waits of this process, and the thread that looks at them."""
+    """The waits of this process, and the thread that looks at them.
+
+    ``limit_s`` ends a wait; None leaves that to the process group's timeout.
+    """
 
     def __init__(self, look_every_s: float = 1.0, patience_s: float = 30.0) -> None:
         self.look_every_s = look_every_s
         self.patience_s = patience_s
-        self._begun: Counter[str] = Counter()
-        self._waits: dict[int, _Wait] = {}
+        self.limit_s: float | None = None
+        self._begun = Begun()
+        self._finder = Finder(self._begun, lambda: self._failure)
+        self._waits: dict[int, Wait] = {}
+        self._flights, self._standing = Flights(), StandingWaits()
         self._verdicts: dict[int, str] = {}
         self._failed: dict[int, tuple[Any, str]] = {}
         self._num_waits = 0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._published = False
-        self._board: tuple[dist.Store, Board] | None = None
-        self._suspected: dict[int, dict[str, Any]] = {}
+        self._looks = 0
         self._telling = threading.Lock()  # what is told is not taken back by who looks meanwhile
         self._failure: str | None = None  # what this rank has told, and not recovered from
 
@@ -124,36 +111,47 @@ class Watch:
         if self._failure is not None and meeting.axis:  # small exchanges go on beside a failure
             self._failure = None
             with suppress(RuntimeError, ValueError):
-                self._board_of_now().clear()
-        key = meeting.key
-        self._begun[key] += 1
-        return self._begun[key]
+                self._finder.board.clear()
+        return self._begun.add(meeting)
 
     def enter(self, meeting: Meeting, number: int) -> None:
         """Note that this thread waits from now on."""
         self._num_waits += 1
-        wait = _Wait(meeting, number, time.monotonic(), self._num_waits)
+        wait = Wait(meeting, number, time.monotonic(), self._num_waits)
         self._waits[threading.get_ident()] = wait
         if self._thread is None:
             self._start()
 
-    def leave(self) -> None:
-        """Note that this thread's wait is over."""
-        self._waits.pop(threading.get_ident(), None)
+    def leave(self, ended: bool = False) -> None:
+        """Note that this thread's wait is over; ``ended``: the collective is."""
+        wait = self._waits.pop(threading.get_ident(), None)
+        if ended and wait is not None:
+            self._begun.ended[wait.meeting.group_name] = wait
+
+    def fly(self, meeting: Meeting, number: int, works: Sequence[Any]) -> None:
+        """Note a collective that no thread will wait for, as its device does; see `Flights`."""
+        if not blocks(meeting.group):
+            self._flights.begin(Wait(meeting, number, time.monotonic(), -1), works)
+            if self._thread is None:
+                self._start()
 
     @contextmanager
     def waiting(self, meeting: Meeting) -> Iterator[None]:
         """Begin a collective that blocks, and wait for it inside."""
         self.refuse_failed(meeting.text, meeting.group)
         self.enter(meeting, self.begin(meeting))
+        ended = False
         try:
             yield
+            ended = True
         finally:
-            self.leave()
+            self.leave(ended)
 
     def fail(self, meeting: Meeting, reason: str) -> str:
         """Note that a group has failed; return why, which may be what the watch has found."""
-        found = self._verdicts.pop(threading.get_ident(), None) or self._told(meeting) or reason
+        found = self._verdicts.pop(threading.get_ident(), None) or self._finder.cause(
+            meeting, reason
+        )
         self._failed.setdefault(id(meeting.group), (meeting.group, found))
         if found.startswith(FAILED):
             self.tell_failure(found)  # to those who wait for this rank in another group
@@ -168,7 +166,7 @@ class Watch:
             return
         with self._telling, suppress(RuntimeError, ValueError):  # the group, or its store, is gone
             self._failure = text
-            self._board_of_now().publish({"failed": text, "begun": dict(self._begun)})
+            self._finder.board.publish({"failed": text, "begun": dict(self._begun.counts)})
 
     @contextmanager
     def telling_failures(self) -> Iterator[None]:
@@ -180,12 +178,17 @@ class Watch:
             raise
 
     # -- the thread
+    def start(self) -> None:
+        """Look from now on, if that was not begun yet."""
+        if self._thread is None and dist.is_initialized():
+            self._start()
+
     def _start(self) -> None:
         with suppress(RuntimeError, ValueError):  # now: the store may end before this process does
-            self._board_of_now()
+            self._finder.begin(self.look_every_s)
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         self._thread.start()
-        atexit.register(self._stop.set)
+        atexit.register(self._leave_word)
 
     def _run(self) -> None:
         while not self._stop.wait(self.look_every_s):
@@ -197,114 +200,141 @@ class Watch:
                 self._published = False
 
     def _look(self) -> None:
-        board = self._board_of_now()
-        board.answer(_lines_of_main)
-        now, least_s = time.monotonic(), self.look_every_s
-        waits = [(t, w) for t, w in list(self._waits.items()) if now - w.begun_s > least_s]
-        main = threading.main_thread().ident
+        self._finder.beat(self.look_every_s)
+        self._looks += 1
+        if self._looks % _HEAR_EVERY == 1:
+            self._finder.hear()
+        now, main = time.monotonic(), threading.main_thread().ident or 0
+        waits = [
+            (t, w) for t, w in list(self._waits.items()) if now - w.begun_s > self.look_every_s
+        ]
         mine = next((w for t, w in waits if t == main), None)
+        if mine is None and main not in self._waits:
+            mine = self._standing.look() or self._late_flight(now)
+            waits += [(main, mine)] if mine is not None else []
         if mine is None:
             with self._telling:
                 if self._published and self._failure is None:
-                    board.clear()
+                    self._finder.board.clear()
                     self._published = False
         else:
             mine.looks += 1
-            board.publish(self._record(mine))
+            self._finder.board.publish(self._finder.record(mine))
             self._published = True
-            verdict = board.told_of(mine.meeting.group_name) or self._find_circle(board, mine)
-            if verdict is not None:
-                self._end(main or 0, mine, verdict)
+            self._judge(main, mine)
         for thread, wait in waits:
-            if wait.told or now - wait.begun_s <= self.patience_s / 2:
-                continue
-            if now - wait.begun_s <= self.patience_s:
-                wait.num_asked += 1
-                for other in wait.meeting.ranks:
-                    if other != dist.get_rank() and board.read(other) is None:
-                        board.ask(other, wait.num_asked)
-            else:
-                wait.told = True
-                _LOG.warning(self._notice(board, thread, wait))
+            self._remind(thread, wait)
 
-    def _board_of_now(self) -> Board:
-        store = dist.distributed_c10d._get_default_store()
-        if self._board is None or self._board[0] is not store:
-            self._board = store, Board(store)
-        return self._board[1]
+    def _late_flight(self, now: float) -> Wait | None:
+        flying = self._flights.oldest()
+        return flying if flying is not None and now - flying.begun_s > self.look_every_s else None
 
-    def _told(self, meeting: Meeting) -> str | None:
-        """Return the circle that another rank has found, and broken off; None without one.
+    def _judge(self, main: int, wait: Wait) -> None:
+        """End a wait whose end is known: a circle, a rank that is gone, a time that is over."""
+        group = wait.meeting.group_name
+        verdict = self._finder.board.told_of(group) if group else None
+        if verdict is None and wait.number:
+            verdict = self._finder.circle(wait)
+        if verdict is None and wait.looks > 1:
+            verdict = self._finder.told(wait)
+        if verdict is None and wait.looks > 1:
+            limit_s = self._finder.limit_s(wait, self.limit_s)
+            verdict = self._finder.gone_or_over(wait, limit_s)
+        if verdict is not None:
+            self._end(main, wait, verdict)
 
-        Replicas wait for a rank of the circle in a group of their own: it fails with that rank.
-        """
-        try:
-            return self._board_of_now().told(meeting)
-        except (RuntimeError, ValueError):  # the process group, or its store, is gone
-            return None
-
-    def _record(self, wait: _Wait) -> dict[str, Any]:
-        failed = {} if self._failure is None else {"failed": self._failure}
-        return failed | {
-            "serial": wait.serial,
-            "look": wait.looks,
-            "trains": bool(wait.meeting.axis),
-            "key": wait.meeting.key,
-            "number": wait.number,
-            "ranks": wait.meeting.ranks,
-            "text": wait.meeting.text + _where(threading.main_thread().ident or 0),
-            "begun": dict(self._begun),
-        }
-
-    def _find_circle(self, board: Board, wait: _Wait) -> str | None:
-        """Return what to say of a circle that this rank is in or waits for; None without one."""
-        rank = dist.get_rank()
-        found = board.circle(rank, self._record(wait))
-        failed = next((w["failed"] for r, w in found.items() if r != rank and "failed" in w), None)
-        if failed is not None:
-            return blame(failed)
-        before = self._suspected
-        if {r: w["serial"] for r, w in found.items()} != {
-            r: w["serial"] for r, w in before.items()
-        }:
-            self._suspected = before = found
-        if not found or any(found[r]["look"] == before[r]["look"] for r in found):
-            return None  # somebody has not looked again yet, and may have gone on meanwhile
-        parts = [f"rank {r} waits in {found[r]['text']}" for r in sorted(found)]
-        verdict = f"{', and '.join(parts)}, for each other. {_REMEDY}"
-        board.tell(wait.meeting.group_name, sorted(found), verdict)
-        return verdict
-
-    def _end(self, thread: int, wait: _Wait, verdict: str) -> None:
+    def _end(self, thread: int, wait: Wait, verdict: str) -> None:
         """Break off a wait that cannot end, as this rank has found, or another one of its group.
 
         Who has found it may be gone, and gloo wakes nobody who waits for a third rank.
         """
-        if self._waits.get(thread) is not wait or thread in self._verdicts:
-            return
-        self._verdicts[thread] = verdict
-        if not break_off(wait.meeting):
-            _LOG.error("shardwise: %s", verdict)
+        meeting = wait.meeting
+        if self._waits.get(thread) is wait:
+            if thread not in self._verdicts:
+                self._verdicts[thread] = verdict
+                break_off(meeting.group)
+        elif wait.serial < 0 and not wait.over:  # in no call of ours, which would raise it
+            wait.over = True
+            who = f"rank {dist.get_rank()}: {wait.text(thread)}"
+            _LOG.error("shardwise: %s failed: %s", who, verdict)
+            self._failed.setdefault(id(meeting.group), (meeting.group, verdict))
+            self._finder.pass_on(meeting, verdict)
+            break_off_all()
 
-    def _notice(self, board: Board, thread: int, wait: _Wait) -> str:
-        meeting, rank = wait.meeting, dist.get_rank()
-        states = {r: board.read(r) for r in meeting.ranks if r != rank}
-        missing = []
-        for other, record in states.items():
-            if record is None:
-                where = board.answer_of(other, max(1, wait.num_asked - _FRESH_ANSWERS))
-                missing.append(f"rank {other} is in no call of Shardwise, {where or _SILENT}")
-            elif "failed" in record:
-                missing.append(f"rank {other} has failed: {record['failed']}")
-            elif record["begun"].get(meeting.key, 0) < wait.number:
-                missing.append(f"rank {other} waits in {record['text']}")
-        who = "; ".join(missing[:8]) or "all others have come, so the network or a device is slow"
-        if len(missing) > 8:
-            who += f"; and {len(missing) - 8} more"
-        return (
-            f"shardwise: rank {rank} has waited {self.patience_s:.0f} s in {meeting.text}"
-            f"{_where(thread)}: {who}. Every rank must make this call"
+    def _remind(self, thread: int, wait: Wait) -> None:
+        """Ask the missing where they are, and say once that a wait is long."""
+        waited_s = time.monotonic() - wait.begun_s
+        limit_s = self._finder.limit_s(wait, self.limit_s)
+        if waited_s > min(self.patience_s, limit_s or self.patience_s) / 2:
+            if not wait.missing:
+                self._finder.scene(wait)
+            for other in wait.missing:
+                self._finder.board.ask(other)
+        if wait.told or wait.over or waited_s <= self.patience_s:
+            return
+        wait.told = True
+        _LOG.warning(
+            "shardwise: rank %d has waited %.0f s in %s: %s. Every rank must make this call",
+            *(dist.get_rank(), self.patience_s, wait.text(thread)),
+            missing.said(self._finder.scene(wait)),
         )
+
+    def _leave_word(self) -> None:
+        """Say how this rank's program has ended, and what a call of torch's has failed of."""
+        self._stop.set()
+        if self._thread is not None:  # one that is in a call of C++ as Python ends would abort
+            self._thread.join(_JOIN_S)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        with suppress(Exception):  # whatever is gone by now: the error itself has been told
+            if error is None:
+                self._finder.beat(self.look_every_s, "its program is over")
+            else:
+                self._say_why(error)
+                if dist.get_rank() == 0:  # which may keep the store that others still read
+                    time.sleep(_LINGER_S)
+
+    def _say_why(self, error: BaseException) -> None:
+        call, follows = None, isinstance(error, CollectiveError)
+        if isinstance(error, RuntimeError) and not follows:
+            call = stacks.wait_of_error(error.__traceback__)
+        left = f"{type(error).__name__}: {reason_of(error)}"
+        came = ""
+        if call is not None:
+            left, came = f"{type(error).__name__} in {call.text}", call.text
+        with suppress(RuntimeError, ValueError):  # the store may have ended with rank 0
+            self._finder.beat(self.look_every_s, left, came, follows or call is not None)
+        if call is not None and not self._standing.is_over:
+            meeting = Meeting(call.call, "", 0, "torch", call.group)
+            cause = self._finder.cause(meeting, reason_of(error), call)
+            _LOG.error("shardwise: rank %d: %s failed: %s", dist.get_rank(), call.text, cause)
+
+
+def watch(hang_timeout: float | None) -> None:
+    """Name who is missing, and end the wait, where one lasts ``hang_timeout`` seconds.
+
+    It holds for this process and all its models, those of `fully_shard` too, and for the calls of
+    torch.distributed that the loop makes itself; call it on every rank after
+    ``init_process_group``. None leaves it to the timeout of the process group. Ranks that are late
+    by more than this end the run: choose several times the longest step, save or evaluation.
+
+    **Cost** a look a second, by a thread. **Raises** ConfigError for what is no time.
+    """
+    WATCH.limit_s = checked_timeout(hang_timeout)
+    WATCH.start()
+
+
+def checked_timeout(hang_timeout: object) -> float | None:
+    """Return a time that a wait may last. **Raises** ConfigError for what is none."""
+    if hang_timeout is None:
+        return None
+    if not isinstance(hang_timeout, int | float) or not hang_timeout >= _LEAST_S:
+        raise ConfigError(
+            f"hang_timeout={hang_timeout!r}: expected {_LEAST_S:g} seconds or more, or "
+            "None for the timeout of the process group"
+        )
+    return float(hang_timeout)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -317,44 +347,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def reason_of(error: BaseException) -> str:
     """Return the first line of what an error says."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _lines_of_main() -> str:
-    """Return the lines of the user's program that the main thread is in, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines: list[str] = []
-    while frame is not None and len(lines) < _MAX_LINES_SHOWN:
-        code = frame.f_code
-        if not code.co_filename.startswith((*_LIBRARIES, "<")):
-            lines.append(f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})")
-        frame = frame.f_back
-    return f"but in {', called by '.join(lines)}" if lines else "nor in a line of the program's"
-
-
-def _where(thread: int) -> str:
-    """Return the line of the user's program that made a thread wait, as ` (file:line)`."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARIES) and not name.startswith("<"):
-            return f" ({Path(name).name}:{frame.f_lineno})"
-        frame = frame.f_back
-    return ""
-
-
-def break_off(meeting: Meeting) -> bool:
-    """Make waits on a gloo group raise; tell whether that is possible."""
-    group = meeting.group
-    backend = group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
-    if backend.name().lower() != "gloo":
-        return False
-    for peer in range(backend.size()):  # one whose connection is closed already closes no other
-        if peer != backend.rank():
-            with suppress(RuntimeError):
-                backend.recv([torch.zeros(1)], peer, 0).wait(timedelta(milliseconds=1))
-                warnings.warn("a message of nobody has arrived", RuntimeWarning, stacklevel=2)
-                return False
-    return True
 
 
 WATCH = Watch()

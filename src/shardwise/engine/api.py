@@ -18,6 +18,7 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import control_over
 from shardwise.comm.exchange import Exchange
+from shardwise.comm.watch import checked_timeout, watch
 from shardwise.config import PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
@@ -64,18 +65,19 @@ def shard(
     offload: OffloadLike = None,
     placements: Placements | None = None,
     experts: str | Sequence[str] = (),
+    hang_timeout: float | None = None,
 ) -> nn.Module:
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, which are `ShardTensor` then, or pass those built before, whose
-    parameters and state are cut. ``precision`` is "fp32", "bf16", "fp16", the dtype to compute in,
-    or a `Precision`. ``units`` are module classes, class names or modules (default: found);
-    ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or name them;
-    ``placements`` and ``experts`` are in `place_params`. A model built under
-    ``torch.device("meta")`` is materialised unit by unit by its modules' ``reset_parameters()``, or
-    by ``init(module)``. ``optional`` are modules, named as in ``units``, that some ranks may skip;
-    stages 0 to 2 need no such list. DTensors keep their placements. The rest is in `ShardConfig`.
+    ``model.parameters()``, then `ShardTensor`, or pass those built before, whose parameters and
+    state are cut. ``precision`` is "fp32", "bf16", "fp16", the dtype to compute in, or a
+    `Precision`. ``units`` are module classes, class names or modules (default: found); ``mesh`` is
+    `Axes` or has one axis (shard) or two (replicate, shard), or name them; ``placements``,
+    ``experts``: see `place_params`. A model built under ``torch.device("meta")`` is materialised
+    unit by unit by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are
+    modules, named as in ``units``, that some ranks may skip; stages 0 to 2 need none.
+    ``hang_timeout``: see `watch`. DTensors keep their placements. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
@@ -85,7 +87,7 @@ def shard(
     try:
         wanted = layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
         config = resolve_config(stage, *wanted)
-        _check_model(model, init)
+        _check_model(model, init, hang_timeout)
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
@@ -95,11 +97,10 @@ def shard(
     except (ConfigError, StorageError) as refusal:
         _tell_other_ranks(refusal, model, mesh, shard_axis, replicate_axis)
         raise
-    comm = _agreed(start_facts(model, specs, config, axes, init, adoption), axes, device)
-    check_host_room(comm.control, specs, config, axes.shard.size)
+    facts = start_facts(model, specs, config, axes, init, adoption)
+    comm = _agreed(facts, axes, device, hang_timeout)
     engine = Engine(config, comm, FullParamLedger())
-    materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
-    _check_and_reserve(materializer, specs, config, comm)
+    materializer = _materializer(engine, config, comm, init, specs, files)
     remaining = list(specs)[::-1]
     del specs  # the parameters as they came are freed unit by unit
     attach_engine(model, engine, _build(model, remaining, materializer, adoption))
@@ -107,22 +108,34 @@ def shard(
     return model
 
 
-def _agreed(facts: list[str], axes: DataAxes, device: torch.device | None) -> Comm:
-    """Return the collectives, once all ranks have begun alike."""
+def _agreed(
+    facts: list[str], axes: DataAxes, device: torch.device | None, hang_timeout: float | None
+) -> Comm:
+    """Return the collectives, once all ranks have begun alike; waits are watched from here on."""
+    if hang_timeout is not None:
+        watch(hang_timeout)
     comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
     agree(comm.control, facts, "shard()")
     comm.agree_on_number()
     return comm
 
 
-def _check_and_reserve(
-    materializer: Materializer, specs: Sequence[UnitSpec], config: ShardConfig, comm: Comm
-) -> None:
+def _materializer(
+    engine: Engine,
+    config: ShardConfig,
+    comm: Comm,
+    init: Init | None,
+    specs: Sequence[UnitSpec],
+    files: Files,
+) -> Materializer:
     """Refuse what cannot be built, or has no room on some rank, before anything is changed."""
+    check_host_room(comm.control, specs, config, comm.axes.shard.size)
+    materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
     materializer.check(specs)
     if config.state_offload is not None:
         make_room(comm.control, partial(materializer.reserve, specs))
     materializer.agree_on_seed()
+    return materializer
 
 
 def _build(
@@ -205,8 +218,9 @@ def _axes_for(
     return resolve_axes(mesh, shard_axis, replicate_axis, device_type)
 
 
-def _check_model(model: nn.Module, init: Init | None) -> None:
+def _check_model(model: nn.Module, init: Init | None, hang_timeout: float | None) -> None:
     warn_if_untested("torch")
+    checked_timeout(hang_timeout)
     check_is_module(model)
     if init is not None and not callable(init):
         raise ConfigError(f"init={init!r}: expected a function that takes a module, or None")

@@ -331,6 +331,24 @@ _LESSONS = (
         ),
         "The timeline: a block of save between two steps.",
     ),
+    Lesson(
+        "SW051",
+        "A failure would cost much work",
+        "warning",
+        "What has been computed since the last save is lost when a rank, a node or a disk fails, "
+        "and the longer a run, the surer that happens.",
+        "The longest time without a save is above half an hour, or 4 times the interval that loses "
+        "least, sqrt(2 x stall x mean time between failures), if that is more. One failure in "
+        "50,000 hours of a device is assumed, as published of large clusters, and not less than "
+        "one a week. Judged of runs that have trained for as long.",
+        (
+            "save every so many steps: Checkpoints(folder, model, optimizer).save(step) in the "
+            "background, or save_every of shardwise train",
+            "keep more than one (keep_last=2), in a folder that survives the node",
+            "shardwise ckpt verify, now and then",
+        ),
+        "The timeline has no block of checkpoint.",
+    ),
 )  # fmt: skip
 
 LESSONS = {lesson.code: lesson for lesson in _LESSONS}

@@ -1,0 +1,174 @@
+"""Where this process is: lines of the user's program, and the calls of torch that it waits in.
+
+Note [Waits in torch's own calls]
+A loop makes collectives of its own (a loss that is averaged, a barrier), and so do DTensors and
+pipelines. Nothing tells when they wait. But whoever waits stands still: its main thread is in the
+same call of torch.distributed when it is looked at again, and has begun no collective meanwhile.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import dropwhile, takewhile
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MAX_LINES_SHOWN = 3
+_PACKAGE = str(Path(__file__).parents[1])
+_DISTRIBUTED = str(Path(dist.__file__).parent)
+_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
+_OPERATORS = tuple(str(Path(torch.__file__).parent / name) for name in ("_ops.py", "_library"))
+_PIPELINE = str(Path(_DISTRIBUTED, "pipelining"))
+
+
+@dataclass(frozen=True)
+class TorchWait:
+    """A call of torch.distributed that a thread is in.
+
+    ``call`` has the kind of collective alone, so that ranks in different ones can be told; ``text``
+    has what this rank came with too. ``group`` is None where it is not known.
+    """
+
+    call: str
+    text: str
+    group: Any
+
+
+def lines_of_main() -> str:
+    """Return the lines of the user's program that the main thread is in, the innermost first."""
+    lines = [
+        f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        for frame in _frames(threading.main_thread().ident or 0)
+        if _is_users(frame)
+    ][:_MAX_LINES_SHOWN]
+    return f"in {', called by '.join(lines)}" if lines else "in no line of the program's"
+
+
+def line_of(thread: int) -> str:
+    """Return the line of the user's program that a thread is in, as ` (file:line)`."""
+    frame = next(filter(_is_users, _frames(thread)), None)
+    return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def computed_s() -> float:
+    """Return how long the main thread has had a core; 0 where the system does not tell."""
+    thread = threading.main_thread().ident
+    with suppress(AttributeError, OSError):
+        return time.clock_gettime(time.pthread_getcpuclockid(thread or 0))
+    return 0.0
+
+
+def num_begun() -> int:
+    """Return how many collectives torch has begun on all groups, as far as backends count."""
+    begun = 0
+    for group in list(getattr(dist.distributed_c10d._world, "pg_map", {})):
+        with suppress(Exception):  # a backend that does not
+            begun += group._get_sequence_number_for_group()
+    return begun
+
+
+def standing() -> tuple[Any, ...]:
+    """Return where the main thread is, and how many collectives it has begun; cheap.
+
+    Where two looks find the same, it has stood still in between.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    place = () if frame is None else (id(frame), frame.f_lasti, frame.f_code.co_name)
+    return *place, num_begun()
+
+
+def torch_wait() -> TorchWait | None:
+    """Return the call of torch.distributed that the main thread is in, if it is in one."""
+    return _wait_in(list(_frames(threading.main_thread().ident or 0)))
+
+
+def wait_of_error(trace: TracebackType | None) -> TorchWait | None:
+    """Return the call of torch.distributed that an error was raised in, if it was in one."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return _wait_in(frames[::-1])
+
+
+def _wait_in(frames: list[FrameType]) -> TorchWait | None:
+    """Return the wait that some frames are in, the innermost first."""
+    rest = list(dropwhile(lambda frame: frame.f_code.co_filename.startswith(_OPERATORS), frames))
+    inside = list(takewhile(lambda frame: frame.f_code.co_filename.startswith(_DISTRIBUTED), rest))
+    if not inside:
+        return None
+    if any(frame.f_code.co_filename.startswith(_PIPELINE) for frame in inside):
+        return TorchWait("exchange", "an exchange between stages", _group(inside))
+    calls = [frame for frame in inside if not frame.f_code.co_name.startswith("_")]
+    calls = [frame for frame in calls if frame.f_code.co_name != "wrapper"] or inside
+    return _collective(calls[0], inside)
+
+
+def _collective(frame: FrameType, inside: list[FrameType]) -> TorchWait:
+    """Return the wait of a collective, from the call that the user, or a DTensor, has made.
+
+    A decorator's frame may lie around it, and a method's inside; the first one without an
+    underscore is the collective itself.
+    """
+    values = frame.f_locals
+    tensors = [v for v in values.values() if isinstance(v, torch.Tensor)]
+    group = _group(inside)
+    kind = frame.f_code.co_name
+    shape = f" of {_described(tensors[0])}" if tensors else ""
+    over = f" over {_named(group)}" if group is not None else ""
+    return TorchWait(kind, f"torch's {kind}{shape}{over}", group)
+
+
+def _group(inside: list[FrameType]) -> Any:
+    """Return the process group among the arguments, or a stage's; None where none can be found."""
+    for frame in inside:
+        values = frame.f_locals
+        schedule = values.get("self")
+        stages = (
+            getattr(schedule, "_stage", None),
+            *(getattr(schedule, "_stages", None) or ())[:1],
+        )
+        given = [values.get(name) for name in ("group", "pg", "process_group")]
+        for value in (*given, *(getattr(stage, "group", None) for stage in stages)):
+            if isinstance(value, str):
+                with suppress(Exception):
+                    resolve: Any = dist.distributed_c10d._resolve_process_group
+                    value = resolve(value)
+            if isinstance(value, dist.ProcessGroup):
+                return value
+        if "group" in values and values["group"] is None:
+            default: Any = dist.group.WORLD
+            return default
+    return None
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """Return e.g. ``(4, 8) float32``."""
+    shape = ", ".join(map(str, tensor.shape)) + ("," if tensor.dim() == 1 else "")
+    return f"({shape}) {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _named(group: Any) -> str:
+    """Return what a group is for: the axis of a mesh, or all ranks."""
+    told = str(getattr(group, "group_desc", "") or "")
+    if told.startswith("mesh_"):
+        return f"axis '{told.removeprefix('mesh_')}'"
+    return f"ranks {', '.join(map(str, dist.get_process_group_ranks(group)[:8]))}"
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((*_LIBRARIES, "<"))
