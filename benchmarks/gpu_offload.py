@@ -322,7 +322,7 @@ def _planned_peak(case: str, size: str, layers: int, windows: int) -> tuple[int,
         activation_checkpointing="full",
         offload=Offload() if case == "none" else away,
     )
-    model = ShapedModel(size, shape, seq, is_built_in=True)
+    model = ShapedModel(size, shape, seq)
     found = plan(model, make_cluster("h100-sxm", 1), candidate)
     return found.played.peak.ledger.total, shape.num_params
 

@@ -97,7 +97,7 @@ class Measured:
 def predict(cell: ComposedCell, num_ranks: int) -> list[Played]:
     """Play a step on each stage of the pipeline."""
     config, candidate = cell.config, cell.candidate(num_ranks)
-    model = ShapedModel("decoder", config.shape(config.vocab or 0), config.seq, is_built_in=True)
+    model = ShapedModel("decoder", config.shape(config.vocab or 0), config.seq)
     # Context ranks are shard ranks; see planning.
     as_played = replace(candidate, num_shards=candidate.num_shards * candidate.cp, cp=1)
     tapes = [model.tape(candidate, stage) for stage in range(candidate.pp)]

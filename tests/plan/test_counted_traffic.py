@@ -63,7 +63,7 @@ def _sent(config: TrainConfig, num_ranks: int) -> Any:
 
 
 def model_of(config: TrainConfig) -> ShapedModel:
-    return ShapedModel("tiny", config.shape(VOCAB), config.seq, is_built_in=True)
+    return ShapedModel("tiny", config.shape(VOCAB), config.seq)
 
 
 def of_axis(counts: dict[str, int], axis: str) -> int:

@@ -26,15 +26,16 @@ from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.execution import Execution, layer_bytes
-from shardwise.plan.model.shape_tape import activation_peaks, shape_tape
+from shardwise.plan.model.shape_tape import shape_tape
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import Experts
-from shardwise.plan.model.tape import Visit
+from shardwise.plan.model.tape import Visit, Work
 from shardwise.plan.planning import plan
 from shardwise.plan.report.facts import plan_facts
 from shardwise.plan.report.page import plans_html
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import Limits, Space, search
+from shardwise.plan.searching import search
+from shardwise.plan.space import Limits, Space
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
@@ -446,7 +447,10 @@ def test_a_config_with_experts_is_one_model_whatever_the_expert_degree(tmp_path:
     assert {type(setup.model) for setup in setups} == {ShapedModel}
     tapes = [setup.model.tape(setup.candidate) for setup in setups]
     places = 2 * 8 * 2 * SEQ * MIXTRAL["num_hidden_layers"]  # of the rows that have come
-    one, two, four = (activation_peaks(tape)["forward"].activations for tape in tapes)
+    works = [[e for e in tape.events if isinstance(e, Work)] for tape in tapes]
+    one, two, four = (
+        sum(w.net.activations for w in each if w.phase in ("forward", "loss")) for each in works
+    )
     assert two == four == one + places
     assert len({sum(e.flops for e in [tape]) for tape in tapes}) == 1
 

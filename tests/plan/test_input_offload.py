@@ -20,8 +20,9 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Tape, Visit
 from shardwise.plan.model.tracing import trace
 from shardwise.plan.planning import plan
-from shardwise.plan.searching import Limits, Space, search
+from shardwise.plan.searching import search
 from shardwise.plan.sizes import PRECISIONS
+from shardwise.plan.space import Limits, Space
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Transfer
@@ -159,7 +160,7 @@ def test_inputs_of_micro_batches_in_rounds_are_those_of_a_run(num: int) -> None:
 def test_formulas_have_the_inputs_that_a_trace_has() -> None:
     traced = [e.input_bytes for e in tape_of(decoder, "bf16", None).events if isinstance(e, Visit)]
     config = TrainConfig(data="-", dim=DIM, layers=BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
-    model = ShapedModel("decoder", config.shape(VOCAB), SEQ, is_built_in=True)
+    model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
     tape = model.tape(candidate_of("bf16", None, HOST))
     formulas = [e.input_bytes for e in tape.events if isinstance(e, Visit)]
     assert sorted(filter(None, formulas)) == sorted(filter(None, traced)) != []
@@ -197,7 +198,7 @@ def test_each_input_but_the_last_goes_and_comes_once_and_the_device_has_two() ->
 
 def test_micro_batches_in_flight_have_memory_each() -> None:
     config = TrainConfig(data="-", dim=DIM, layers=2 * BLOCKS, heads=2, seq=SEQ, vocab=VOCAB)
-    model = ShapedModel("decoder", config.shape(VOCAB), SEQ, is_built_in=True)
+    model = ShapedModel("decoder", config.shape(VOCAB), SEQ)
     two = replace(candidate_of("fp32", None, HOST), pp=2, accumulation=4)
     stages = model.stages(two)
     each = (BLOCKS - 1) * ROWS * SEQ * DIM * 4
@@ -225,7 +226,10 @@ def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
         micro_batches=(1, 4, 16),
         may_move_inputs=True,
     )
-    found = search(model, cluster, space)
+    whole = replace(space, activation_checkpointing=("full",))
+    largest = plan(model, cluster, replace(base, micro_batch=4)).memory.high_bytes
+    limits = Limits(max_memory_bytes=largest - 1)
+    found = search(model, cluster, whole, limits)
     met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
     moved = [c for c in met if c.offload.activations == "cpu"]
     without = [replace(c, offload=Offload()) for c in moved]
@@ -238,7 +242,7 @@ def test_a_search_moves_inputs_only_where_nothing_fits_without() -> None:
         fits = plan(model, cluster, replace(each.candidate, offload=Offload()))
         is_moved = each.candidate.offload.activations == "cpu"
         assert is_moved == (fits.memory.high_bytes > capacity)
-    never = search(model, cluster, replace(space, may_move_inputs=False))
+    never = search(model, cluster, replace(whole, may_move_inputs=False), limits)
     assert not [p for p in never.pareto if p.candidate.offload.activations == "cpu"]
     best = found.winner
     assert best is not None and never.winner is not None

@@ -17,7 +17,8 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.node_room import node_room
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
-from shardwise.plan.searching import Space, search
+from shardwise.plan.searching import search
+from shardwise.plan.space import Space
 
 GIB = 1 << 30
 

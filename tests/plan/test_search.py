@@ -17,7 +17,8 @@ from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Plan, plan
-from shardwise.plan.searching import Limits, SearchResult, Space, search
+from shardwise.plan.searching import SearchResult, search
+from shardwise.plan.space import Limits, Space
 
 RANKS = 4
 CLUSTER = cluster_of_ranks(RANKS)
@@ -63,9 +64,10 @@ def test_every_candidate_is_looked_at_once_and_those_that_lost_have_a_reason(
     whole: SearchResult, by_hand: dict[Candidate, Plan]
 ) -> None:
     met = [p.candidate for p in whole.pareto] + [r.candidate for r in whole.rejected]
-    assert len(met) == len(set(met)) == whole.num_candidates == whole.num_played
+    assert len(met) == len(set(met)) == whole.num_candidates > whole.num_played
     assert set(met) == set(by_hand)
-    assert all(r.reason.strip() and r.was_played for r in whole.rejected)
+    assert all(r.reason.strip() for r in whole.rejected)
+    assert whole.num_played == sum(r.was_played for r in whole.rejected) + len(whole.pareto)
 
 
 def test_the_winner_is_the_fastest_of_all(
@@ -145,8 +147,8 @@ def test_a_target_is_kept_and_what_misses_it_says_by_how_much(
     target = speeds[len(speeds) // 2]
     found = search(MODEL, CLUSTER, SPACE, Limits(target_tokens_per_s=target))
     assert all(p.tokens_per_s >= target for p in found.pareto)
-    too_slow = [r for r in found.rejected if "asked for" in r.reason]
-    assert len(too_slow) == sum(speed < target for speed in speeds)
+    too_slow = [r.candidate for r in found.rejected if "asked for" in r.reason]
+    assert too_slow and all(by_hand[c].tokens_per_s < target for c in too_slow)
     nothing = search(MODEL, CLUSTER, SPACE, Limits(target_tokens_per_s=2 * speeds[-1]))
     assert nothing.winner is None
     assert len(nothing.rejected) == len(by_hand)
@@ -203,9 +205,10 @@ def test_a_plan_that_fits_is_not_rejected_by_its_state(frozen: bool, dtype: torc
     found = search(model, CLUSTER, space, Limits(max_memory_bytes=made.memory.high_bytes))
     assert found.winner is not None
     played = search(model, CLUSTER, space, Limits(max_memory_bytes=bare))
-    assert [r.was_played for r in played.rejected] == [True]
+    assert not any("optimizer state alone" in r.reason for r in played.rejected)
     pruned = search(model, CLUSTER, space, Limits(max_memory_bytes=bare - 1))
-    assert [r.was_played for r in pruned.rejected] == [False]
+    assert all("optimizer state alone" in r.reason for r in pruned.rejected)
+    assert pruned.num_played == 0
 
 
 def test_each_micro_batch_that_was_asked_for_has_a_reason() -> None:
@@ -220,7 +223,7 @@ def test_each_micro_batch_that_was_asked_for_has_a_reason() -> None:
             family = replace(lost, micro_batch=1, accumulation=1)
             per_family.setdefault(family, set()).add(lost.micro_batch)
         assert all(met == {1, 3, 1 << 14, 1 << 15} for met in per_family.values())
-        assert any("smaller micro-batch" in r.reason for r in found.rejected)
+        assert any("by its formulas" in r.reason for r in found.rejected)
 
 
 def test_more_memory_than_the_device_has_is_not_used() -> None:
@@ -239,7 +242,7 @@ def test_without_batches_micro_batches_double_until_they_do_not_fit() -> None:
     met = {p.candidate.micro_batch for p in found.pareto}
     met |= {r.candidate.micro_batch for r in found.rejected}
     assert met == {1 << i for i in range(len(met))}
-    assert any("needs up to" in r.reason for r in found.rejected)
+    assert any("by its formulas" in r.reason for r in found.rejected)
 
 
 def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3() -> None:
@@ -261,11 +264,11 @@ def test_nodes_and_degrees_are_placed_and_offloaded_parameters_differ_at_stage_3
     assert len(met) == 3 * 3
 
 
-def test_progress_is_told_after_every_family() -> None:
+def test_progress_is_told_after_every_way() -> None:
     told: list[tuple[int, int]] = []
     space = replace(SPACE, stages=(3,), micro_batches=(1,))
     search(MODEL, CLUSTER, space, progress=lambda done, total: told.append((done, total)))
-    assert told == [(i, 4) for i in range(1, 5)]
+    assert told == [(1, 2), (2, 2)]  # with and without checkpointing
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_the_flops_are_those_that_torch_counts(checkpointed: bool) -> None:
     attention = tape.flops - products
     counted = counter.get_total_flops()
     forward = 4 * 4 * 4 * 256 * 256 * 32 * 3 / 2  # two causal products per head, B, H and layer
-    assert attention == pytest.approx(forward * (4.5 if checkpointed else 3.5))
+    assert attention == pytest.approx(forward * (4 if checkpointed else 3))  # backward twice
     assert counted in (products, products + 2 * attention)  # torch counts the square, or nothing
 
 

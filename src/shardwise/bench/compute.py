@@ -60,7 +60,7 @@ def attention_curves(watch: Stopwatch, dtype: torch.dtype) -> dict[str, Curve]:
     found = watch.sweep([32 << i for i in range(9)], measure)
     flops = [2.0 * _HEADS * _HEAD_DIM * length**2 for length, _ in found]
     curves = {}
-    for part, (way, factor) in enumerate((("forward", 1.0), ("backward", 2.5))):
+    for part, (way, factor) in enumerate((("forward", 1.0), ("backward", 2.0))):
         points = [(f * factor, parts[part]) for f, (_, parts) in zip(flops, found, strict=True)]
         curves[name.format(way)] = Curve.through("flops", points)
     return curves

@@ -99,6 +99,10 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
         setup.model, setup.cluster, setup.candidate, prices=setup.prices_of(setup.candidate)
     )
     made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
+    if setup.config is None:  # `shardwise train` runs its decoder in one way
+        from shardwise.plan.questions import asked_of
+
+        made = asked_of(made, setup.model, setup.cluster, setup.given, setup.prices_of)
     _write_train_file(request.write, made, setup.config)
     if request.html is not None:
         from shardwise.plan.report.page import plans_html
@@ -117,7 +121,7 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
 
 
 def _search(name: str | None, request: PlanRequest) -> int:
-    from shardwise.cli.plan_setup import limits_of, space_of
+    from shardwise.cli.plan_space import limits_of, space_of
     from shardwise.plan.searching import search
     from shardwise.progress import step_bar
 

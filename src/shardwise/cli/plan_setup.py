@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from shardwise.axes import Axes
 from shardwise.cli.plan_write import (
     ALIKE,
+    EAGER,
     planned_optimizer,
     train_config_of,
-    trainable_degrees,
 )
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload
 from shardwise.interop.foreign_settings import ForeignSettings, read_accelerate, read_deepspeed
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import ALL_DEGREES, Candidate
@@ -24,11 +23,10 @@ from shardwise.plan.machine.calibration import Calibration, read_calibration
 from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
-from shardwise.plan.model.presets import find_model
+from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
 from shardwise.plan.request import ModelRequest, PlanRequest, offload_asked
-from shardwise.plan.searching import Limits, Space
 from shardwise.quantities import format_bytes
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.text import load_tokenizer
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 
 _PADDING_TO_MENTION = 0.03
 _DEFAULTS = {
+    **EAGER,
     "stage": 3,
     "precision": "bf16",
     "micro_batch": 1,
@@ -95,11 +94,12 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     candidate = _candidate(values, cluster)
     if not {"accumulation", "micro_batch", "ranks", "dp_replicate", "tokens_per_step"} & set(flags):
         _check_batch(candidate, values)
-    source = None if is_ours else find_model(name)  # loads torch, so all else is checked before
+    source = None if is_ours else _find(name, candidate)
     if to_train and source is not None and source.shape is not None:
         config = train_config_of(source.shape, source.seq)
-    degrees = request.degrees if isinstance(request, PlanRequest) else None
-    model = _model(name, source, config, request.seq, candidate, bool(degrees))
+    tries = request if isinstance(request, PlanRequest) and request.search else None
+    degrees = tries.degrees if tries is not None else None
+    model = _model(name, source, config, request.seq, candidate, tries is not None, bool(degrees))
     tokens = _tokens_per_step(values, flags, model)
     tries_batches = isinstance(request, PlanRequest) and request.search
     if tokens is not None and not (tries_batches and "micro_batch" not in given):
@@ -131,40 +131,6 @@ def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
     )
 
 
-def space_of(setup: Setup, *, to_train: bool = False) -> Space:
-    """Return what a search varies: every setting that the user did not decide.
-
-    ``to_train``: no offloading, and no degrees that `shardwise train` refuses.
-
-    **Raises** ConfigError where it refuses all of them.
-    """
-    base, given = setup.candidate, setup.given
-    degrees = setup.degrees or (base.degrees,)
-    if to_train and setup.config is not None:
-        degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
-    return Space(
-        base,
-        stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
-        layouts=(base.layout,) if "layout" in given else ("rows", "flat"),
-        units=(base.units,) if "units" in given else _unit_choices(setup),
-        num_shards=(base.num_shards,) if {"dp_replicate", "dp_shard"} & given else (),
-        prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
-        bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
-        reduce_every=(base.reduce_every,),
-        activation_checkpointing=(
-            (base.activation_checkpointing,)
-            if "activation_checkpointing" in given
-            else ("none", "full")
-        ),
-        micro_batches=(base.micro_batch,) if "micro_batch" in given else (),
-        offloads=(base.offload,) if to_train else _offloads(setup),
-        degrees=degrees,
-        fills_pipelines=to_train,
-        may_move_inputs=not given & {"offload", "offload_activations"}
-        and setup.cluster.node.accelerator.asynchronous,
-    )
-
-
 def padding_notes(made: Plan) -> tuple[str, ...]:
     """Tell of padding that is worth another layout."""
     padding, shards = made.played.padding_bytes, made.played.resting.param_shards
@@ -178,36 +144,6 @@ def padding_notes(made: Plan) -> tuple[str, ...]:
         f"rows that do not divide by {parts} cost {format_bytes(padding)} of "
         f"padding a rank ({padding / max(shards, 1):.1%} of its shards); --layout flat costs none",
     )
-
-
-def _unit_choices(setup: Setup) -> tuple[tuple[str, ...] | None, ...]:
-    """Return units as found, and finer ones: the parts of a block, where the decoder is ours."""
-    if setup.config is None or isinstance(setup.model, ShapedModel):
-        return (None,)
-    return (None, ("Attention", "FeedForward", "TokenEmbedding"))
-
-
-def limits_of(setup: Setup, request: PlanRequest) -> Limits:
-    """Return what the plans of a search have to keep to."""
-    memory = request.max_memory
-    return Limits(
-        max_memory_bytes=memory if isinstance(memory, int) else None,
-        tokens_per_step=setup.tokens_per_step,
-        target_tokens_per_s=request.target_tokens_per_s,
-    )
-
-
-def _offloads(setup: Setup) -> tuple[Offload, ...]:
-    """Return where state may rest; a device that is the host has nowhere else."""
-    offload = setup.candidate.offload
-    inputs = {"offload_activations"}
-    is_given = {name for name in setup.given - inputs if name.startswith("offload")}
-    if is_given or not setup.cluster.node.accelerator.asynchronous:
-        return (offload,)
-    wholly = Offload(optimizer="cpu"), Offload("cpu", optimizer="cpu")
-    found = [Offload(), Offload(optimizer="cpu", fraction=0.5), *wholly]
-    found += [replace(each, step_on="device") for each in wholly]
-    return tuple(replace(each, activations=offload.activations) for each in found)
 
 
 def _foreign(request: ModelRequest) -> ForeignSettings | None:
@@ -264,13 +200,18 @@ def _with_room(cluster: Cluster, request: ModelRequest) -> Cluster:
 
 
 def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
-    names = (*ALIKE, "activation_checkpointing", "optimizer", *ALL_DEGREES)
+    names = (*ALIKE, *EAGER, "activation_checkpointing", "optimizer", *ALL_DEGREES)
     chosen = {k: v for k, v in {**_DEFAULTS, **values}.items() if k in names}
     offload = offload_asked(values)
     if offload.activations != "device" and chosen["activation_checkpointing"] != "full":
         raise ConfigError(
             "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
+        )
+    if chosen["step_in_backward"] and chosen["accumulation"] > 1:
+        raise ConfigError(
+            "step_in_backward: each gradient is used at once, so none can be summed over "
+            f"{chosen['accumulation']} micro-batches; leave accumulation out"
         )
     on_cpu = not cluster.node.accelerator.asynchronous  # gloo, as the engine has it there
     candidate = Candidate(
@@ -284,38 +225,61 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
     return replace(candidate, num_replicas=axes.dp_replicate, num_shards=axes.dp_shard)
 
 
+def _find(name: str, candidate: Candidate) -> Preset | ModelSource:
+    """Return what a name stands for; a preset needs no torch, unless its units are named."""
+    is_name = not (
+        "/" in name or ":" in name or name.endswith((".json", ".py")) or not name.strip()
+    )
+    if is_name and not Path(name).is_dir() and candidate.units is None:
+        return find_preset(name)
+    return find_model(name)  # loads torch, so all else is checked before
+
+
 def _model(
     name: str,
-    source: ModelSource | None,
+    source: Preset | ModelSource | None,
     config: TrainConfig | None,
     seq: int | None,
     candidate: Candidate,
+    searches: bool,
     splits: bool,
 ) -> Model:
-    """Return the model that is traced; where degrees split it, the one by its shape's formulas."""
-    is_split = splits or candidate.world_size != candidate.data_parallel or candidate.ep > 1
-    # Routing depends on values, which a trace has not; and with ep there is none to compare with.
-    is_split |= config is not None and config.experts > 0
-    is_split |= source is not None and source.shape is not None and source.shape.experts is not None
-    if is_split or candidate.activation_checkpointing == "selective":
-        if source is None and config is not None:
-            own = config.shape(_vocab(config))
-            return ShapedModel(Path(name).name, own, seq or config.seq, is_built_in=True)
-        shape = source.shape if source is not None else None
-        if source is None or shape is None:
-            raise ConfigError(
-                f"model: {name} is planned by tracing it, which shows no tensor, pipeline, "
-                "context or expert degree and no selective checkpointing; give a preset or a "
-                "config.json of a decoder"
-            )
-        is_built_in = config is not None
-        return ShapedModel(source.name, shape, seq or source.seq, is_built_in=is_built_in)
-    if config is not None:
-        source = _decoder_source(source.name if source else Path(name).name, config)
+    """Return the model by its shape's formulas, where it has one; else the one that is traced.
+
+    A trace shows units of any classes, what only transformers' own layers do, and dropout; it
+    shows no degree, and blocks that are checkpointed whole or not at all.
+    """
+    from_file = source is None and config is not None
+    if from_file and config is not None:
+        # A search traces it, for finer units, unless it compares degrees.
+        plain = candidate.units is None and not config.dropout and (splits or not searches)
+        if plain or _needs_shape(candidate) or config.experts:
+            return ShapedModel(Path(name).name, config.shape(_vocab(config)), seq or config.seq)
+        source = _decoder_source(Path(name).name, config)
     assert source is not None  # there is a file's config, or what a name stands for
+    is_config = not isinstance(source, Preset) and not from_file and candidate.units is None
+    mixes = source.shape is not None and source.shape.experts is not None
+    by_shape = isinstance(source, Preset) or mixes
+    by_shape |= is_config and (searches or _needs_shape(candidate))
+    if by_shape and source.shape is not None:
+        return ShapedModel(source.name, source.shape, seq or source.seq)
+    if _needs_shape(candidate):
+        raise ConfigError(
+            f"model: {name} is planned by tracing it, which shows no tensor, pipeline, context or "
+            "expert degree, no checkpointing of parts of a block, and no kernels but eager ones; "
+            "give a preset or a config.json of a decoder"
+        )
+    assert not isinstance(source, Preset)
     from shardwise.plan.model.traced import TracedModel
 
     return TracedModel(source, seq)
+
+
+def _needs_shape(candidate: Candidate) -> bool:
+    """Tell whether a trace of the module does not show what is asked."""
+    is_split = candidate.world_size != candidate.data_parallel or candidate.ep > 1
+    is_plain = candidate.activation_checkpointing in ("none", "full")
+    return is_split or not is_plain or (candidate.kernels, candidate.loss) != ("eager", "eager")
 
 
 def _decoder_source(name: str, config: TrainConfig) -> ModelSource:

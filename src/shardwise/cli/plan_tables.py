@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from shardwise.cli.tables import make_table
+from shardwise.keys import flag_of
 from shardwise.plan.machine.catalogue import STANDARD_NODES
 from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
 from shardwise.plan.machine.catalogue_links import LINKS
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardwise.plan.timing.scaling import ScalingRow
 
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
+_WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"
 _MOST_PLANS = 8
 _MOST_REASONS = 12
 
@@ -62,7 +64,11 @@ def search_view(result: SearchResult) -> RenderableType:
 
 def simulation_view(plan: Plan) -> RenderableType:
     """Show a simulated step: how long, on which ranks, and what decides it."""
-    return Group(_headline(plan), Text(), _speed(plan), Text(), _ranks_view(plan))
+    parts: list[RenderableType] = [_headline(plan), Text()]
+    parts.append(_speed(plan) if plan.verdict == "fits" else _verdict(plan))
+    if plan.verdict == "will not fit":
+        parts.append(Text(_WOULD_FAIL, style=_VERDICT_STYLES["will not fit"]))
+    return Group(*parts, Text(), _ranks_view(plan))
 
 
 def scaling_view(rows: Sequence[ScalingRow]) -> RenderableType:
@@ -110,11 +116,12 @@ def _ranks_view(plan: Plan) -> RenderableType:
     return Group(table, Text("\n".join(lines)))
 
 
-def goodput_view(goodput: Goodput) -> RenderableType:
-    """Show what failures and checkpoints leave."""
+def goodput_view(goodput: Goodput, interval_s: float) -> RenderableType:
+    """Show what failures leave, and checkpoints that are made every ``interval_s``."""
     title = "goodput: the share of time that is progress"
     table = make_table("", ">", title=title, boxed=False)
     table.add_row("progress that is kept", f"{goodput.fraction:.2%}")
+    table.add_row("time between checkpoints", format_duration(interval_s))
     table.add_row("standing still for checkpoints", f"{goodput.checkpoint_fraction:.2%}")
     table.add_row("lost to failures", f"{goodput.failure_fraction:.2%}")
     table.add_row("time between failures of the job", format_duration(goodput.mtbf_s))
@@ -142,7 +149,27 @@ def _verdict(plan: Plan) -> Text:
     )
     if plan.room.missing is not None:
         text.append(f"{plan.room.missing}\n")
-    return text.append_text(_speed(plan))
+    return text.append_text(_speed(plan)).append_text(_questions(plan))
+
+
+def _questions(plan: Plan) -> Text:
+    """Say what was not told, what it could be, and what follows."""
+    text, possible = Text(), plan.possible
+    if possible is None:
+        return text
+    text.append("\nnot told: ", style="bold")
+    text.append(
+        f"{format_bytes(possible.low_bytes)} to {format_bytes(possible.high_bytes)} and "
+        f"{possible.low_s:.3g} to {possible.high_s:.3g} s over all answers; above is the first of "
+        "each"
+    )
+    for question in plan.questions:
+        said = ", ".join(
+            f"{each.value} up to {format_bytes(each.high_bytes)} in {each.step_s:.3g} s"
+            for each in question.answers
+        )
+        text.append(f"\n  {flag_of(question.setting)}? {said}")
+    return text
 
 
 def _speed(plan: Plan) -> Text:

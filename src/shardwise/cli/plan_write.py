@@ -25,6 +25,13 @@ _WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
     "adamw_8bit": ("adamw", {"moments": "8bit"}),
 }
 _OF_MOMENTS = {options["moments"]: name for name, (_, options) in _WRITABLE.items() if options}
+EAGER = {  # what `shardwise train` has of settings that a plan may vary
+    "kernels": "eager",
+    "loss": "eager",
+    "optimizer_kernel": "fused",
+    "step_in_backward": False,
+    "paged_states": False,
+}
 ALIKE = (  # settings of a candidate that a run has under the same names
     *("stage", "layout", "precision", "reduce_every", "units", "prefetch_bytes", "bucket_bytes"),
     *("micro_batch", "accumulation", "accumulation_order", "pp_schedule", "cp_method"),
@@ -117,8 +124,14 @@ def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None)
             "write: the files of a run rest in a folder, and the plan has none; say it, as in "
             "--offload nvme:/local/ssd"
         )
-    if candidate.activation_checkpointing == "selective":
-        raise ConfigError("write: `shardwise train` checkpoints each block or none, not selective")
+    if candidate.activation_checkpointing not in ("none", "full"):
+        raise ConfigError(
+            "write: `shardwise train` checkpoints each block or none, not "
+            f"{candidate.activation_checkpointing}"
+        )
+    for name, usual in EAGER.items():
+        if getattr(candidate, name) != usual:
+            raise ConfigError(f"write: `shardwise train` has {name} {usual}; leave the flag out")
     if candidate.optimizer not in (planned_optimizer(config), *_WRITABLE):
         raise ConfigError(
             f"write: expected the file's own optimizer or one of {', '.join(_WRITABLE)}, got "

@@ -18,6 +18,8 @@ from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, Slow
 from shardwise.plan.timing.timeline import chrome_trace
 from shardwise.progress import step_bar
 
+_DOES_NOT_FIT = 1
+
 
 def simulate_request(name: str | None, request: SimulateRequest) -> int:
     """Simulate what the request asks for, print and write it; return the exit code."""
@@ -36,7 +38,7 @@ def simulate_request(name: str | None, request: SimulateRequest) -> int:
     if request.svg is not None:
         write_file("svg", request.svg, scaling_svg(rows, f"Scaling of {made.model}"))
     _show(made, goodput, rows, request)
-    return 0
+    return _DOES_NOT_FIT if made.verdict == "will not fit" else 0
 
 
 def _simulated(setup: Setup, request: SimulateRequest) -> Plan:
@@ -163,4 +165,4 @@ def _show(
         console.print(scaling_view(rows))
     if goodput is not None:
         console.print()
-        console.print(goodput_view(goodput))
+        console.print(goodput_view(goodput, request.checkpoint_interval_s))

@@ -12,6 +12,19 @@ Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 PipelineSchedule = Literal["1f1b", "gpipe"]
 AccumulationOrder = Literal["depth_first", "breadth_first"]
 ContextMethod = Literal["gather", "heads", "ring"]
+Kernels = Literal["eager", "compiled"]
+LossKind = Literal[
+    "eager",
+    "held",
+    "freed",
+    "transformers",
+    "chunked",
+    "compiled",
+    "vocab_parallel",
+    "loss_parallel",
+    "fused",
+]
+Checkpointing = Literal["none", "selective", "per_op", "full"]
 DEGREES = {"tp": "tensor", "pp": "pipeline", "cp": "context"}
 ALL_DEGREES = (*DEGREES, "ep")  # those of a candidate that a run has under the same names
 
@@ -23,7 +36,12 @@ class Candidate:
     ``num_shards x num_replicas`` data-parallel ranks; with tensor, pipeline and context degrees
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
     experts. ``pp_schedule``, ``cp_method`` and ``accumulation_order`` are the keys of `shardwise
-    train`.
+    train`. ``activation_checkpointing`` is a `Checkpointing`; ``kernels`` are those of PyTorch, or
+    what torch.compile makes of them; ``loss`` is how cross-entropy is made of logits: eager
+    from all of them in float32, held while the caller has them till backward ends, in chunks,
+    compiled, or fused with the head. ``step_in_backward``: each gradient is
+    used and freed as soon as it is reduced. ``paged_states``: the driver
+    moves moments to the host when the device is short.
     ``prefetch_bytes`` None: the largest unit, as the engine does. ``offload`` is what `shard()`
     takes, and "nvme" without a folder too; it is completed.
     ``reduce_every`` None: as the stage says. ``optimizer`` names a row of ``sizes.OPTIMIZERS``.
@@ -43,8 +61,12 @@ class Candidate:
     accumulation: int = 1
     accumulation_order: AccumulationOrder = "depth_first"
     activation_checkpointing: str = "none"
+    kernels: Kernels = "eager"
+    loss: LossKind = "eager"
     optimizer: str = "adamw"
     optimizer_kernel: Literal["fused", "foreach", "loop"] = "fused"
+    step_in_backward: bool = False
+    paged_states: bool = False
     offload: Offload = field(default_factory=Offload)
     tp: int = 1
     pp: int = 1
@@ -110,7 +132,11 @@ class Candidate:
         if self.units is not None:
             parts.append(f"units {', '.join(self.units) or 'none'}")
         if self.activation_checkpointing != "none":
-            parts.append(f"{self.activation_checkpointing} checkpointing")
+            parts.append(f"{self.activation_checkpointing.replace('_', '-')} checkpointing")
+        if self.kernels != "eager":
+            parts.append(self.kernels)
+        if self.loss != "eager":
+            parts.append(f"{self.loss} loss")
         if self.prefetch_bytes is not None:
             parts.append(f"prefetch {format_bytes(self.prefetch_bytes)}")
         if self.bucket_bytes != 1 << 20:
@@ -126,6 +152,9 @@ class Candidate:
                 parts.append(f"{name} {degree}{ways.get(name, '')}")
         if self.ep > 1:
             parts.append(f"expert {self.ep}")
+        if self.optimizer_kernel != "fused":
+            parts.append(f"{self.optimizer_kernel} optimizer")
+        parts += ["step in backward"] * self.step_in_backward + ["paged states"] * self.paged_states
         parts += _said(self.offload)
         return ", ".join(parts).replace(", x ", " x ")
 

@@ -59,6 +59,21 @@ class Front:
         self._beaten += [_rest_of(other) for other in self._plans if _beats(made, other)]
         self._plans = [other for other in self._plans if not _beats(made, other)] + [made]
 
+    def beats(self, tokens_per_s: float, high_bytes: int) -> Plan | None:
+        """Return a plan that is at least as fast as this, and no larger; None where there is none.
+
+        With bounds of a plan: it beats that one too.
+        """
+        for made in self._plans:
+            if made.tokens_per_s >= tokens_per_s and made.memory.high_bytes <= high_bytes:
+                return made
+        return None
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The fastest plan so far."""
+        return max(self._plans, key=lambda made: made.tokens_per_s, default=None)
+
     def result(self) -> tuple[list[Plan], list[Rejected]]:
         """Return the plans of the front, fastest first, and why the others lost."""
         best = sorted(self._plans, key=lambda made: -made.tokens_per_s)

@@ -6,6 +6,11 @@ what the caching allocator took from the driver for them, blocks that no tensor 
 *device's* use (nvidia-smi) adds the driver's context with its loaded kernels and the buffers of
 each communicator. What must fit the card is the last one, so a verdict needs all three.
 
+Note [Gradients' blocks]
+Reduced gradients are freed after the step. Their blocks are too small for the logits of the next
+one, and the allocator gives blocks back to the driver only when it gets no more: so they count in
+what a run reserves, and not in the least that it needs (R001, R002: 3.7 GiB of 82.4 and 77.0).
+
 Note [Sources of the ranges]
 Context: 0.5 to 2 GiB per process (github:stas00/ml-engineering, debug and performance chapters).
 Communicator: NCCL_BUFFSIZE is 4 MiB (NCCL user guide, environment variables), one buffer per
@@ -49,6 +54,7 @@ class MemoryInterval:
     context_bytes: int
     communicator_bytes: int
     fragmentation_bytes: int
+    cached_bytes: int = 0
 
     @property
     def margins(self) -> dict[str, int]:
@@ -57,16 +63,18 @@ class MemoryInterval:
             "context of the device": self.context_bytes,
             "communicators": self.communicator_bytes,
             "fragmentation": self.fragmentation_bytes,
+            "gradients' blocks, cached": self.cached_bytes,
         }
         return {name: num_bytes for name, num_bytes in parts.items() if num_bytes}
 
 
 def memory_interval(
-    ledger: Ledger, num_groups: int = 1, on_accelerator: bool = True
+    ledger: Ledger, num_groups: int = 1, on_accelerator: bool = True, cached_bytes: int = 0
 ) -> MemoryInterval:
     """Widen a ledger's total to what the device will hold.
 
     ``num_groups`` counts the process groups with device communicators that the rank is in.
+    ``cached_bytes``: gradients that are gone at the peak, whose blocks the allocator still holds.
     On the CPU there is no context, and malloc keeps neither communicator buffers nor blocks.
 
     **Raises** ConfigError for a negative number of groups.
@@ -78,15 +86,19 @@ def memory_interval(
     if not on_accelerator:
         return MemoryInterval(ledger.total, ledger.total, ledger.total, 0, 0, 0)
 
-    def total(context: float, communicator: float, kept: float) -> int:
-        return round(ledger.total * (1 + kept) + context + num_groups * communicator)
+    def total(context: float, communicator: float, kept: float, cached: int) -> int:
+        tensors = (ledger.total + cached) * (1 + kept)
+        return round(tensors + context + num_groups * communicator)
 
     context, communicator, fraction = CONTEXT_BYTES, COMMUNICATOR_BYTES, FRAGMENTATION
     return MemoryInterval(
-        low_bytes=total(context.low, communicator.low, fraction.low),
-        expected_bytes=total(context.expected, communicator.expected, fraction.expected),
-        high_bytes=total(context.high, communicator.high, fraction.high),
+        low_bytes=total(context.low, communicator.low, fraction.low, 0),
+        expected_bytes=total(
+            context.expected, communicator.expected, fraction.expected, cached_bytes
+        ),
+        high_bytes=total(context.high, communicator.high, fraction.high, cached_bytes),
         context_bytes=round(context.expected),
         communicator_bytes=round(num_groups * communicator.expected),
-        fragmentation_bytes=round(ledger.total * fraction.expected),
+        fragmentation_bytes=round((ledger.total + cached_bytes) * fraction.expected),
+        cached_bytes=cached_bytes,
     )

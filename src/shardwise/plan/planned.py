@@ -18,6 +18,31 @@ from shardwise.plan.timing.simulate import Simulated
 Verdict = Literal["fits", "tight", "will not fit"]
 
 
+class Answer(NamedTuple):
+    """What a plan is where a setting has this value."""
+
+    value: str
+    low_bytes: int
+    high_bytes: int
+    step_s: float
+
+
+class Question(NamedTuple):
+    """A setting that was not told, with what it could be; the first value is assumed."""
+
+    setting: str
+    answers: tuple[Answer, ...]
+
+
+class Possible(NamedTuple):
+    """What a plan may be over all answers to its questions."""
+
+    low_bytes: int
+    high_bytes: int
+    low_s: float
+    high_s: float
+
+
 @dataclass(frozen=True)
 class Planned:
     """What a candidate costs on a cluster; ``memory`` is an interval of one rank's device bytes.
@@ -26,7 +51,8 @@ class Planned:
     ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
     which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
     axis, that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
-    computing.
+    computing. ``questions`` are of settings that were not told, ``possible`` is what follows from
+    them; None: nothing is open.
     """
 
     model: str
@@ -48,6 +74,8 @@ class Planned:
     fill_s: float = 0.0
     sends_s: float = 0.0
     model_parallel_s: Mapping[str, float] = field(default_factory=dict)
+    questions: tuple[Question, ...] = ()
+    possible: Possible | None = None
 
     @property
     def verdict(self) -> Verdict:

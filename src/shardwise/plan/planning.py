@@ -31,7 +31,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
-from shardwise.plan.margins import memory_interval
+from shardwise.plan.margins import MemoryInterval, memory_interval
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import CONTEXT_KINDS, Tape, Work
 from shardwise.plan.node_room import NodeRoom, node_room
@@ -138,9 +138,7 @@ def plan(
         seq=in_memory.seq,
         unit_names=tuple(u.name for u in in_memory.units),
         played=_with_traffic(largest.played, {**_degree_traffic(in_memory, candidate), **sent}),
-        memory=memory_interval(
-            largest.played.peak.ledger, _num_groups(candidate), chip.asynchronous
-        ),
+        memory=_memory(largest.played, candidate, chip.asynchronous),
         capacity_bytes=chip.memory_bytes,
         room=_room(cluster, candidate, dict(zip(stages, windows, strict=True))),
         simulated=slowest.simulated,
@@ -153,6 +151,13 @@ def plan(
         sends_s=sends_s,
         model_parallel_s=_model_parallel(slowest.simulated, prices),
     )
+
+
+def _memory(played: Played, candidate: Candidate, on_accelerator: bool) -> MemoryInterval:
+    """Return what the device holds; gradients that are gone at the peak are cached there."""
+    most = max(peak.ledger.grad_shards for peak in played.peaks)
+    cached = max(0, most - played.peak.ledger.grad_shards)
+    return memory_interval(played.peak.ledger, num_groups(candidate), on_accelerator, cached)
 
 
 def _room(cluster: Cluster, candidate: Candidate, windows: Mapping[int, Window]) -> NodeRoom:
@@ -248,7 +253,7 @@ def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
     return flops * candidate.accumulation * candidate.data_parallel * candidate.cp
 
 
-def _num_groups(candidate: Candidate) -> int:
+def num_groups(candidate: Candidate) -> int:
     """Count the process groups of a rank that have communicators on the device."""
     shards = candidate.num_shards * candidate.cp
     sizes = [shards, candidate.num_replicas, *candidate.degrees]

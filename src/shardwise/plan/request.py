@@ -13,7 +13,9 @@ from shardwise.homes import Offload, offload_of
 from shardwise.keys import flag_of, key, read_fields
 from shardwise.plan.candidate import (
     AccumulationOrder,
+    Checkpointing,
     ContextMethod,
+    Kernels,
     PipelineSchedule,
     planned_offload,
 )
@@ -21,6 +23,7 @@ from shardwise.precisions import plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
+_LONGEST = 1 << 24  # tokens of a window
 _MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
 _ACCOUNTED = frozenset(
     (
@@ -65,6 +68,14 @@ def offload_asked(values: Mapping[str, Any]) -> Offload:
     return made
 
 
+def _read_count(value: Any) -> Any:
+    """Return a count that is written as 7e9 or 4M; leave all else to what checks whole numbers."""
+    try:
+        return parse_count(value) if isinstance(value, str) else value
+    except ConfigError:
+        return value
+
+
 def parse_positive(value: Any) -> Any:
     """Return a count above 0 that is written as 7e9, 7B or 4M; leave what is no text be."""
     if isinstance(value, str):
@@ -77,6 +88,7 @@ def parse_positive(value: Any) -> Any:
     return value
 
 
+_Count = Annotated[int | None, BeforeValidator(_read_count)]
 _Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
 _Offload = Annotated[str | dict[str, Any] | None, BeforeValidator(_read_offload)]
 _Words = Annotated[
@@ -90,11 +102,11 @@ class ModelRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    seq: int | None = key(
-        None, "Model", "tokens in a window; unset: the model's own", gt=0, le=_MOST
+    seq: _Count = key(
+        None, "Model", "tokens in a window; unset: the model's own", gt=0, le=_LONGEST
     )
 
-    ranks: int | None = key(None, "Cluster", "number of devices; unset: one node", gt=0, le=1 << 20)
+    ranks: _Count = key(None, "Cluster", "number of devices; unset: one node", gt=0, le=1 << 20)
     gpu: str = key("h100-sxm", "Cluster", "device by name; `shardwise plan --list` has them")
     gpus_per_node: int | None = key(None, "Cluster", "devices in a node; unset: usual", gt=0)
     link: str | None = key(None, "Cluster", "link inside a node; unset: the device's own")
@@ -111,7 +123,9 @@ class ModelRequest(BaseModel):
 
     stage: Literal[0, 1, 2, 3] | None = key(None, "Sharding", "ZeRO stage; unset: 3")
     precision: Annotated[str | None, BeforeValidator(plain_precision)] = key(
-        None, "Sharding", "fp32, bf16 or fp16; unset: bf16"
+        None,
+        "Sharding",
+        "fp32, bf16, fp16, or zero_paper: the ZeRO paper's 16 bytes; unset: bf16",
     )
     layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
     units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
@@ -122,8 +136,31 @@ class ModelRequest(BaseModel):
         None, "Sharding", "full parameters gathered ahead; unset: the largest unit", ge=0
     )
     bucket_bytes: int = key(1 << 20, "Sharding", "gradients collected for one reduction", ge=0)
-    activation_checkpointing: Literal["none", "full", "selective"] | None = key(
-        None, "Sharding", "what is recomputed in the backward pass; unset: none"
+    activation_checkpointing: Checkpointing | None = key(
+        None,
+        "Step",
+        "what is computed again in backward: none; selective, attention's scores, as Megatron-LM "
+        "has it, with flash attention nothing; per_op, all but attention and every second "
+        "product, as torchtitan's selective; full, whole blocks. Unset: none",
+    )
+    kernels: Kernels | None = key(
+        None, "Step", "eager PyTorch, or compiled by torch.compile; unset: eager, and said"
+    )
+    loss: Literal["eager", "held", "chunked", "compiled", "fused"] | None = key(
+        None,
+        "Step",
+        "cross-entropy of all logits in float32 (held: and the caller keeps them till backward "
+        "ends, as torchtitan's loop of 2024), of chunks of them, compiled, or fused with the head; "
+        "unset: eager, and said",
+    )
+    optimizer_kernel: Literal["fused", "foreach", "loop"] | None = key(
+        None, "Step", "how torch runs the optimizer; unset: fused"
+    )
+    step_in_backward: bool = key(
+        False, "Step", "each gradient is used and freed as soon as it is reduced"
+    )
+    paged_states: bool = key(
+        False, "Step", "the driver moves moments to the host when the device is short of memory"
     )
     dp_replicate: int = key(1, "Degrees", "groups of ranks with a full set of shards each", gt=0)
     dp_shard: int = key(-1, "Degrees", "ranks that share the state; -1: those that are left", ge=-1)
@@ -152,12 +189,10 @@ class ModelRequest(BaseModel):
         None, "Offload", "where inputs of checkpointed blocks are until they are computed again"
     )
 
-    micro_batch: int | None = key(
+    micro_batch: _Count = key(
         None, "Batch", "windows per rank and pass; unset: 1", gt=0, le=_MOST_MICRO_BATCH
     )
-    accumulation: int | None = key(
-        None, "Batch", "micro-batches per step; unset: 1", gt=0, le=_MOST
-    )
+    accumulation: _Count = key(None, "Batch", "micro-batches per step; unset: 1", gt=0, le=_MOST)
     accumulation_order: AccumulationOrder = key(
         "depth_first", "Batch", "breadth_first: all micro-batches through a layer before the next"
     )

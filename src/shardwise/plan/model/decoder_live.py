@@ -17,8 +17,15 @@ stacked.
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardwise.plan.model.execution import ffn_columns, layer_bytes
-from shardwise.plan.model.live import FormulaLive, Live, Moments, run_again
+from shardwise.plan.model.decoder_ends import DecoderEnds
+from shardwise.plan.model.execution import (
+    ffn_columns,
+    kept_layer_bytes,
+    layer_bytes,
+    runs_again,
+    saved_by_op,
+)
+from shardwise.plan.model.live import Live, Moments
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import LiveBytes
 
@@ -26,22 +33,8 @@ from shardwise.plan.model.tape import LiveBytes
 Moment = tuple[LiveBytes, LiveBytes]
 
 
-class DecoderLive(FormulaLive):
+class DecoderLive(DecoderEnds):
     """What is alive on one rank that runs the built-in decoder; see `FormulaLive`."""
-
-    @property
-    def _is_float32(self) -> bool:
-        return self.run.dtype == "float32"
-
-    @property
-    def _whole(self) -> int:
-        """Bytes of the stream of all tokens that the ranks of a tensor group share."""
-        return self.run.tokens * self.shape.dim * self.size
-
-    @property
-    def _gathered(self) -> int:
-        """Bytes of what is gathered or not summed yet beside a rank's part of the stream."""
-        return self._whole if self.run.tp > 1 else 0
 
     @property
     def _rotary(self) -> int:
@@ -65,7 +58,13 @@ class DecoderLive(FormulaLive):
         return sum(layer_bytes(shape, self.run).values()) + self._masks
 
     def _kept(self, shape: DecoderShape) -> int:
-        return self.stream if run_again(self.run) else self._layer(shape)
+        again = runs_again(self.run)
+        return kept_layer_bytes(shape, self.run) if again else self._layer(shape)
+
+    def _saved(self, shape: DecoderShape) -> int:
+        """Bytes of what a layer makes that are not computed again, but for its input."""
+        by_op = self.run.activation_checkpointing == "per_op"
+        return saved_by_op(layer_bytes(shape, self.run)) if by_op else 0
 
     @property
     def buffer_bytes(self) -> int:
@@ -117,20 +116,17 @@ class DecoderLive(FormulaLive):
 
     def _own(self) -> int:
         """Bytes of a micro-batch that are there from its begin to its end."""
-        received = not self.run.first and self._is_float32  # what the first norm keeps is a buffer
+        received = (
+            not self.run.first and self._norms_hold_input
+        )  # what the first norm keeps is a buffer
         return (0 if received else self.stream) + self._rotary + self._mask()
 
     def _kept_bytes(self) -> int:
         kept = sum(map(self._kept, self.layers)) + self._own()
         if not self.run.last:
             return kept
-        stream = 0 if self._is_float32 else self.stream
-        return kept + self._head_inputs() - stream + self._log_softmax + self._output
-
-    @property
-    def _output(self) -> int:
-        """Bytes of logits that the last stage of a pipeline has until its backward has ended."""
-        return self._logits if self.run.last and self.run.pipeline > 1 else 0
+        stream = 0 if self._norms_hold_input else self.stream
+        return kept + self._head_inputs() - stream + self._kept_logits + self._output
 
     @property
     def beside(self) -> int:
@@ -149,15 +145,15 @@ class DecoderLive(FormulaLive):
         """Return what a layer keeps; at its end updates and their sums are there beside it."""
         kept = self._kept(shape)
         # In other dtypes than float32 a layer's lines have neither its stream nor a part's norm.
-        streams = 2 if self._is_float32 else 3 + (self.run.tp > 1)
+        streams = 2 if self._norms_hold_input else 3 + (self.run.tp > 1)
         passing = self.stream * streams + 2 * self._gathered
-        if run_again(self.run):
+        if runs_again(self.run):
             wide = ffn_columns(shape, self.run) * self.run.tokens * self.size
             passing += 3 * wide + self.stream
         peak = LiveBytes(kept, passing)
         if shape.experts is not None:
             making = self._at_experts(shape)
-            if run_again(self.run):  # of what the layer makes, only its copies of tokens are there
+            if runs_again(self.run):  # of what the layer makes, only its copies of tokens are there
                 making = LiveBytes(kept, making.temporary)
             peak = max(peak, making, key=lambda moment: moment.total)
         there = LiveBytes(peak.activations, peak.temporary + self._embedded)
@@ -169,16 +165,16 @@ class DecoderLive(FormulaLive):
 
         In float32 the first norm keeps them anyway.
         """
-        is_held = self.run.first and len(self.layers) > 1 and not self._is_float32
+        is_held = self.run.first and len(self.layers) > 1 and not self._norms_hold_input
         return self.stream if is_held else 0
 
     def _at_experts(self, shape: DecoderShape) -> LiveBytes:
         """Return the moment at which rows come back: as sent, arrived, made, sorted, received."""
         made = layer_bytes(shape, self.run)
-        to_come = made["output of experts"] + sum(made[name] for name in _FEED_FORWARD)
+        to_come = made["output of experts"] + sum(made.get(name, 0) for name in _FEED_FORWARD)
         copies = 5 if self.run.ep > 1 else 2
         temporary = copies * made["routed rows"]
-        temporary += 0 if self._is_float32 else 2 * self.stream
+        temporary += 0 if self._norms_hold_input else 2 * self.stream
         # Beside what was gathered of the stream its parts are there, and those that are sent.
         parts = (self.run.tp > 1) + (self.run.tp > 1 and self.run.ep > 1)
         temporary += parts * self.stream
@@ -186,7 +182,7 @@ class DecoderLive(FormulaLive):
 
     def recompute(self, shape: DecoderShape) -> Live:
         """Return what a layer makes once more; the gradient of its output is there, gathered."""
-        made = LiveBytes(activations=self._layer(shape))
+        made = LiveBytes(activations=self._layer(shape) - self._saved(shape))
         if shape.experts is not None:
             making = self._at_experts(shape)
             making = LiveBytes(making.activations, making.temporary + self._gathered)
@@ -195,11 +191,12 @@ class DecoderLive(FormulaLive):
 
     def _recomputed(self, shape: DecoderShape) -> int:
         """Bytes that a layer keeps beside its input, which is there."""
-        return self._layer(shape) - (self.stream if self._is_float32 else 0)
+        stream = self.stream if self._norms_hold_input else 0
+        return self._layer(shape) - stream - self._saved(shape)
 
     def layer_backward(self, shape: DecoderShape, grads: Sequence[int]) -> list[Moments]:
         """Return the largest of the moments of the Note, and what is freed."""
-        alive = self._kept(shape) + run_again(self.run) * self._recomputed(shape)
+        alive = self._kept(shape) + runs_again(self.run) * self._recomputed(shape)
         begin = [*self._feed_forward(shape)]
         begin += self._experts(shape) if shape.experts is not None else ()
         if len(grads) == 1:
@@ -223,9 +220,10 @@ class DecoderLive(FormulaLive):
         if not width:
             return
         yield _moment(0, wide + self._gathered, matrix, matrix)
-        yield _moment(-made["last input"], 3 * wide, matrix, 0)
-        freed = sum(made[name] for name in _FEED_FORWARD)
-        yield _moment(-freed, wide + 2 * self._whole, 3 * matrix, matrix)
+        num = 3 if shape.gated else 2
+        yield _moment(-made["last input"], num * wide, matrix, 0)
+        freed = sum(made.get(name, 0) for name in _FEED_FORWARD)
+        yield _moment(-freed, wide + 2 * self._whole, num * matrix, matrix)
 
     def _attention(self, shape: DecoderShape, grads: int, gone: int) -> Iterator[Moment]:
         """Yield the moments of query, key and value, and of the first norm.
@@ -238,9 +236,11 @@ class DecoderLive(FormulaLive):
         projections = shape.dim * (shape.q_dim + 2 * shape.kv_dim) * self.size // run.tp
         matrix = shape.dim * shape.q_dim * self.size // run.tp
         # Out of the kernel come gradients of the keys and values of all context ranks.
-        left = sum(made[name] for name in _BEFORE_ATTENTION)
+        left = sum(made.get(name, 0) for name in _BEFORE_ATTENTION)
         # Of the first norm; in float32 its input is what the layer before has made.
-        there = made["norms in float32"] // (4 if self._is_float32 else 2) + made["attention input"]
+        there = made["attention input"]
+        in_float32 = made.get("norms in float32", 0)
+        there += in_float32 // (4 if self._is_float32 else 2)
         if run.cp > 1 and run.cp_method == "ring":
             there += sum(made[name] for name in _ATTENDED)
             yield _moment(there - all_made, self._ring(shape), grads - projections, 0)
@@ -250,10 +250,10 @@ class DecoderLive(FormulaLive):
         flows = (shape.q_dim + 2 * shape.kv_dim * run.cp) * heads
         flows += self._whole + self.stream
         yield _moment(left - all_made, flows, grads - projections, matrix)
-        left = made["norms in float32"] // 2 + made["attention input"]
+        left = (in_float32 + made.get("norm inputs", 0)) // 2 + made["attention input"]
         flows = (shape.q_dim + 2 * shape.kv_dim) * heads + self._whole
         yield _moment(left - all_made, flows, grads, matrix)
-        norms = 3 * made["norms in float32"] // 4
+        norms = 3 * in_float32 // 4 or self.stream
         yield _moment(left - all_made, norms + self._whole, grads, 0)
 
     def _swapped(self, shape: DecoderShape) -> int:
@@ -283,8 +283,8 @@ class DecoderLive(FormulaLive):
 
         In float32 the router keeps what they do, their input; else it has a copy in float32.
         """
-        own = 0 if self._is_float32 else made["ffn input"]
-        return own + sum(made[name] for name in _FEED_FORWARD)
+        own = 0 if self._norms_hold_input else made["ffn input"]
+        return own + sum(made.get(name, 0) for name in _FEED_FORWARD)
 
     def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
         """Yield the weighing of what experts made, the first and last expert, and the stacks.
@@ -313,48 +313,6 @@ class DecoderLive(FormulaLive):
         yield _moment(-freed, flow + 2 * rows + 3 * num * matrix, of_shared, 0)
         temporary = flow + rows + 3 * num * matrix
         yield _moment(-freed, temporary, of_shared + num * matrix, num * matrix)
-
-    def head_forward(self) -> Live:
-        """Return what the last norm and the head keep, and the logits, whole on each rank."""
-        kept, logits = self._head_inputs(), self._logits
-        parts = 0 if self.run.tp == 1 else logits + logits // self.run.tp
-        return LiveBytes(kept, logits=logits + parts), LiveBytes(kept, logits=logits)
-
-    @property
-    def _logits(self) -> int:
-        return self.run.tokens * self.shape.vocab * self.size
-
-    @property
-    def _log_softmax(self) -> int:
-        return self.run.tokens * self.shape.vocab * 4
-
-    def _head_inputs(self) -> int:
-        """Bytes that the last norm and the head keep, but for the stream."""
-        divides = self.run.tp if self.run.sequence_parallel else 1
-        normed = self.run.tokens * (self.shape.dim + 1) * 4 // divides
-        upcast = 0 if self._is_float32 else self.run.tokens * self.shape.dim * 4 // divides
-        return normed + upcast + self._whole
-
-    def loss(self) -> Live:
-        """Return the log-softmax and, in other dtypes than float32, the logits in float32."""
-        peak = self._log_softmax * (1 if self._is_float32 else 2)
-        stream = 0 if self._is_float32 else -self.stream
-        kept = LiveBytes(stream, logits=self._log_softmax + self._output - self._logits)
-        return LiveBytes(logits=peak), kept
-
-    def head_backward(self, head: int, norm: int) -> Live:
-        """Return the larger of the loss's largest moment and the head's."""
-        of_loss = LiveBytes(logits=2 * self._log_softmax)
-        passing = (
-            self._logits
-            - self._log_softmax
-            + (self._logits // self.run.tp if self.run.tp > 1 else 0)
-        )
-        of_head = LiveBytes(temporary=self._whole, logits=passing, grads=head)
-        stream = 0 if self._is_float32 else self.stream
-        freed = stream - self._head_inputs()
-        net = LiveBytes(freed, logits=-self._log_softmax, grads=head + norm)
-        return max(of_loss, of_head, key=lambda moment: moment.total), net
 
     def leave(self, table: int, grads: int) -> Live:
         """Return the gradient of the table beside the stream's, and what is freed.
@@ -389,4 +347,7 @@ _EXPERTS = (
     "routed rows",
 )
 _ATTENDED = ("query", "key, value", "other key, value", "attention output", "log-sum-exp")
-_BEFORE_ATTENTION = ("norms in float32", "attention input", "query", "key, value")
+_BEFORE_ATTENTION = (
+    *("norms in float32", "norm inputs", "attention input", "query norm", "key norm"),
+    *("query", "key, value"),
+)

@@ -18,19 +18,17 @@ output of log-softmax, and in backward the gradients of both. Checked with torch
 eager to chunked saves 8.3 GiB by these figures (published 8.1).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
 
 from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Checkpointing as Checkpointing
 from shardwise.plan.candidate import ContextMethod
+from shardwise.plan.candidate import LossKind as LossKind
 from shardwise.plan.model.activations import Implementation, kept_lines, layer_facts, line_bytes
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
-
-Checkpointing = Literal["none", "selective", "per_op", "full"]
-LossKind = Literal[
-    "eager", "transformers", "chunked", "compiled", "vocab_parallel", "loss_parallel", "fused"
-]
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,8 @@ class LossBytes:
 
 LOSSES: dict[LossKind, LossBytes] = {
     "eager": LossBytes((1, 4), (1, 8), (1, 12)),
+    "held": LossBytes((1, 4), (1, 8), (1, 12)),
+    "freed": LossBytes((0, 4), (1, 8), (0, 12)),  # eager, and the logits go when the loss is there
     "transformers": LossBytes((0, 4), (0, 12), (0, 12)),
     "chunked": LossBytes((1, 0), (1, 1), (2, 1.5)),
     "compiled": LossBytes((1, 0), (1, 0), (2, 0)),
@@ -170,7 +170,8 @@ def ffn_columns(shape: DecoderShape, run: Execution) -> int:
     return experts.shared * experts.ffn // run.tp + routed
 
 
-def layer_bytes(shape: DecoderShape, run: Execution) -> dict[str, int]:
+@lru_cache(maxsize=256)
+def layer_bytes(shape: DecoderShape, run: Execution) -> Mapping[str, int]:
     """Return the bytes that one layer makes for its backward, by line, without checkpointing."""
     return {
         line.name: line_bytes(
@@ -237,9 +238,23 @@ def kept_layer_bytes(shape: DecoderShape, run: Execution) -> int:
     stream = stream_bytes(shape, run)
     if run.activation_checkpointing == "full":
         return stream
+    dead = stream if run.implementation.startswith(("eager", "decoder")) else 0
+    return stream + saved_by_op(made) + dead
+
+
+def saved_by_op(made: Mapping[str, int]) -> int:
+    """Return the bytes that per-op checkpointing keeps of what a layer makes, but for its input."""
     saved = sum(round(share * made.get(name, 0)) for name, share in _PER_OP_LINES.items())
-    dead = stream if run.implementation.startswith("eager") else 0
-    return stream + saved + made["activation input"] + dead
+    return saved + made["activation input"]
+
+
+def runs_again(run: Execution) -> bool:
+    """Tell whether layers are computed again, in part or all, in backward.
+
+    Selective checkpointing leaves out the scores, of which a fused kernel keeps none.
+    """
+    what = run.activation_checkpointing
+    return what in ("per_op", "full") or (what == "selective" and not run.flash)
 
 
 def stream_bytes(shape: DecoderShape, run: Execution) -> int:

@@ -15,6 +15,7 @@ from shardwise.plan.model.execution import (
     kept_layer_bytes,
     layer_bytes,
     logit_bytes,
+    runs_again,
     stream_bytes,
 )
 from shardwise.plan.model.shapes import DecoderShape
@@ -92,7 +93,7 @@ class FormulaLive:
         # A layer under checkpointing frees what it made as it goes: at most about the widest part.
         columns = ffn_columns(shape, run) * (3 if shape.gated else 2)
         widest = columns * run.tokens * self.size
-        passing = 0 if run.activation_checkpointing == "none" else min(made, widest)
+        passing = min(made, widest) if runs_again(run) else 0
         temporary = passing + gathered_bytes(shape, run)
         return LiveBytes(kept, temporary), LiveBytes(activations=kept)
 
@@ -121,7 +122,7 @@ class FormulaLive:
 
     def _alive(self, shape: DecoderShape) -> int:
         """Bytes of a layer that are there when its backward computes."""
-        again = run_again(self.run) * self._recomputed(shape)
+        again = runs_again(self.run) * self._recomputed(shape)
         return kept_layer_bytes(shape, self.run) + again
 
     def head_forward(self) -> Live:
@@ -144,13 +145,25 @@ class FormulaLive:
         kept = logit_bytes(self.shape, self.run, "kept") - have
         return LiveBytes(logits=max(peak, 0)), LiveBytes(logits=kept)
 
-    def head_backward(self, head: int, norm: int) -> Live:
-        """Return what the loss's and the head's backward take and free; gradients of both."""
-        run = self.run
-        kept = logit_bytes(self.shape, run, "kept") if run.loss != "fused" else 0
-        peak = logit_bytes(self.shape, run, "backward") - kept
-        net = LiveBytes(activations=-self._head_inputs(), logits=-kept, grads=head + norm)
-        return LiveBytes(temporary=self.stream, logits=peak), net
+    def loss_backward(self) -> Live:
+        """Return what the loss's backward takes and leaves: the gradient of the logits."""
+        if self.run.loss == "fused":
+            return LiveBytes(), LiveBytes()
+        kept = logit_bytes(self.shape, self.run, "kept")
+        peak = logit_bytes(self.shape, self.run, "backward") - kept
+        there = self._logits - kept
+        return LiveBytes(temporary=self.stream, logits=max(peak, there)), LiveBytes(logits=there)
+
+    def head_backward(self, head: int) -> Live:
+        """Return what the head's backward takes and frees, its gradient among it."""
+        there = self._logits if self.run.loss != "fused" else 0
+        net = LiveBytes(activations=-self._head_inputs(), logits=-there, grads=head)
+        return LiveBytes(temporary=self.stream, grads=head), net
+
+    @property
+    def _logits(self) -> int:
+        """Bytes of a rank's logits in the computing dtype."""
+        return self.run.tokens * self.shape.vocab // self.run.tp * self.size
 
     def leave(self, table: int, grads: int) -> Live:
         """Return what the embedding's backward takes and frees.
@@ -161,8 +174,3 @@ class FormulaLive:
             return LiveBytes(), LiveBytes()
         peak = LiveBytes(temporary=self.stream, grads=table)
         return peak, LiveBytes(activations=-self._mask(), grads=grads)
-
-
-def run_again(run: Execution) -> bool:
-    """Tell whether layers are computed again, in part or all, in backward."""
-    return run.activation_checkpointing != "none"

@@ -14,6 +14,7 @@ half of it.
 
 from dataclasses import replace
 
+from shardwise.plan.model.eager_costs import eager_layer, eager_products
 from shardwise.plan.model.execution import (
     Execution,
     layer_bytes,
@@ -45,21 +46,48 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     weights += shape.router_params * size
     weights += shape.routed_params * size // run.ep
     matmul = run.matmul_dtype or run.dtype
+    if run.implementation == "decoder" and shape.experts is None:
+        return _eager_costs(shape, run)
     eager = run.dropout or run.implementation.startswith("eager")
     kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
     moved = 4 * shape.q_dim * tokens * size // tp
+    num = 6 if run.implementation == "compiled" and not shape.gated else 7
     costs = [
-        Cost("matmul", matmul, flops, weights + 2 * made, 7),
+        Cost("matmul", matmul, flops, weights + 2 * made, num),
         Cost("attention", run.dtype, core * tokens // tp, moved, 1),
-        Cost("memory", run.dtype, 0, 2 * made + 4 * stream, kernels),
+        _no_more(Cost("memory", run.dtype, 0, 2 * made + 4 * stream, kernels), shape, run),
     ]
     if not run.flash:
         costs[1] = replace(costs[1], kind="matmul", num_ops=2)
-    if tp > 1:
-        costs.append(_tensor_cost(shape, run))
-    if run.cp > 1:
-        costs.append(_context_cost(shape, run))
-    return *costs, *_exchange_costs(shape, run)
+    return *costs, *_sent_costs(shape, run), *_exchange_costs(shape, run)
+
+
+def _no_more(cost: Cost, shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
+    """Return what compiled kernels move: no more, and by no more kernels, than eager ones."""
+    if run.implementation != "compiled" or shape.experts is not None:
+        return cost
+    eager = eager_layer(shape, run, backward=backward)
+    moved = min(cost.moved_bytes, eager.moved_bytes)
+    return replace(cost, moved_bytes=moved, num_ops=min(cost.num_ops, eager.num_ops))
+
+
+def _eager_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    """Return the costs of one dense layer of the built-in decoder, kernel by kernel."""
+    products, core = shape.layer_flops_per_token(run.seq, causal=True)
+    tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
+    heads = (2 * shape.q_dim + 2 * shape.kv_dim) * size + 4 * shape.heads
+    num = 7 if shape.gated else 6
+    return (
+        Cost("matmul", run.dtype, products * tokens // tp, eager_products(shape, run), num),
+        Cost("attention", run.dtype, core * tokens // tp, heads * tokens // tp, 1),
+        eager_layer(shape, run),
+        *_sent_costs(shape, run),
+    )
+
+
+def _sent_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    found = (_tensor_cost(shape, run),) if run.tp > 1 else ()
+    return (*found, _context_cost(shape, run)) if run.cp > 1 else found
 
 
 def _context_cost(shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
@@ -121,11 +149,38 @@ def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     costs = layer_costs(shape, run)
     if run.activation_checkpointing == "selective":
         return () if run.flash else (costs[1], costs[2])
+    whole = costs[0]
+    if run.implementation == "decoder":
+        costs = _stopped_early(shape, run, costs)
     if run.activation_checkpointing == "per_op":
-        matmul = costs[0]
-        half = replace(matmul, flops=matmul.flops // 2, moved_bytes=matmul.moved_bytes // 2)
+        half = replace(whole, flops=whole.flops // 2, moved_bytes=whole.moved_bytes // 2)
         return (half, *costs[2:])
     return costs
+
+
+def _stopped_early(
+    shape: DecoderShape, run: Execution, costs: tuple[Cost, ...]
+) -> tuple[Cost, ...]:
+    """Leave out what comes after the last tensor that backward needs: torch stops there.
+
+    Of a dense layer those are the last product and its addition to the stream.
+    """
+    if shape.experts is not None:
+        return costs
+    matmul, core, memory, *sent = costs
+    stream, size = stream_bytes(shape, run), DTYPE_BYTES[run.dtype]
+    last = shape.dim * shape.ffn // run.tp
+    moved = (shape.dim + shape.ffn // run.tp) * run.tokens + last
+    matmul = replace(
+        matmul,
+        flops=matmul.flops - 2 * last * run.tokens,
+        moved_bytes=matmul.moved_bytes - moved * size,
+        num_ops=matmul.num_ops - 1,
+    )
+    memory = replace(
+        memory, moved_bytes=memory.moved_bytes - 3 * stream, num_ops=memory.num_ops - 1
+    )
+    return matmul, core, memory, *sent
 
 
 def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
@@ -143,15 +198,22 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
         if cost.kind in CONTEXT_KINDS:
             found.append(_context_cost(shape, run, backward=True))
             continue
+        if cost.kind == "memory" and run.implementation == "decoder" and shape.experts is None:
+            found.append(eager_layer(shape, run, backward=True))
+            continue
+        if cost.kind == "attention" and run.implementation in ("decoder", "compiled"):
+            doubled = replace(cost, flops=2 * cost.flops, moved_bytes=2 * cost.moved_bytes)
+            found.append(doubled)  # one kernel too
+            continue
         once = cost.kind == "expert_parallel"
         once |= cost.kind == "matmul" and not run.trained
         times = 1 if once else 2
-        found.append(
-            replace(
-                cost,
-                flops=cost.flops * times,
-                moved_bytes=cost.moved_bytes * times,
-                num_ops=cost.num_ops * times,
-            )
+        doubled = replace(
+            cost,
+            flops=cost.flops * times,
+            moved_bytes=cost.moved_bytes * times,
+            num_ops=cost.num_ops * times,
         )
+        is_memory = cost.kind == "memory"
+        found.append(_no_more(doubled, shape, run, backward=True) if is_memory else doubled)
     return tuple(found)

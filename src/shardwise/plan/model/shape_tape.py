@@ -4,12 +4,15 @@ What a layer makes and keeps is in ``activations`` and ``execution``, what is al
 ``live`` and ``decoder_live``, what it costs in ``shape_costs``; here they are put in program order.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shardwise.plan.model.decoder_live import DecoderLive
-from shardwise.plan.model.execution import Execution
-from shardwise.plan.model.live import FormulaLive, run_again
+from shardwise.plan.model.eager_costs import eager_end, eager_loss
+from shardwise.plan.model.execution import Execution, runs_again
+from shardwise.plan.model.live import FormulaLive
 from shardwise.plan.model.shape_costs import backward_costs, layer_costs, recomputed_costs
 from shardwise.plan.model.shape_units import end_units, layer_units, only_layer
 from shardwise.plan.model.shapes import DecoderShape
@@ -59,10 +62,11 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     events += _called(end, _head_forward(live))
     events += [*(Visit("after_forward", unit) for unit in reversed(whole)), _loss(live)]
     events += [Visit("before_backward", unit) for unit in reversed(whole)]
-    events += _passed(end, whole, _head_backward(live))
+    events.append(_loss_backward(live))  # the root's: the head is called with its gradient
+    events += [*_passed(end, whole, _head_backward(live)), _norm_backward(live)]
     left = live.left_output
     for layer, numbers in reversed(passes):
-        again = layer.recompute if run_again(run) else None
+        again = layer.recompute if runs_again(run) else None
         events += _passed(numbers, whole, *_leaving(left, *layer.backward), again=again)
         left = 0
     events += _passed(begin, whole, _leave(live))
@@ -81,6 +85,56 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
         first_bytes=live.first_bytes,
         end_bytes=live.end_bytes,
         in_flight=run.in_flight,
+    )
+
+
+class Least(NamedTuple):
+    """A tape in short: its costs, and bytes.
+
+    ``alive_bytes`` are there at once at the loss or in the last layer's backward, without
+    gradients; ``input_bytes`` of them are inputs of checkpointed blocks.
+    """
+
+    costs: tuple[Cost, ...]
+    alive_bytes: int
+    input_bytes: int
+
+
+def least_of(shape: DecoderShape, run: Execution) -> Least:
+    """Return what a micro-batch of a rank costs and holds at least.
+
+    **Cost** does not grow with the number of layers.
+    """
+    layers, first = run.layers_here(shape), run.first_here(shape)
+    kinds = [shape.of_layer(first + i) for i in range(layers)]
+    live = live_of(shape, run, kinds)
+    counts = Counter(kinds)
+    works = [_enter(live), _head_forward(live), _loss(live), _loss_backward(live)]
+    works += [_head_backward(live), _norm_backward(live), _leave(live)]
+    costs = [cost for work in works for cost in work.costs]
+    kept = works[0].net.total
+    again = 0
+    for kind, num in counts.items():
+        layer = _Layer.of(kind, live)
+        runs = [layer.forward, *layer.backward, *([layer.recompute] * runs_again(run))]
+        found = [cost for work in runs for cost in work.costs]
+        costs += [_times(cost, num) for cost in found]
+        kept += num * layer.forward.net.total
+        if kind == kinds[-1] and runs_again(run):
+            again = layer.recompute.peak.total
+    there, most = kept, kept + again
+    for work in works[1:4]:
+        most = max(most, there + work.peak.total)
+        there += work.net.total
+    return Least(tuple(costs), most, layers * _saved_input(live))
+
+
+def _times(cost: Cost, num: int) -> Cost:
+    return replace(
+        cost,
+        flops=num * cost.flops,
+        moved_bytes=num * cost.moved_bytes,
+        num_ops=num * cost.num_ops,
     )
 
 
@@ -181,7 +235,8 @@ def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
 def _enter(live: FormulaLive) -> Work:
     """The embedding; other micro-batches in flight are counted from here on."""
     run = live.run
-    costs = (Cost("memory", run.dtype, 0, 3 * live.stream, 2),) if run.first else ()
+    kernels = 10 if run.implementation == "decoder" else 2  # tables of positions are tiny
+    costs = (Cost("memory", run.dtype, 0, 3 * live.stream, kernels),) if run.first else ()
     return Work(0, "forward", costs, *live.enter())
 
 
@@ -192,7 +247,11 @@ def _head_forward(live: FormulaLive) -> Work:
     peak, net = live.head_forward()
     flops = shape.head_flops_per_token * run.tokens // run.tp
     moved = shape.vocab * shape.dim * live.size // run.tp + net.logits + net.activations
-    return Work(0, "forward", (Cost("matmul", run.dtype, flops, moved, 2),), peak, net)
+    product = Cost("matmul", run.dtype, flops, moved, 2)
+    if run.implementation != "decoder":
+        return Work(0, "forward", (product,), peak, net)
+    costs = replace(product, num_ops=1), eager_end(shape, run)
+    return Work(0, "forward", costs, peak, net)
 
 
 def _loss(live: FormulaLive) -> Work:
@@ -202,7 +261,20 @@ def _loss(live: FormulaLive) -> Work:
     peak, net = live.loss()
     have = run.tokens * shape.vocab // run.tp * live.size
     cost = Cost("memory", "float32", 0, 3 * max(peak.logits, have), 4)
+    if run.implementation == "decoder" and run.loss in ("eager", "held"):
+        cost = eager_loss(shape, run)
     return Work(0, "loss", (cost,), peak, net)
+
+
+def _loss_backward(live: FormulaLive) -> Work:
+    run = live.run
+    if not run.last:
+        return _nothing("backward")
+    peak, net = live.loss_backward()
+    cost = Cost("memory", "float32", 0, 3 * max(peak.logits, 0), 4)
+    if run.implementation == "decoder" and run.loss in ("eager", "held"):
+        cost = eager_loss(live.shape, run, backward=True)
+    return Work(0, "backward", (cost,), peak, net, peak, net)
 
 
 def _head_backward(live: FormulaLive) -> Work:
@@ -210,13 +282,20 @@ def _head_backward(live: FormulaLive) -> Work:
     if not run.last:
         return _nothing("backward")
     head = shape.vocab * shape.dim * live.size // run.tp
-    peak, net = live.head_backward(head, shape.norm_params * live.size)
+    peak, net = live.head_backward(head)
     flops = 2 * shape.head_flops_per_token * run.tokens // run.tp
-    costs = (
-        Cost("matmul", run.dtype, flops, 2 * head + 2 * live.stream, 2),
-        Cost("memory", "float32", 0, 3 * max(peak.logits, 0), 4),
-    )
-    return Work(0, "backward", costs, peak, net)
+    cost = Cost("matmul", run.dtype, flops, 2 * head + 2 * live.stream, 2)
+    return Work(0, "backward", (cost,), peak, net)
+
+
+def _norm_backward(live: FormulaLive) -> Work:
+    """The last norm, which is the root's."""
+    if not live.run.last:
+        return _nothing("backward")
+    eager = live.run.implementation == "decoder"
+    costs = (eager_end(live.shape, live.run, backward=True),) if eager else ()
+    grads = LiveBytes(grads=live.shape.norm_params * live.size)
+    return Work(0, "backward", costs, grads, grads)
 
 
 def _leave(live: FormulaLive) -> Work:

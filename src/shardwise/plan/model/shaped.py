@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import replace
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate
+from shardwise.plan.candidate import Candidate, LossKind
 from shardwise.plan.model.execution import Execution, stream_bytes
-from shardwise.plan.model.shape_tape import shape_tape
+from shardwise.plan.model.shape_tape import Least, least_of, shape_tape
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.sizes import PRECISIONS, row_of
@@ -16,20 +16,21 @@ class ShapedModel:
     """The tapes of a decoder of a shape, for windows of ``seq`` tokens, on one of its ranks.
 
     Where layers do not divide into the pipeline's stages, the first stages have one more.
-    ``is_built_in``: it is run as `shardwise train` runs its decoder, in eager PyTorch; else with
-    fused kernels.
+    It is run as `shardwise train` runs its decoder, in eager PyTorch, unless the candidate has
+    compiled kernels.
 
     **Raises** ConfigError, when a tape is asked for, naming a degree that the shape cannot have.
     """
 
-    def __init__(
-        self, name: str, shape: DecoderShape, seq: int, *, is_built_in: bool = False
-    ) -> None:
+    def __init__(self, name: str, shape: DecoderShape, seq: int) -> None:
+        if seq < 1 or (shape.positions and seq > shape.positions):
+            most = f" to {shape.positions}" if shape.positions else ""
+            raise ConfigError(f"seq={seq}: {name} takes windows of 1{most} tokens")
         self.name = name
         self.seq = seq
         self._shape = shape
-        self._is_built_in = is_built_in
         self._tapes: dict[Execution, Tape] = {}
+        self._least: dict[Execution, Least] = {}
 
     @property
     def num_params(self) -> int:
@@ -37,13 +38,14 @@ class ShapedModel:
         return self._shape.num_params
 
     @property
+    def num_experts(self) -> int:
+        """Number of routed experts of a layer; 0: it is dense."""
+        return self._shape.experts.num if self._shape.experts is not None else 0
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the tapes are made."""
-        kernels = "in eager PyTorch" if self._is_built_in else "with fused kernels"
-        how = (
-            f"by the formulas of the model's shape, {kernels} and with flash attention: tensor, "
-            "pipeline, context and expert degrees and selective checkpointing are not traced"
-        )
+        how = "by the formulas of the model's shape, with flash attention; nothing is traced"
         if self._shape.experts is None:
             return (how,)
         return how, "routers are taken to send as many tokens to each expert as to any other"
@@ -55,6 +57,13 @@ class ShapedModel:
     def tape(self, candidate: Candidate, stage: int = 0) -> Tape:
         """Return one rank's micro-batch; with a pipeline, on one of its stages."""
         return self._tape(self._execution(candidate, stage))
+
+    def least(self, candidate: Candidate) -> Least:
+        """Return what a micro-batch costs and holds on the first stage, at least."""
+        run = self._execution(candidate)
+        if run not in self._least:
+            self._least[run] = least_of(self._padded(run), run)
+        return self._least[run]
 
     def stages(self, candidate: Candidate) -> dict[int, Tape]:
         """Return one micro-batch on a rank of each pipeline stage that no other is like.
@@ -94,19 +103,28 @@ class ShapedModel:
             cp_method=candidate.cp_method,
             ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
-            implementation="decoder" if self._is_built_in else "fused",
-            keeps_outputs=self._is_built_in,
+            implementation="decoder" if candidate.kernels == "eager" else "compiled",
+            loss=_loss_of(candidate),
+            keeps_outputs=True,
             large_units=True,
             on_cpu=candidate.transport == "point_to_point",
         )
 
     def _tape(self, run: Execution) -> Tape:
         if run not in self._tapes:
-            # A vocabulary is padded to a multiple of the ranks that share it, as Megatron-LM does.
-            vocab = -(-self._shape.vocab // run.tp) * run.tp
-            shape = replace(self._shape, vocab=vocab)
-            self._tapes[run] = shape_tape(shape, run, name=self.name)
+            self._tapes[run] = shape_tape(self._padded(run), run, name=self.name)
         return self._tapes[run]
+
+    def _padded(self, run: Execution) -> DecoderShape:
+        """Pad the vocabulary to a multiple of the ranks that share it, as Megatron-LM does."""
+        return replace(self._shape, vocab=-(-self._shape.vocab // run.tp) * run.tp)
+
+
+def _loss_of(candidate: Candidate) -> LossKind:
+    """Return the loss whose bytes count; compiled layers have theirs by the table of losses."""
+    return (
+        "freed" if (candidate.kernels, candidate.loss) == ("compiled", "eager") else candidate.loss
+    )
 
 
 def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:

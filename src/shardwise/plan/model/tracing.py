@@ -11,6 +11,7 @@ for its parameters, those of other units that use them included. A tied weight's
 from the first of its parts on, which autograd holds until the last has come.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.engine.tree import tensors_in
@@ -108,16 +110,28 @@ def trace(
 
 def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
     try:
-        run.step(batch, loss)
+        with _quiet():
+            run.step(batch, loss)
     except ConfigError:
         raise
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise ConfigError(
             f"model {name}: tracing it on fake tensors failed: {type(error).__name__}: "
-            f"{first_line}. A forward that reads values (.item(), branches on data) cannot be "
-            "traced; nor can a batch that does not fit it"
+            f"{first_line.rstrip('.')}. A forward that reads values (.item(), branches on data) "
+            "cannot be traced; nor can a batch that does not fit it"
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging the stack of an operation that fails: the error says what it was."""
+    log = logging.getLogger(fake_tensor.__name__)
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def _all_unit_facts(

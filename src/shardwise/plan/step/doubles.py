@@ -55,6 +55,7 @@ class UnitDouble:
         self.go_stale()
         self.grads = self.sums = 0
         self.has_grad = False
+        self.is_stepped = False  # in backward
         self.buffer = ""
         self._state = "sharded"
         self._staging = 0
@@ -209,7 +210,17 @@ class ReductionDouble:
                 self._start_gather(message)
         if not self._means:
             self._evict()
+        if context.candidate.step_in_backward:
+            self._step()
         meter.phase = before
+
+    def _step(self) -> None:
+        """Use and free the means; the bytes that the step moves are those of one at its end."""
+        for unit in self.units:
+            reduce = unit.weight.reduce
+            if reduce is not None and unit.weight.num_updated and not unit.weight.is_away:
+                self._context.meter.add("grad_shards", -reduce.out)
+                unit.is_stepped = True
 
     def _evict(self) -> None:
         """Bring the means to where the slices are; the device has them no more."""
@@ -322,6 +333,9 @@ class ReductionsDouble:
             for unit in reduction.units:
                 if unit.weight.is_away or unit.weight.reduce is None:
                     continue  # the host adds them
+                if unit.is_stepped:
+                    unit.is_stepped = False
+                    continue
                 out = unit.weight.reduce.out
                 if not unit.weight.num_updated:  # zeros that no ``p.grad`` takes
                     added += 0 if unit.buffer else out

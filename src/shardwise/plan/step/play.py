@@ -54,16 +54,18 @@ def resting_state(tape: Tape, candidate: Candidate, rank: int = 0) -> Rest:
     """
     weights, offloading = weigh(tape.units, candidate, rank), Offloading(candidate)
     away = offloading.away(weights, num_reductions=1)
-    return Rest(_state(weights, offloading, tape), away["cpu"], away["nvme"])
+    return Rest(_state(weights, offloading, tape, candidate), away["cpu"], away["nvme"])
 
 
-def _state(weights: list[Footprint], offloading: Offloading, tape: Tape) -> Ledger:
+def _state(
+    weights: list[Footprint], offloading: Offloading, tape: Tape, candidate: Candidate
+) -> Ledger:
     here = [w for w in weights if not w.is_away]
     return Ledger(
         param_shards=sum(w.shard_bytes + w.compute_shard_bytes for w in here)
         + sum(w.copy_bytes for w in weights),
         param_full=sum(w.kept_bytes for w in weights),
-        optimizer_state=sum(w.state_bytes for w in here),
+        optimizer_state=0 if candidate.paged_states else sum(w.state_bytes for w in here),
         state_staging=offloading.staging_bytes(weights, tape.units[0].comes_last),
         buffers=tape.buffer_bytes,
     )
@@ -137,7 +139,7 @@ class _Player:
         return self._num_reductions == 1 and all(w.keeps_buffer for w in self._weights)
 
     def _rest(self) -> Ledger:
-        ledger = _state(self._weights, self._offloading, self._tape)
+        ledger = _state(self._weights, self._offloading, self._tape, self._candidate)
         if not self._buffers:
             return ledger
         buffers = sum(

@@ -1,0 +1,69 @@
+"""What a user has not told that matters: each setting with what it could be, and what follows."""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.pricing import Pricer
+from shardwise.plan.model.shaped import ShapedModel
+from shardwise.plan.planned import Answer, Possible, Question
+from shardwise.plan.planning import Model, Plan, plan
+
+# What a setting could be beside what is assumed, in the words of its flag.
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "kernels": ("compiled",),
+    "loss": ("held", "chunked", "compiled"),
+    "optimizer_kernel": ("foreach",),
+}
+
+
+def asked_of(
+    made: Plan,
+    model: Model,
+    cluster: Cluster,
+    told: Set[str],
+    prices_of: Callable[[Candidate], Pricer],
+) -> Plan:
+    """Return a plan with the questions whose answers would change it, and all that it may be then.
+
+    ``told`` are the settings that the user has decided. Nothing is asked of a model that is traced:
+    its file says how it runs.
+
+    **Cost** a plan for every combination of answers: some dozen.
+    """
+    if not isinstance(model, ShapedModel):
+        return made
+    base = made.candidate
+    others = {name: values for name, values in _OTHERS.items() if name not in told}
+    if base.activation_checkpointing == "selective":  # some mean what is called per_op here
+        others["activation_checkpointing"] = ("per_op",)
+    choices = {name: (getattr(base, name), *values) for name, values in others.items()}
+
+    def planned(candidate: Candidate) -> Plan:
+        if candidate == base:
+            return made
+        return plan(model, cluster, candidate, prices=prices_of(candidate))
+
+    every = [planned(_with(base, choices, values)) for values in product(*choices.values())]
+    questions = tuple(
+        Question(name, tuple(_answer(planned(replace(base, **{name: v})), v) for v in values))
+        for name, values in choices.items()
+    )
+    possible = Possible(
+        min(each.memory.low_bytes for each in every),
+        max(each.memory.high_bytes for each in every),
+        min(each.step_s for each in every),
+        max(each.step_s for each in every),
+    )
+    return replace(made, questions=questions, possible=possible)
+
+
+def _with(base: Candidate, names: Any, values: Sequence[str]) -> Candidate:
+    return replace(base, **dict(zip(names, values, strict=True)))
+
+
+def _answer(made: Plan, value: str) -> Answer:
+    return Answer(value, made.memory.low_bytes, made.memory.high_bytes, made.step_s)
