@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from _published_memory import GIB, predict_memory, published_bytes, system_text
+from _published_memory import GIB, measure
+from _published_overhead import Measured, Overheads
 from _published_rows import Row, Unmodelled
-from _published_systems import system_of
 
 PAIRS: tuple[tuple[str, str, str], ...] = (
     ("R001", "R004", "8 -> 128 ranks: 16 bytes per parameter, sharded"),
@@ -33,10 +33,10 @@ PAIRS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def pair_lines(rows: Sequence[Row]) -> Iterator[str]:
+def pair_lines(rows: Sequence[Row], overheads: Overheads) -> Iterator[str]:
     """Yield one line per pair of which both rows are there and can be modelled."""
     for first, second, knob in PAIRS:
-        pair = pair_gib(rows, first, second)
+        pair = pair_gib(rows, first, second, overheads)
         if pair is not None:
             published, predicted = pair
             yield (
@@ -45,20 +45,22 @@ def pair_lines(rows: Sequence[Row]) -> Iterator[str]:
             )
 
 
-def pair_gib(rows: Sequence[Row], first: str, second: str) -> tuple[float, float] | None:
+def pair_gib(
+    rows: Sequence[Row], first: str, second: str, overheads: Overheads
+) -> tuple[float, float] | None:
     """Return the published and the predicted difference in GiB, None where there is none."""
     by_id = {row.id: row for row in rows}
     if first not in by_id or second not in by_id:
         return None
-    published, predicted = [], []
-    for row in (by_id[first], by_id[second]):
-        told = published_bytes(row, system_of(system_text(row)))
-        try:
-            found = predict_memory(row).total
-        except Unmodelled:
-            return None
-        if told is None:
-            return None
-        published.append(told / GIB)
-        predicted.append(found / GIB)
+    try:
+        pair = [each for name in (first, second) for each in measure(by_id[name])]
+    except Unmodelled:
+        return None
+    if len(pair) < 2:
+        return None
+    published, predicted = ([f(m) / GIB for m in pair] for f in (_told, overheads.total))
     return published[1] - published[0], predicted[1] - predicted[0]
+
+
+def _told(row: Measured) -> float:
+    return row.published

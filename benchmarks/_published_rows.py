@@ -13,12 +13,15 @@ from pathlib import Path
 from shardwise.plan.model.shapes import (
     DecoderShape,
     Experts,
+    Latent,
     gpt_shape,
     llama_shape,
     mpt_shape,
 )
 
-TABLE = Path(__file__).parent / "data" / "published_runs.csv"
+_DATA = Path(__file__).parent / "data"
+# The second has what was found later, runs that ran out of memory among them.
+TABLES = (_DATA / "published_runs.csv", _DATA / "more_runs.csv")
 
 
 # Larger figures are not those of a run that was made.
@@ -99,14 +102,16 @@ class Row:
         return any(word in cell for word in words)
 
 
-def read_rows(path: Path = TABLE) -> list[Row]:
-    """Read a table; columns that are missing count as empty."""
-    with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
-        table = csv.DictReader(lines)
-        return [
-            Row({str(k): str(v or "").strip() for k, v in line.items() if k is not None})
-            for line in table
-        ]
+def read_rows(*paths: Path) -> list[Row]:
+    """Read tables, those of `data/` if none is named; columns that are missing count as empty."""
+    found = []
+    for path in paths or TABLES:
+        with path.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
+            found += [
+                Row({str(k): str(v or "").strip() for k, v in line.items() if k is not None})
+                for line in csv.DictReader(lines)
+            ]
+    return found
 
 
 # Shapes of models that rows name without an arch; from their public config.json files.
@@ -140,6 +145,42 @@ MODELS: dict[str, DecoderShape] = {
     "qwen3-30b-a3b": DecoderShape(
         48, 2048, 32, 4, 128, 6144, 151936, qk_norm=True, experts=Experts(128, 8, 768)
     ),
+    "mixtral-8x7b": replace(
+        llama_shape(32, 4096, 32, 8, 14336, 32000), experts=Experts(8, 2, 14336)
+    ),
+    "moonlight-16b-a3b": DecoderShape(
+        27,
+        2048,
+        16,
+        16,
+        128,
+        11264,
+        163840,
+        experts=Experts(64, 6, 1408, shared=2, dense_layers=1, scoring="sigmoid"),
+        latent=Latent(512, 0, 128, 64, 128),
+    ),
+    "deepseek-v3": DecoderShape(
+        61,
+        7168,
+        128,
+        128,
+        128,
+        18432,
+        129280,
+        experts=Experts(256, 8, 2048, shared=1, dense_layers=3, scoring="sigmoid"),
+        latent=Latent(512, 1536, 128, 64, 128),
+    ),
+    "deepseek-v2-lite": DecoderShape(
+        27,
+        2048,
+        16,
+        16,
+        128,
+        10944,
+        102400,
+        experts=Experts(64, 6, 1408, shared=2, dense_layers=1),
+        latent=Latent(512, 0, 128, 64, 128),
+    ),
     "stablelm-alpha-3b": replace(gpt_shape(16, 4096, 32, 50688), tied=False),
     "stablelm-alpha-7b": replace(gpt_shape(16, 6144, 48, 50432), tied=False),
     "pythia-6.9b": replace(gpt_shape(32, 4096, 32, 50432), tied=False),
@@ -153,9 +194,7 @@ _FOREIGN = (
     ("t5", "an encoder-decoder"),
     ("enc", "an encoder-decoder"),
     ("bert", "an encoder"),
-    ("moonlight", "latent attention or a hybrid"),
-    ("nemotron-3", "latent attention or a hybrid"),
-    ("deepseek-v", "latent attention or a hybrid"),
+    ("nemotron-3", "a hybrid"),
     ("gpt-oss", "two models in one row"),
 )
 

@@ -1,71 +1,77 @@
-"""What each published system does with its bytes: one row of data per system, with its source.
+"""What each published system does by default: `data/systems.toml`, read and checked.
 
-A recipe says how many bytes of each kind of state a parameter has, which implementation of layer,
-loss and attention runs, and what the memory column means. `Overhead` is the one thing that is
-fitted: per system, never per row, on the rows that it names.
+A system's defaults fill in what a row does not tell (`_published_flags`). Nothing in here is
+fitted; what is fitted is in `_published_constants`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from shardwise.plan.model.activations import Implementation
 from shardwise.plan.model.execution import Checkpointing, LossKind
 
+TABLE = Path(__file__).parent / "data" / "systems.toml"
 MemoryKind = Literal["allocated", "reserved", "device"]
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter: compute copy, gradients, and what the optimizer has."""
+    """Bytes per parameter: compute copy, gradients, master weights, and both moments."""
 
     param: float
     grad: float
-    optimizer: float
+    master: float
+    moments: float
+
+    @property
+    def optimizer(self) -> float:
+        """Bytes of all that the optimizer has."""
+        return self.master + self.moments
 
 
-@dataclass(frozen=True)
-class Overhead:
-    """Bytes beside tensors: total = tensors x (1 + fraction) + constant; see ``fitted_on``."""
-
-    fraction: float = 0.0
-    constant: float = 0.0
-    meaning: str = ""
-    fitted_on: str = ""
-
-    def is_fitted_on(self, row_id: str) -> bool:
-        """Tell whether a row is named in ``fitted_on``: alone, or in a range (of even ones)."""
-        number = _number(row_id)
-        if number is None:
-            return False
-        if " .. " in self.fitted_on:
-            low, high = (_number(part) or 0 for part in self.fitted_on.split(" .. "))
-            return low <= number <= high and not ("even" in self.fitted_on and number % 2)
-        return row_id in self.fitted_on.split()
-
-
-def _number(text: str) -> int | None:
-    found = re.search(r"R(\d+)", text)
-    return int(found[1]) if found else None
+POLICIES: dict[str, StateBytes] = {
+    "mixed": StateBytes(2, 2, 4, 8),  # ZeRO (arXiv:1910.02054, section 3.1)
+    "mixed_fp32_grads": StateBytes(2, 4, 4, 8),  # Megatron Core, distributed optimizer
+    "fp32_master": StateBytes(4, 4, 0, 8),  # FSDP: the float32 shard is the master
+    "fp32": StateBytes(4, 4, 0, 8),
+    "autocast": StateBytes(6, 4, 0, 8),  # the float32 parameters and autocast's cached copies
+    "pure": StateBytes(2, 2, 0, 4),
+    "bf16_moments": StateBytes(2, 2, 4, 4),  # Megatron's precision-aware optimizer
+    "bf16_master": StateBytes(2, 2, 2, 4),
+    "fp32_partition": StateBytes(2, 2, 8, 8),  # float32 gradients of the partition beside masters
+    "zero1_step": StateBytes(2, 2, 10, 8),  # the partition's gradients in 16 bit and in float32
+    "bf16_optimizer": StateBytes(2, 6, 4, 8),  # BigScience: 16-bit gradients and float32 sums
+    "zero_buckets": StateBytes(2, 2, 6, 8),  # gradients of the partition once more in 16 bit
+}
 
 
 @dataclass(frozen=True)
 class System:
-    """One system. ``pattern`` is searched in the row's system cell, in lower case.
+    """One system's defaults; see the head of ``data/systems.toml``.
 
     ``full_layers``: layers beside the root of which a rank has full copies under stage 3.
-    ``keeps_full``: parameters stay whole though they are sharded (measured, see the source).
-    ``ddp_buckets``: DDP's gradient buckets lie beside the gradients. ``adapter_rank`` and
-    ``adapter_state``: of LoRA runs, the rank and the bytes per adapter parameter.
+    ``whole_root``: embedding and head are one unit, as FSDP's automatic wrapping makes them.
+    ``keeps_full``: parameters stay whole though they are sharded. ``ddp_buckets``: DDP's gradient
+    buckets lie beside the gradients. ``adapter_*``: of LoRA runs, rank, bytes per adapter
+    parameter, and bytes of each parameter of a quantized model that is not quantized;
+    ``float32_adapters``: they read their inputs in float32.
+    ``by_transformers``: layers as transformers writes them, GPT-2's with eager attention.
     """
 
     name: str
     pattern: str
-    state: StateBytes
+    policy: str
     memory: MemoryKind
     source: str
+    policy_bfloat16: str = ""
+    policy_stage3: str = ""
+    stage: int = 0
     implementation: Implementation = "fused"
     compiled: Implementation = "compiled"
     loss: LossKind = "eager"
@@ -73,6 +79,8 @@ class System:
     tp_loss: LossKind = "vocab_parallel"
     flash: bool = True
     dropout: bool = False
+    by_transformers: bool = False
+    autocast: bool = False  # weights stay float32; autocast caches 16-bit ones
     checkpointing: Checkpointing = "none"
     selective: Checkpointing = "selective"  # what the word means there
     sequence_parallel: bool = False
@@ -80,305 +88,54 @@ class System:
     embedding_is_a_layer: bool = False
     full_layers: int = 2
     step_temporary: float = 4  # bytes per float32 parameter of an optimizer that is not fused
+    step_in_backward: bool = False
+    paged_optimizer: bool = False
     keeps_full: bool = False
+    whole_root: bool = False
     ddp_buckets: bool = False
     accumulates: bool = False
     adapter_rank: int = 8
     adapter_state: float = 8
+    adapter_rest: float = 2
+    float32_adapters: bool = False
     chunks: int = 1  # interleaved chunks per pipeline stage where the row does not tell
     attention: float | None = None  # efficiency of its own kernel on Hopper and later
     hides_tensor_parallel: bool = False
     blocks_on_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host waits for each kernel
     reduces_at_end: bool = False
-    # ZeRO-1 sends out each rank's parameters in a broadcast of its own, one after the other.
-    broadcast_s: float = 0.0
-    slowdown: float = 1.0
-    slowdown_meaning: str = ""
-    overhead: Overhead = field(default_factory=Overhead)
+    broadcasts: bool = False  # ZeRO-1 sends out each rank's parameters in a broadcast of its own
     binary_unit: bool = False  # the column says GB and means GiB
 
-
-MIXED = StateBytes(2, 2, 12)  # 16-bit compute and gradients, float32 master and moments
-MIXED_FP32_GRADS = StateBytes(2, 4, 12)
-FSDP_FP32 = StateBytes(4, 4, 8)  # the float32 shard is the master
-PURE_BF16 = StateBytes(2, 2, 4)
-# 16-bit gradients and a float32 copy to accumulate in, both whole; BF16_Optimizer of BigScience.
-BF16_OPTIMIZER = StateBytes(2, 6, 12)
-# ZeRO-1's step: the partition's gradients once in 16 bit and once in float32.
-ZERO1_STEP = StateBytes(2, 2, 18)
-
-SYSTEMS: tuple[System, ...] = (
-    System(
-        "torchtitan (torchao bench)",
-        r"torchtitan.*torchao",
-        FSDP_FP32,
-        "reserved",
-        "torchtitan metrics.py prints max_reserved_gib; 2025 recipe: loss compiled as the model",
-        implementation="eager",
-        compiled_loss="compiled",
-        tp_loss="loss_parallel",
-        sequence_parallel=True,
-        binary_unit=True,
-    ),
-    System(
-        "Llama 3 pre-training",
-        r"meta llama",
-        FSDP_FP32,
-        "reserved",
-        "arXiv 2407.21783 section 3.3: FSDP that keeps parameters, interleaved 1F1B",
-        tp_loss="loss_parallel",
-        sequence_parallel=True,
-    ),
-    System(
-        "fms-fsdp",
-        r"fms-fsdp",
-        FSDP_FP32,
-        "reserved",
-        "fms-fsdp README: compiled; selective checkpointing recomputes whole blocks (HFU / MFU)",
-        selective="full",
-    ),
-    System(
-        "torchtitan, FSDP1/FSDP2 recipes",
-        r"torchtitan|fsdp1 \(paper\)|flexshard|simplefsdp|vescale",
-        FSDP_FP32,
-        "reserved",
-        "torchtitan metrics.py prints max_reserved_gib; fp32 parameters, bf16 compute; "
-        "loss on logits.float(), not compiled",
-        implementation="eager",
-        tp_loss="loss_parallel",
-        selective="per_op",
-        sequence_parallel=True,
-        keeps_outputs=True,
-        binary_unit=True,
-        overhead=Overhead(
-            0.07, 0, "blocks that the caching allocator holds beyond the peak", "R001 R002 R006"
-        ),
-    ),
-    System(
-        "torchtune",
-        r"torchtune",
-        PURE_BF16,
-        "allocated",
-        "torchtune recipes: full bf16, AdamW; peak memory active, in GiB; LoRA rank 8",
-        implementation="eager",
-        binary_unit=True,
-        checkpointing="full",
-    ),
-    System(
-        "litgpt LoRA, several GPUs",
-        r"litgpt lora.*multi",
-        PURE_BF16,
-        "allocated",
-        "litgpt finetune/lora.py with FSDP: block checkpointing; frozen parameters stay gathered",
-        implementation="eager_double_norm",
-        checkpointing="full",
-        keeps_full=True,
-    ),
-    System(
-        "litgpt LoRA",
-        r"litgpt lora",
-        PURE_BF16,
-        "allocated",
-        "litgpt finetune/lora.py: bf16-true, torch.cuda.max_memory_allocated / 1e9",
-        implementation="eager_double_norm",
-    ),
-    System(
-        "litgpt full finetune, several GPUs",
-        r"litgpt full.*multi",
-        PURE_BF16,
-        "allocated",
-        "litgpt finetune/full.py with FSDP: block checkpointing; parameters stay gathered too",
-        implementation="eager_double_norm",
-        checkpointing="full",
-        keeps_full=True,
-        accumulates=True,
-    ),
-    System(
-        "litgpt full finetune",
-        r"litgpt full",
-        PURE_BF16,
-        "allocated",
-        "litgpt finetune/full.py: bf16-true, max_memory_allocated / 1e9",
-        implementation="eager_double_norm",
-        accumulates=True,
-    ),
-    System(
-        "litgpt pretrain, nvfuser",
-        r"litgpt.*nvfuser",
-        PURE_BF16,
-        "allocated",
-        "litgpt extensions/thunder: nvfuser keeps what eager keeps, but normed values in bf16",
-        compiled="eager_repeat_kv",
-    ),
-    System(
-        "litgpt pretrain",
-        r"litgpt",
-        PURE_BF16,
-        "allocated",
-        "litgpt extensions/thunder/pretrain.py: bf16-true, max_memory_allocated / 1e9",
-        implementation="eager_double_norm",
-        ddp_buckets=True,
-    ),
-    System(
-        "Lightning Fabric",
-        r"lightning fabric",
-        FSDP_FP32,
-        "allocated",
-        "Lightning's FSDP guide: torch.cuda.memory_summary (MB are MiB), Adam of torch 2.0, which "
-        "makes the square roots and then the denominators of all parameters",
-        ddp_buckets=True,
-        step_temporary=8,
-        binary_unit=True,
-    ),
-    System(
-        "InternEvo",
-        r"internevo",
-        StateBytes(2, 2, 16),
-        "device",
-        "InternEvo HybridZeroOptimizer: fp32 master, moments and gradients of the partition; "
-        "fused norms and cross-entropy",
-        loss="compiled",
-        tp_loss="compiled",
-        broadcast_s=2.6e-3,
-        slowdown=1.08,
-        slowdown_meaning="kernels and launches that the tape does not have; median of R354 .. R400",
-        overhead=Overhead(
-            0.12,
-            12.5e9,
-            "context, NCCL, cached blocks, 512 MiB buckets; not explained by tensors",
-            "R338 R340 R341 R346 R353",
-        ),
-    ),
-    System(
-        "Megatron-DeepSpeed (BigScience)",
-        r"bigscience",
-        ZERO1_STEP,
-        "device",
-        "DeepSpeed 0.5/0.6 stage_1_and_2.py, bf16_optimizer.py, pipe/engine.py: buffers keep a "
-        "stage's output; layers split by type:transformer|embedding; CUDA_LAUNCH_BLOCKING=1 "
-        "(bigscience train/tr11-176B-ml/tr11-176B-ml.slurm)",
-        loss="vocab_parallel",
-        flash=False,
-        dropout=True,
-        keeps_outputs=True,
-        embedding_is_a_layer=True,
-        reduces_at_end=True,
-        blocks_on_launches=True,
-        slowdown=1.13,
-        slowdown_meaning="its pipeline engine waits for each send; median of R407 .. R497",
-        overhead=Overhead(
-            0.07,
-            2.1e9,
-            "fragmentation; context, NCCL of 4 groups, 1 GB reduce bucket",
-            "even rows of R407 .. R497 with a figure, least absolute relative error",
-        ),
-    ),
-    System(
-        "Megatron-LM on V100 (gpt2.md)",
-        r"megatron-lm ds 3d|megatron-lm megatron only",
-        StateBytes(2, 2, 16),
-        "device",
-        "bigscience experiments/gpt2.md: Megatron-LM with and without DeepSpeed",
-        loss="vocab_parallel",
-        flash=False,
-        dropout=True,
-        keeps_outputs=True,
-        overhead=Overhead(0.0, 4e9, "context, NCCL and cached blocks", "R519 R520 R521 R522"),
-    ),
-    System(
-        "Megatron-FSDP",
-        r"megatron-fsdp",
-        MIXED_FP32_GRADS,
-        "allocated",
-        "Megatron-Core custom FSDP: ZeRO-3 over the group; cuDNN attention, about 1.75 times "
-        "FlashAttention-2 (arXiv 2407.08608, abstract)",
-        loss="vocab_parallel",
-        attention=0.60,
-    ),
-    System(
-        "Megatron-LM (before flash attention)",
-        r"korthikanti|vtrain",
-        MIXED,
-        "allocated",
-        "Megatron-LM and Megatron-DeepSpeed of 2021/22: fused softmax, dropout, fp16",
-        loss="vocab_parallel",
-        flash=False,
-        dropout=True,
-        keeps_outputs=True,
-    ),
-    System(
-        "Megatron-LM",
-        r"megatron",
-        MIXED_FP32_GRADS,
-        "allocated",
-        "Megatron-LM dist_optimizer.md: 18 or 6 + 12/d bytes per parameter; 5 chunks: the "
-        "performance recipes of Megatron-Bridge for Llama-3-70B; cuDNN attention, as above",
-        chunks=5,
-        hides_tensor_parallel=True,
-        attention=0.60,
-        loss="vocab_parallel",
-        sequence_parallel=True,
-    ),
-    System(
-        "llm-foundry (Composer, FSDP1)",
-        r"llm-foundry|mosaic|composer",
-        FSDP_FP32,
-        "reserved",
-        "llm-foundry: FSDP1, mixed precision PURE/DEFAULT, flash attention, no dropout; "
-        "loss_fn fused_crossentropy, which writes the gradient in the logits' dtype",
-        loss="compiled",
-    ),
-    System(
-        "ColossalAI",
-        r"colossal",
-        MIXED,
-        "allocated",
-        "ColossalAI low-level ZeRO: 16-bit parameters, fp32 master and moments",
-        checkpointing="full",
-    ),
-    System(
-        "Qwen finetune",
-        r"qwen finetune",
-        StateBytes(2, 2, 14),
-        "device",
-        "Qwen finetune.py: HF Trainer, DeepSpeed, bf16, flash-attention 2; LoRA rank 64",
-        implementation="eager_repeat_kv",
-        loss="transformers",
-        checkpointing="full",
-        adapter_rank=64,
-        adapter_state=16,
-        overhead=Overhead(0.0, 2e9, "context, NCCL, ZeRO's gather and reduce buffers", "R601 R607"),
-    ),
-    System(
-        "HF Trainer / Accelerate on small cards",
-        r"accelerate|^ddp|hf trainer",
-        FSDP_FP32,
-        "device",
-        "transformers GPT-2: gelu_new in eager PyTorch, eager attention, dropout 0.1",
-        implementation="eager_tanh_gelu",
-        loss="transformers",
-        flash=False,
-        dropout=True,
-        ddp_buckets=True,
-        overhead=Overhead(
-            0.1, 1.5e9, "cached blocks; context, NCCL and cuBLAS workspaces", "R625 .. R635"
-        ),
-    ),
-    System(
-        "DeepSpeed and other ZeRO",
-        r"deepspeed|fairscale|zero|superoffload|torchao",
-        MIXED,
-        "reserved",
-        "DeepSpeed zero/stage3.py: 16-bit parameters and gradients, fp32 master and moments",
-        implementation="eager_repeat_kv",
-        loss="transformers",
-        overhead=Overhead(0.12, 0, "blocks that the caching allocator holds", "R585 R586"),
-    ),
-)
-_DEFAULT = System("other", r"", MIXED, "reserved", "ZeRO paper: 2 + 2 + 12 bytes per parameter")
+    def states(self, told: str | None, dtype: str, stage: int) -> StateBytes:
+        """Return the copies of a parameter: as a row tells, or as the system has them."""
+        if told == "fp32" or (dtype == "float32" and told is None):
+            return POLICIES["fp32"]
+        if told in ("pure", "bf16_master"):
+            return POLICIES[told]
+        own = self.policy_stage3 if stage >= 3 and self.policy_stage3 else self.policy
+        if dtype == "bfloat16" and self.policy_bfloat16:
+            own = self.policy_bfloat16
+        # "fp16" or "float32 states" say nothing that a system with master weights does not do.
+        takes = told in ("mixed", "mixed_fp32_grads") and own in ("pure", "fp32_master")
+        if self.autocast and dtype != "float32" and own == "fp32_master":
+            return POLICIES["autocast"]
+        return POLICIES[told if takes and told else own]
 
 
-def system_of(name: str) -> System:
-    """Return the first system whose pattern is in a name, or ZeRO's own recipe."""
-    lower = name.lower()
-    return next((s for s in SYSTEMS if re.search(s.pattern, lower)), _DEFAULT)
+@cache
+def systems(path: Path = TABLE) -> tuple[System, ...]:
+    """Read the table. **Raises** TypeError for a key that is none."""
+    found = tomllib.loads(path.read_text(encoding="utf-8"))["system"]
+    known = {f.name for f in fields(System)}
+    for each in found:
+        if unknown := set(each) - known:
+            raise TypeError(f"{path.name}: {each.get('name')}: unknown {sorted(unknown)}")
+    return tuple(System(**each) for each in found)
+
+
+_DEFAULT = System("other", "", "mixed", "reserved", "ZeRO paper: 2 + 2 + 12 bytes per parameter")
+
+
+def system_of(text: str) -> System:
+    """Return the first system whose pattern is in a text, or ZeRO's own recipe."""
+    return next((s for s in systems() if re.search(s.pattern, text.lower())), _DEFAULT)

@@ -24,6 +24,10 @@ from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Program
 from shardwise.plan.timing.simulate import simulate
 
+# Seconds per rank of a ZeRO-1 group whose parameters are broadcast rank by rank, on even rows of
+# R354 .. R385 (InternEvo).
+BROADCAST_S = 2.6e-3
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -78,11 +82,9 @@ def timed(row: Row) -> Timed:
     **Raises** Unmodelled with the reason.
     """
     setup = setup_of(row)
-    if setup.adapters:
-        raise Unmodelled("LoRA (time)")
     if row.number("seq_len") is None:
         raise Unmodelled("no seq_len given (time)")
-    if row.cell("offload") not in ("", "no"):
+    if setup.flags.away.any:
         raise Unmodelled("offload (time)")
     candidate = _candidate(setup)
     seconds = _published(row, setup, candidate)
@@ -91,14 +93,38 @@ def timed(row: Row) -> Timed:
     cluster = cluster_of(row)
     if candidate.world_size != cluster.num_ranks:
         raise Unmodelled("degrees do not multiply to the number of GPUs")
+    seconds *= _copies_meant(row, setup, candidate, cluster, seconds)
     return Timed(setup, candidate, cluster, seconds)
+
+
+def _copies_meant(
+    row: Row, setup: Setup, candidate: Candidate, cluster: Cluster, seconds: float
+) -> int:
+    """Return by what the rate of a column is divided that does not say whether it is per GPU.
+
+    Where a card would have to be faster than its peak, the rate is that of all ranks.
+
+    **Raises** Unmodelled where even that is faster than the cards' peak.
+    """
+    per_param = 6 if setup.run.trained else 4
+    tokens = candidate.micro_batch * candidate.accumulation * row.data_parallel * setup.run.seq
+    flops = per_param * tokens * setup.shape.num_params
+    if setup.shape.experts is not None:
+        return 1
+    dtype = setup.run.matmul_dtype or setup.run.dtype
+    limit = 0.85 * cluster.node.accelerator.flops_per_s(dtype) * row.ranks
+    if flops / seconds <= limit:
+        return 1
+    if row.ranks > 1 and flops / seconds <= limit * row.ranks:
+        return row.ranks
+    raise Unmodelled("faster than the card's peak")
 
 
 def _candidate(setup: Setup) -> Candidate:
     row, run = setup.row, setup.run
     ranks = setup.row.data_parallel * run.cp
     # Who broadcasts parameters reduces gradients over all ranks, whatever the shard group.
-    shards = ranks if setup.system.broadcast_s else min(setup.shards, ranks)
+    shards = ranks if setup.system.broadcasts else min(setup.shards, ranks)
     micro_num = re.search(r"micro_num (\d+)", row.cell("notes"))
     accum = re.search(r"grad(?:ient)? accum\w* (\d+)", row.cell("notes"))
     batch = row.number("global_batch")
@@ -121,6 +147,7 @@ def _candidate(setup: Setup) -> Candidate:
         accumulation=accumulation,
         activation_checkpointing=run.activation_checkpointing,
         tp=run.tp,
+        ep=run.ep,
         pp=run.pipeline,
         # The ranks of a context group are ranks of the shard group as well.
         cp=1,
@@ -189,8 +216,8 @@ def seconds_of(played: Played, overrides: Mapping[str, Efficiency]) -> float:
 def _exposed(row: Timed) -> float:
     """Return the seconds of reducing and gathering at the end, where nothing overlaps them."""
     candidate, run, system = row.candidate, row.setup.run, row.setup.system
-    if system.broadcast_s and row.setup.stage == 1:
-        return system.broadcast_s * row.setup.shards
+    if system.broadcasts and row.setup.stage == 1:
+        return BROADCAST_S * row.setup.shards
     if not system.reduces_at_end or candidate.data_parallel == 1:
         return 0.0
     shape, node = row.setup.shape, row.cluster.node

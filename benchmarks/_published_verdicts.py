@@ -10,7 +10,7 @@ from _published_rows import Row, Unmodelled
 
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.catalogue import find_accelerator
-from shardwise.plan.margins import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTATION
+from shardwise.plan.margins import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTATION, Range
 
 _GDDR_SHARE = 0.985  # of the nominal memory that a driver leaves; see catalogue_accelerators
 
@@ -22,6 +22,7 @@ class Verdicts:
     fits: list[tuple[str, bool]] = field(default_factory=list)
     oom: list[tuple[str, bool]] = field(default_factory=list)
     next_batch: list[tuple[str, bool]] = field(default_factory=list)
+    certain: dict[str, str] = field(default_factory=dict)  # of those beyond memory, by row
 
     @property
     def lines(self) -> list[str]:
@@ -29,6 +30,8 @@ class Verdicts:
         wrong = [f"{i:6} fits as published, predicted not to" for i, ok in self.fits if not ok]
         wrong += [f"{i:6} OOM as published, predicted to fit" for i, ok in self.oom if not ok]
         wrong += [f"{i:6} next batch OOM, predicted to fit" for i, ok in self.next_batch if not ok]
+        false = [i for i, verdict in self.certain.items() if verdict == "fits"]
+        wrong += [f"{i:6} beyond memory, certain to fit by the interval" for i in false]
         return wrong
 
     def figures(self) -> dict[str, float | int]:
@@ -43,6 +46,10 @@ class Verdicts:
             found[name] = len(told)
             found[f"{name}: predicted so"] = right
             found[f"{name}: share wrong"] = round(1 - right / len(told), 4) if told else 0.0
+        for verdict in ("fits", "tight", "will not fit"):
+            found[f"beyond memory, by interval: {verdict}"] = list(self.certain.values()).count(
+                verdict
+            )
         return found
 
 
@@ -61,25 +68,40 @@ def capacity_bytes(row: Row) -> float:
         return size * GIB * _GDDR_SHARE
 
 
-def device_bytes(setup: Setup, memory: Memory) -> float:
+def device_bytes(setup: Setup, memory: Memory) -> Range:
     """Return what the driver sees: tensors, what the allocator keeps, context, communicators."""
-    total = memory.total
-    if setup.system.memory == "device" and setup.system.overhead.constant:
-        return total
-    if setup.system.memory == "allocated":
-        total *= 1 + FRAGMENTATION.expected
     groups = sum(setup.row.count(name, 1) > 1 for name in ("tp", "pp", "cp"))
     groups += setup.row.data_parallel > 1
-    return total + CONTEXT_BYTES.expected + groups * COMMUNICATOR_BYTES.expected
+
+    def total(end: str) -> float:
+        kept = 1 + getattr(FRAGMENTATION, end)
+        beside = getattr(CONTEXT_BYTES, end) + groups * getattr(COMMUNICATOR_BYTES, end)
+        return memory.total * kept + float(beside)
+
+    return Range(total("low"), total("expected"), total("high"))
 
 
 def fits(row: Row) -> bool:
-    """Predict whether a row fits its card.
+    """Predict whether a row fits its card, by what is to be expected.
 
     **Raises** Unmodelled with the reason.
     """
     setup = setup_of(row)
-    return device_bytes(setup, memory_of(setup)) <= capacity_bytes(row)
+    return device_bytes(setup, memory_of(setup)).expected <= capacity_bytes(row)
+
+
+def verdict(row: Row) -> str:
+    """Return the planner's verdict: "fits" and "will not fit" are certain, "tight" is between.
+
+    **Raises** Unmodelled with the reason.
+    """
+    setup = setup_of(row)
+    needs, capacity = device_bytes(setup, memory_of(setup)), capacity_bytes(row)
+    if needs.low > capacity:
+        return "will not fit"
+    # Whatever sequence length is assumed where none is told, the true one may be longer.
+    is_told = row.number("seq_len") is not None
+    return "fits" if needs.high <= capacity and is_told else "tight"
 
 
 def with_batch(row: Row, batch: int) -> Row:
@@ -95,11 +117,13 @@ def check_verdicts(row: Row, verdicts: Verdicts) -> None:
         return
     if out:
         verdicts.oom.append((row.id, not fits(row)))
+        verdicts.certain[row.id] = verdict(row)
         return
     at = re.search(r"fits at (\d+), oom at (\d+)", kind)
     if at:
         verdicts.fits.append((row.id, fits(with_batch(row, int(at[1])))))
         verdicts.next_batch.append((row.id, not fits(with_batch(row, int(at[2])))))
+        verdicts.certain[row.id] = verdict(with_batch(row, int(at[2])))
         return
     ran = kind.startswith(("fits", "max")) or row.number("mem_value") is not None
     if not ran or "model" in kind:
@@ -110,3 +134,4 @@ def check_verdicts(row: Row, verdicts: Verdicts) -> None:
     if "next is oom" in kind:
         larger = with_batch(row, row.count("micro_batch") + 1)
         verdicts.next_batch.append((row.id, not fits(larger)))
+        verdicts.certain[row.id] = verdict(larger)

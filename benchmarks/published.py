@@ -1,17 +1,17 @@
-"""Hold the planner against published runs: memory and step time, per system, with every constant.
+"""Hold the planner against published runs: memory and step time, and what was never seen.
 
     python benchmarks/published.py                       # summary
     python benchmarks/published.py --verbose             # one line per row as well
     python benchmarks/published.py --system bigscience --rows other.csv --json out.json
 
-Memory: a row's shape and settings go through `shape_tape`; a recipe (`_published_systems`) says how
-many bytes of state a parameter has there and what the memory column means. Time: the same tape is
-played by the planner's own `play`, priced by `Prices` and simulated by `simulate`, once with the
-catalogue's efficiencies and once with those fitted per GPU type (`_published_fits`).
+Memory: a row's cells are read into mechanisms (`_published_flags`), what it does not tell is the
+system's default (`data/systems.toml`); its shape goes through `shape_tape`. Time: the same tape is
+played by the planner's own `play`, priced by `Prices` and simulated by `simulate`.
 
-Nothing is fitted per row. Rows that cannot be modelled are listed with the reason. Rows with an odd
-number were not used in the fits of time, and their errors are printed as held out; the recipes were
-written with all rows in view, so only a table of other rows (`--rows`) tests those.
+Nothing is fitted per row. What is fitted (what a device holds beside tensors, efficiencies, what a
+system adds) is fitted on the rows of `data/` alone, also where other rows are predicted, and again
+without each source page, whose rows are then predicted: that table tells how the planner does on
+what it has not seen. `--no-left-out` leaves it out.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ import _common as common
 
 common.find_shardwise()
 
-from _published_fits import fit_of, for_system, is_fitted_on, unfitted  # noqa: E402
-from _published_memory import GIB, predict_memory, published_bytes, system_text  # noqa: E402
+from _published_flags import flags_of  # noqa: E402
+from _published_left_out import Fits, left_out, lines_of  # noqa: E402
+from _published_memory import GIB, measure  # noqa: E402
+from _published_overhead import Measured, Overheads, fit_overheads  # noqa: E402
 from _published_pairs import pair_lines  # noqa: E402
-from _published_rows import TABLE, Row, Unmodelled, read_rows  # noqa: E402
-from _published_systems import SYSTEMS, system_of  # noqa: E402
-from _published_time import play_row, seconds_of, timed  # noqa: E402
+from _published_rows import Row, Unmodelled, read_rows  # noqa: E402
+from _published_speed import Clocked, Speeds, fit_speeds, tabled_speeds  # noqa: E402
+from _published_time import timed  # noqa: E402
 from _published_verdicts import Verdicts, check_verdicts  # noqa: E402
 
 from shardwise.plan.machine.efficiencies import FITTED  # noqa: E402
@@ -44,29 +46,25 @@ from shardwise.plan.machine.efficiencies import FITTED  # noqa: E402
 class MemoryFound:
     """One row's memory: predicted and published bytes."""
 
-    id: str
-    system: str
-    kind: str
+    row: Measured
     predicted: float
-    published: float
-    fitted_on: bool
 
     @property
     def error(self) -> float:
-        return self.predicted / self.published - 1
+        return self.predicted / self.row.published - 1
 
 
 @dataclass(frozen=True)
 class TimeFound:
     """One row's seconds per step: published, and predicted before and after calibration."""
 
-    id: str
-    system: str
-    gpu: str
-    published: float
+    row: Clocked
     uncalibrated: float
     calibrated: float
-    fitted_on: bool
+
+    @property
+    def error(self) -> float:
+        return self.calibrated / self.row.published - 1
 
 
 @dataclass
@@ -78,17 +76,49 @@ class Report:
     verdicts: Verdicts = field(default_factory=Verdicts)
     no_memory: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     no_time: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    fits: Fits = field(default_factory=lambda: Fits(Overheads(), Speeds()))
 
 
-def evaluate(rows: Iterable[Row], *, with_time: bool = True) -> Report:
-    """Predict every row that can be predicted; never fail on a row."""
+def evaluate(rows: Iterable[Row], *, with_time: bool = True, fits: Fits | None = None) -> Report:
+    """Predict every row that can be predicted; never fail on a row.
+
+    ``fits``: the constants, those of `data/` if none are given.
+    """
     report = Report()
+    measured: list[Measured] = []
+    clocked: list[Clocked] = []
     for row in rows:
-        _guarded(row, report.no_memory, lambda row=row: _memory(row, report))
+        _guarded(row, report.no_memory, lambda row=row: measured.extend(measure(row)))
         _guarded(row, report.no_memory, lambda row=row: check_verdicts(row, report.verdicts))
         if with_time and any(row.cell(c) for c in ("tok_s_gpu", "step_s")):
-            _guarded(row, report.no_time, lambda row=row: _time(row, report))
+            _guarded(row, report.no_time, lambda row=row: clocked.append(Clocked(timed(row))))
+    fits = fits or as_planned(*known(with_time=with_time))
+    report.fits = fits
+    report.memory = [MemoryFound(m, fits.overheads.total(m)) for m in measured]
+    report.time = [TimeFound(c, c.as_tabled("single"), fits.speeds.seconds(c)) for c in clocked]
     return report
+
+
+def known(*, with_time: bool = True) -> tuple[list[Measured], list[Clocked]]:
+    """Return the rows that constants are fitted on: those of `data/`."""
+    measured: list[Measured] = []
+    clocked: list[Clocked] = []
+    for row in read_rows():
+        ignored: dict[str, list[str]] = defaultdict(list)
+        _guarded(row, ignored, lambda row=row: measured.extend(measure(row)))
+        if with_time and any(row.cell(c) for c in ("tok_s_gpu", "step_s")):
+            _guarded(row, ignored, lambda row=row: clocked.append(Clocked(timed(row))))
+    return measured, clocked
+
+
+def as_planned(measured: Sequence[Measured], clocked: Sequence[Clocked]) -> Fits:
+    """Return the planner's own efficiencies, and what is fitted beside them on some rows."""
+    return Fits(fit_overheads(measured), tabled_speeds(clocked))
+
+
+def fits_of(measured: Sequence[Measured], clocked: Sequence[Clocked]) -> Fits:
+    """Fit all constants on some rows."""
+    return Fits(fit_overheads(measured), fit_speeds(clocked))
 
 
 def _guarded(row: Row, reasons: dict[str, list[str]], work: Callable[[], None]) -> None:
@@ -100,44 +130,6 @@ def _guarded(row: Row, reasons: dict[str, list[str]], work: Callable[[], None]) 
             ids.append(row.id)
     except (ArithmeticError, ValueError, LookupError, TypeError) as error:
         reasons[f"row not understood: {type(error).__name__}"].append(row.id)
-
-
-def _memory(row: Row, report: Report) -> None:
-    system = system_of(system_text(row))
-    published = published_bytes(row, system)
-    if published is None:
-        return
-    predicted = predict_memory(row).total
-    if not math.isfinite(predicted) or published <= 0:
-        raise Unmodelled("memory column not understood")
-    report.memory.append(
-        MemoryFound(
-            row.id,
-            system.name,
-            system.memory,
-            predicted,
-            published,
-            system.overhead.is_fitted_on(row.id),
-        )
-    )
-
-
-def _time(row: Row, report: Report) -> None:
-    ready = timed(row)
-    played = play_row(ready)
-    system = ready.setup.system
-    fit = for_system(fit_of(ready.gpu), ready.gpu, system)
-    report.time.append(
-        TimeFound(
-            id=row.id,
-            system=system.name,
-            gpu=ready.gpu,
-            published=ready.published_s,
-            uncalibrated=seconds_of(played, unfitted(ready.gpu)),
-            calibrated=seconds_of(played, fit) * system.slowdown,
-            fitted_on=is_fitted_on(row.id, ready.gpu, system.name),
-        )
-    )
 
 
 def median(values: Sequence[float]) -> float:
@@ -165,18 +157,16 @@ def summary(report: Report) -> dict[str, object]:
     """Return the figures of a report, for tests and JSON."""
     memory = defaultdict(list)
     for each in report.memory:
-        memory[f"{each.system}, {each.kind}"].append(abs(each.error))
+        memory[f"{each.row.system}, {each.row.kind}"].append(abs(each.error))
     everything = [abs(e.error) for e in report.memory]
-    held_out = [abs(e.error) for e in report.memory if not e.fitted_on]
     by_gpu: dict[str, list[TimeFound]] = defaultdict(list)
     by_system: dict[str, list[TimeFound]] = defaultdict(list)
     for t in report.time:
-        by_gpu[t.gpu].append(t)
-        by_system[f"{t.gpu}: {t.system}"].append(t)
+        by_gpu[t.row.gpu].append(t)
+        by_system[f"{t.row.gpu}: {t.row.system}"].append(t)
     return {
         "memory": {
             "all": _spread(everything),
-            "all, rows that no constant was fitted on": _spread(held_out),
             **{k: _spread(v) for k, v in memory.items()},
         },
         "time_by_gpu": {
@@ -201,15 +191,13 @@ def _spread(errors: Sequence[float]) -> dict[str, float]:
 
 
 def _mapes(rows: Sequence[TimeFound]) -> dict[str, float]:
-    def mape(some: Sequence[TimeFound], name: str) -> float:
-        return mean([abs(getattr(t, name) / t.published - 1) for t in some])
+    def mape(name: str) -> float:
+        return mean([abs(getattr(t, name) / t.row.published - 1) for t in rows])
 
     return {
         "rows": len(rows),
-        "mape_uncalibrated": mape(rows, "uncalibrated"),
-        "mape_calibrated": mape(rows, "calibrated"),
-        "rows_held_out": sum(not t.fitted_on for t in rows),
-        "mape_held_out": mape([t for t in rows if not t.fitted_on], "calibrated"),
+        "mape_uncalibrated": mape("uncalibrated"),
+        "mape_calibrated": mape("calibrated"),
     }
 
 
@@ -227,17 +215,20 @@ def print_report(report: Report, rows: Sequence[Row], verbose: bool) -> None:
         print(f"  {name}: {value}")
     for title, key in (("per GPU type", "time_by_gpu"), ("per system", "time_by_system")):
         print(f"\nTime, mean absolute percentage error, {title}")
-        print(f"  {'rows':>4} {'as is':>7} {'fitted':>7} {'held out':>9} {'(rows)':>7}")
+        print(f"  {'rows':>4} {'as is':>7} {'fitted':>7}")
         for name, each in figures[key].items():  # type: ignore[attr-defined]
             print(
                 f"  {each['rows']:4d} {each['mape_uncalibrated']:7.1%} "
-                f"{each['mape_calibrated']:7.1%} {each['mape_held_out']:9.1%} "
-                f"{each['rows_held_out']:7d}  {name}"
+                f"{each['mape_calibrated']:7.1%}  {name}"
             )
     print("\nDifferential pairs: one knob changes")
-    for line in pair_lines(rows):
+    for line in pair_lines(rows, report.fits.overheads):
         print(f"  {line}")
-    _print_constants()
+    unknown = {r.id: words for r in rows if (words := flags_of(r).unknown)}
+    print(f"\nWords in cells that nothing explains: {len(unknown)} rows")
+    for row_id, words in unknown.items():
+        print(f"  {row_id}: {', '.join(words)}")
+    _print_constants(report.fits)
     print("\nNot modelled")
     for what, reasons in figures["not_modelled"].items():  # type: ignore[attr-defined]
         for reason, ids in sorted(reasons.items(), key=lambda item: -len(item[1])):
@@ -248,56 +239,53 @@ def print_report(report: Report, rows: Sequence[Row], verbose: bool) -> None:
 def _print_rows(report: Report) -> None:
     for m in report.memory:
         print(
-            f"{m.id:6} memory  predicted {m.predicted / GIB:8.2f} GiB  published "
-            f"{m.published / GIB:8.2f} GiB  {m.error:+7.1%}  {m.system}"
+            f"{m.row.id:6} memory  predicted {m.predicted / GIB:8.2f} GiB  published "
+            f"{m.row.published / GIB:8.2f} GiB  {m.error:+7.1%}  {m.row.system}"
         )
     for t in report.time:
         print(
-            f"{t.id:6} time    predicted {t.calibrated:8.3f} s    published {t.published:8.3f} s  "
-            f"  {t.calibrated / t.published - 1:+7.1%}  {t.system} on {t.gpu}"
-            f"{'' if t.fitted_on else ' (held out)'}"
+            f"{t.row.id:6} time    predicted {t.calibrated:8.3f} s    published "
+            f"{t.row.published:8.3f} s    {t.error:+7.1%}  {t.row.system} on {t.row.gpu}"
         )
     for line in report.verdicts.lines:
         print(line)
 
 
-def _print_constants() -> None:
-    print("\nFitted constants: memory (total = tensors x (1 + fraction) + constant)")
-    for system in SYSTEMS:
-        over = system.overhead
-        if over.fraction or over.constant:
-            print(
-                f"  {system.name}: {over.fraction:.0%} + {over.constant / 1e9:.1f} GB: "
-                f"{over.meaning}; rows: {over.fitted_on}"
-            )
+def _print_constants(fits: Fits) -> None:
+    print("\nFitted constants: memory (tensors x (1 + share) + logits x share + constant)")
+    for name, over in fits.overheads.found.items():
+        shares = f"{over.fraction:.0%}, of logits {over.of_logits:.0%}"
+        print(f"  {name}: {shares}, {over.constant / 1e9:.1f} GB")
     print("\nFitted constants: time")
     for gpu, fit in FITTED.items():
         for name, each in fit.items():
             print(f"  {gpu} {name} = {each.value:.3g}: {each.meaning}; {each.source}")
-    for system in SYSTEMS:
-        if system.broadcast_s:
-            print(
-                f"  {system.name}: {system.broadcast_s * 1e3:.1f} ms per rank of a ZeRO-1 group: "
-                "its parameters are broadcast rank by rank; even rows of R354 .. R385"
-            )
-        if system.slowdown != 1:
-            print(f"  {system.name}: slowdown {system.slowdown:.2f}: {system.slowdown_meaning}")
+    for system, slower in fits.speeds.slowdowns.items():
+        print(f"  {system}: takes {slower:.2f} times as long")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; always 0, whatever the rows say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rows", type=Path, default=TABLE, help="another table in the same form")
+    parser.add_argument("--rows", type=Path, help="another table in the same form")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--system", default="", help="only systems whose name has this in it")
     parser.add_argument("--verbose", action="store_true", help="one line per row")
     parser.add_argument("--no-time", action="store_true", help="memory alone")
+    parser.add_argument("--no-left-out", action="store_true", help="no page is left out")
     chosen = parser.parse_args(arguments)
-    rows = [r for r in read_rows(chosen.rows) if chosen.system.lower() in r.cell("system").lower()]
-    report = evaluate(rows, with_time=not chosen.no_time)
+    table = read_rows(*([chosen.rows] if chosen.rows else []))
+    rows = [r for r in table if chosen.system.lower() in r.cell("system").lower()]
+    ours = known(with_time=not chosen.no_time)
+    report = evaluate(rows, with_time=not chosen.no_time, fits=as_planned(*ours))
     print_report(report, rows, chosen.verbose)
+    figures = summary(report)
+    if not chosen.no_left_out:
+        scored = figures["source_page_left_out"] = left_out(*ours, report.fits, fits_of)
+        for line in lines_of(scored, chosen.verbose):
+            print(line)
     if chosen.json:
-        chosen.json.write_text(json.dumps(summary(report), indent=1), encoding="utf-8")
+        chosen.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     return 0
 
 

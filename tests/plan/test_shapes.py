@@ -1,5 +1,6 @@
 """A decoder's numbers against published ones: parameters, FLOPs, activations, logits, tapes."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,8 @@ from shardwise.plan.model.execution import (
 from shardwise.plan.model.shape_tape import activation_peaks, shape_tape
 from shardwise.plan.model.shapes import (
     DecoderShape,
+    Experts,
+    Latent,
     gpt_shape,
     llama_shape,
     mpt_shape,
@@ -310,3 +313,46 @@ def test_formulas_need_no_torch() -> None:
         check=True,
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_latent_attention_has_the_published_number_of_parameters() -> None:
+    """DeepSeek-V3 (arXiv:2412.19437) has 671 billion, DeepSeek-V2-Lite 15.7, Moonlight 16."""
+    large, small = Experts(256, 8, 2048, 1, 3), Experts(64, 6, 1408, 2, 1)
+    v3 = _latent(61, 7168, 128, 18432, 129280, large, Latent(512, 1536, 128, 64, 128))
+    lite = _latent(27, 2048, 16, 10944, 102400, small, Latent(512, 0, 128, 64, 128))
+    moonlight = replace(lite, ffn=11264, vocab=163840)
+    assert [round(s.num_params / 1e9, 1) for s in (v3, lite, moonlight)] == [671.0, 15.7, 16.0]
+
+
+def _latent(
+    layers: int, dim: int, heads: int, ffn: int, vocab: int, experts: Experts, latent: Latent
+) -> DecoderShape:
+    return DecoderShape(layers, dim, heads, heads, 128, ffn, vocab, experts=experts, latent=latent)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_units_of_a_latent_attention_have_the_parameters_of_its_shape(tp: int) -> None:
+    """What makes a latent is whole on all ranks of a tensor group, all other products are cut."""
+    shape = _latent(3, 64, 4, 128, 256, Experts(4, 2, 32, 1, 1), Latent(16, 8, 8, 4, 8))
+    tape = shape_tape(shape, Execution(1, 16, tp=tp))
+    alone = shape_tape(replace(shape, layers=1, experts=None), Execution(1, 16, tp=tp))
+    latents = 64 * (16 + 4 + 8)
+    names = [p.name for p in alone.units[1].params]
+    assert {"latent", "query latent", "query", "key, value", "out"} <= set(names)
+    attention = sum(
+        math.prod(p.shape)
+        for p in alone.units[1].params
+        if p.name in ("latent", "query latent", "query", "key, value", "out")
+    )
+    assert attention == (shape.attention_params - latents) // tp + latents
+    if tp == 1:
+        assert tape.num_params == shape.num_params
+
+
+def test_adapters_in_float32_keep_a_copy_of_each_input() -> None:
+    """Beside q, k, v, gate and up, the attention's projection, and the last product: 4 bytes."""
+    shape = llama_shape(1, 64, 4, 4, 128, 256)
+    run = Execution(2, 16, trained=False)
+    more = replace(run, float32_adapters=True)
+    kept = sum(layer_bytes(shape, more).values()) - sum(layer_bytes(shape, run).values())
+    assert kept == 4 * 32 * (5 * 64 + 64 + 128)

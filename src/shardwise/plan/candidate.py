@@ -18,6 +18,7 @@ LossKind = Literal[
     "held",
     "freed",
     "transformers",
+    "transformers_autocast",
     "chunked",
     "compiled",
     "vocab_parallel",

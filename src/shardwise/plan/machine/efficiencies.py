@@ -51,7 +51,26 @@ EFFICIENCIES: Mapping[str, Efficiency] = {
 _HOPPER_ATTENTION = Efficiency(
     0.35,
     EFFICIENCIES["attention"].meaning,
-    "arXiv 2407.08608, abstract: FlashAttention-2 on an H100; on a B200 taken to be the same",
+    "arXiv 2407.08608, abstract: FlashAttention-2 on an H100",
+)
+_AZURE = "github:Azure/AI-benchmarking-guide, Azure_Results"
+_B200_ATTENTION = Efficiency(
+    0.15,
+    EFFICIENCIES["attention"].meaning,
+    f"{_AZURE}, ND GB200 v6: FlashAttention-2 at 374 TFLOP/s, heads of 128, 8,192 tokens",
+)
+_MI300X_MATMUL = Efficiency(
+    0.44,
+    EFFICIENCIES["matmul_best"].meaning,
+    f"{_AZURE}, ND MI300X v5: 1,160 TFLOP/s in fp8 by hipBLASLt",
+)
+_MI300X_ATTENTION = Efficiency(
+    0.25,
+    EFFICIENCIES["attention"].meaning,
+    f"{_AZURE}, ND MI300X v5: FlashAttention-2 at 329 TFLOP/s, heads of 64, 8,192 tokens",
+)
+_MI300X_MEMORY = Efficiency(
+    0.78, EFFICIENCIES["memory"].meaning, f"{_AZURE}, ND MI300X v5: 4.1 TB/s by copies"
 )
 _HOPPER_MATMUL = Efficiency(
     0.72,
@@ -63,7 +82,12 @@ _HOPPER_MATMUL = Efficiency(
 BY_FAMILY: Mapping[str, Mapping[str, Efficiency]] = {
     "H100": {"matmul_sustained": _HOPPER_MATMUL, "attention": _HOPPER_ATTENTION},
     "GH200": {"matmul_sustained": _HOPPER_MATMUL, "attention": _HOPPER_ATTENTION},
-    "B200": {"attention": _HOPPER_ATTENTION},
+    "B200": {"attention": _B200_ATTENTION},
+    "MI300X": {
+        "matmul_best": _MI300X_MATMUL,
+        "attention": _MI300X_ATTENTION,
+        "memory": _MI300X_MEMORY,
+    },
 }
 """What differs for a family of accelerators; see Note [Refining the table]."""
 

@@ -35,7 +35,7 @@ from shardwise.plan.sizes import DTYPE_BYTES, DtypeName
 # fmt: off
 Width = Literal[
     "dim", "q", "kv", "other_kv", "repeated_kv", "ffn", "heads", "scores", "token",
-    "experts", "choices", "routed", "routed_ffn",
+    "experts", "choices", "routed", "routed_ffn", "latent",
 ]
 Implementation = Literal[
     "fused", "compiled", "eager", "eager_repeat_kv", "eager_double_norm", "eager_tanh_gelu",
@@ -84,6 +84,8 @@ KEPT: tuple[Kept, ...] = (
     Kept("key norm", "kv", 2, "float32", "tensor", "attention", ("qk_norm", "decoder"), "the same"),
     Kept("query", "q", 1, "compute", "tensor", "attention", (), f"for the scores; {_K}"),
     Kept("key, value", "kv", 2, "compute", "tensor", "attention", (), f"for the scores; {_K}"),
+    Kept("latent", "latent", 2, "compute", "whole", "attention", ("latent",),
+         "what queries, keys and values are made of, before and after its norm"),
     Kept("other key, value", "other_kv", 2, "compute", "tensor", "attention", ("decoder",),
          "those of the other context ranks, or repeated ones, which they exchange"),
     Kept("repeated key, value", "repeated_kv", 2, "compute", "tensor", "attention", ("repeat_kv",),
@@ -111,6 +113,12 @@ KEPT: tuple[Kept, ...] = (
          "gelu written with tanh, pow and products: 0.5 x, tanh(..) and 1 + tanh(..)"),
     Kept("last input", "ffn", 1, "compute", "tensor", "ffn", ("trained",),
          f"of the last product, for its weights' gradient; {_K}"),
+    Kept("adapter inputs", "dim", 5, "upcast", "whole", "attention", ("float32_adapters",),
+         "of adapters beside q, k, v, gate and up, each its own copy, as peft casts them"),
+    Kept("adapter input of projection", "q", 1, "upcast", "tensor", "attention",
+         ("float32_adapters",), "the same beside the attention's last product"),
+    Kept("adapter input of last product", "ffn", 1, "upcast", "tensor", "ffn",
+         ("float32_adapters",), "the same beside the feed-forward's"),
     Kept("ffn mask", "dim", 1, "mask", "sequence", "ffn", ("dropout",), f"mask; {_K}"),
     Kept("router input", "dim", 1, "upcast", "whole", "routed", ("experts", "decoder"),
          "scores are computed in float32"),
@@ -161,12 +169,14 @@ def layer_facts(
     trained: bool = True,
     spread: bool = False,
     many_heads: bool = True,
+    float32_adapters: bool = False,
 ) -> frozenset[str]:
     """Return the names that the lines' ``only`` ask for.
 
     ``trained`` False: the layer's own weights are frozen (adapters learn), so what only their
     gradients need is not kept. ``spread``: experts lie on several ranks. ``many_heads``: a rank has
-    several, whose outputs are copied to lie side by side.
+    several, whose outputs are copied to lie side by side. ``float32_adapters``: adapters beside all
+    linear maps learn in float32, and read their inputs in it.
     """
     facts = set(IMPLEMENTATIONS[implementation])
     facts.add("flash" if flash else "scores")
@@ -181,8 +191,10 @@ def layer_facts(
             ("rotary", shape.norm == "rms" and not shape.positions),
             ("qk_norm", shape.qk_norm),
             ("experts", shape.experts is not None),
+            ("latent", shape.latent is not None),
             ("spread", spread),
             ("many_heads", many_heads),
+            ("float32_adapters", float32_adapters),
         )
         if holds
     )
@@ -244,5 +256,6 @@ def _widths(shape: DecoderShape, seq: int, other_kv: int) -> dict[Width, int]:
         "experts": 0 if experts is None else experts.num,
         "choices": chosen,
         "routed": chosen * shape.dim,
+        "latent": shape.latent.kv_rank + shape.latent.q_rank if shape.latent is not None else 0,
         "routed_ffn": 0 if experts is None else chosen * experts.ffn,
     }

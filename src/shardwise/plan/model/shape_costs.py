@@ -28,6 +28,10 @@ from shardwise.plan.sizes import DTYPE_BYTES
 # Kernels of one forward that are bound by memory: norms, biases, activation, residuals, rotary;
 # eager PyTorch with dropout runs more than twice as many.
 _FUSED_KERNELS, _EAGER_KERNELS = 10, 25
+# Those of Megatron's router and dispatcher beside (scores, choice, sorting, counts, copies of rows
+# there and back), and of a latent attention (norm of the latent, splits and joins of heads, rotary
+# parts that are not fused). Products of experts are launched one by one, two for each.
+_ROUTING_KERNELS, _LATENT_KERNELS = 60, 36
 
 
 def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
@@ -50,6 +54,9 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
         return _eager_costs(shape, run)
     eager = run.dropout or run.implementation.startswith("eager")
     kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
+    if run.implementation != "decoder":
+        kernels += _expert_kernels(shape, run)
+        kernels += _LATENT_KERNELS * (shape.latent is not None)
     moved = 4 * shape.q_dim * tokens * size // tp
     num = 6 if run.implementation == "compiled" and not shape.gated else 7
     costs = [
@@ -88,6 +95,13 @@ def _eager_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
 def _sent_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     found = (_tensor_cost(shape, run),) if run.tp > 1 else ()
     return (*found, _context_cost(shape, run)) if run.cp > 1 else found
+
+
+def _expert_kernels(shape: DecoderShape, run: Execution) -> int:
+    """Return the kernels of a mixture of experts beside those of a plain layer."""
+    if shape.experts is None:
+        return 0
+    return _ROUTING_KERNELS + 2 * shape.experts.num // run.ep
 
 
 def _context_cost(shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from shardwise.plan.model.execution import Execution
-from shardwise.plan.model.shapes import DecoderShape
+from shardwise.plan.model.shapes import DecoderShape, latent_products
 from shardwise.plan.model.tape import ParamFacts, UnitFacts
 
 
@@ -93,7 +93,20 @@ def _norm(shape: DecoderShape, name: str) -> list[ParamFacts]:
     return [_param(name, shape.dim), *biases]
 
 
+def _latent_attention(shape: DecoderShape, tp: int) -> list[ParamFacts]:
+    """Return the parameters of a latent attention; what makes a latent is whole on all ranks."""
+    found = []
+    for name, rows, columns in latent_products(shape):
+        if name == "out":
+            found.append(_param(name, rows, columns // tp))
+        else:
+            found.append(_param(name, rows if name.endswith("latent") else rows // tp, columns))
+    return found
+
+
 def _attention(shape: DecoderShape, tp: int) -> list[ParamFacts]:
+    if shape.latent is not None:
+        return _latent_attention(shape, tp)
     found = []
     widths = {"query": shape.q_dim, "key": shape.kv_dim, "value": shape.kv_dim}
     for name, width in widths.items():

@@ -35,6 +35,22 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): widths by head.
+
+    Keys and values are made of one vector of ``kv_rank`` elements per token, beside a rotary key of
+    ``rope`` that all heads share; queries of one of ``q_rank`` elements, or directly (0). A key has
+    ``nope + rope`` elements, a value ``value``.
+    """
+
+    kv_rank: int
+    q_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
 class DecoderShape:
     """A decoder of the GPT or Llama family.
 
@@ -58,15 +74,20 @@ class DecoderShape:
     bias: bool = False
     qk_norm: bool = False
     experts: Experts | None = None
+    latent: Latent | None = None
 
     @property
     def q_dim(self) -> int:
         """Width of all query heads."""
+        if self.latent is not None:
+            return self.heads * (self.latent.nope + self.latent.rope)
         return self.heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
-        """Width of all key heads, which is that of the value heads."""
+        """Width of all key heads, which is that of the value heads (their mean, of a latent's)."""
+        if self.latent is not None:
+            return self.heads * (self.latent.nope + self.latent.rope + self.latent.value) // 2
         return self.kv_heads * self.head_dim
 
     @property
@@ -77,6 +98,8 @@ class DecoderShape:
     @property
     def attention_params(self) -> int:
         """Parameters of one layer's attention, without the norm before it."""
+        if self.latent is not None:
+            return sum(rows * columns for _, rows, columns in latent_products(self))
         weights = self.dim * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim) + self.bias * self.dim
         return weights + biases + 2 * self.head_dim * self.qk_norm
@@ -154,13 +177,32 @@ class DecoderShape:
 
     def layer_flops_per_token(self, seq: int, *, causal: bool = False) -> tuple[int, int]:
         """Return one layer's forward FLOPs per token: (matrix products, attention core)."""
-        products = 2 * (self.dim * 2 * (self.q_dim + self.kv_dim) + self.active_ffn_params())
+        attention = self.dim * 2 * (self.q_dim + self.kv_dim)
+        if self.latent is not None:
+            attention = self.attention_params
+        products = 2 * (attention + self.active_ffn_params())
         return products, 4 * seq * self.q_dim // (2 if causal else 1)
 
     @property
     def head_flops_per_token(self) -> int:
         """Forward FLOPs per token of the output projection."""
         return 2 * self.dim * self.vocab
+
+
+def latent_products(shape: DecoderShape) -> tuple[tuple[str, int, int], ...]:
+    """Return name, rows and columns of the products of a latent attention; none for others.
+
+    Those that make a latent, and the rotary key, are whole on all ranks of a tensor group.
+    """
+    latent, dim = shape.latent, shape.dim
+    if latent is None:
+        return ()
+    whole = [("latent", latent.kv_rank + latent.rope, dim)]
+    split = [("key, value", shape.heads * (latent.nope + latent.value), latent.kv_rank)]
+    if latent.q_rank:
+        whole.append(("query latent", latent.q_rank, dim))
+    split.append(("query", shape.q_dim, latent.q_rank or dim))
+    return (*whole, *split, ("out", dim, shape.heads * latent.value))
 
 
 def gpt_shape(layers: int, dim: int, heads: int, vocab: int, *, positions: int = 0) -> DecoderShape:
