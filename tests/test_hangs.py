@@ -26,6 +26,9 @@ from shardwise.comm.pulse import Process, Pulse, Pulses, fate, own_process
 from shardwise.comm.waits import Begun, Flights, Wait
 from shardwise.comm.watch import WATCH, checked_timeout
 from shardwise.errors import ConfigError
+from shardwise.train.config import TrainConfig
+from shardwise.train.setup import make_decoder, shard_decoder
+from shardwise.train.text import load_tokenizer
 
 SAMPLE = [
     Case("data", "kill", place="backward", unit=2, timeout_s=10.0),
@@ -245,6 +248,9 @@ def one_rank(rank: int, world_size: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
     shardwise.watch(None)
     assert WATCH.limit_s is None
+    config = TrainConfig(hang_timeout=77, dim=16, layers=1, heads=2, kv_heads=2, seq=8, vocab=8)
+    shard_decoder(config, config.axes.over(1), make_decoder(config, load_tokenizer(None)))
+    assert WATCH.limit_s == 77
 
 
 def test_one_rank_may_be_watched_too() -> None:

@@ -123,7 +123,7 @@ def test_every_key_that_changes_the_steps_is_told_in_a_line_of_its_own() -> None
 
 def test_every_key_is_refused_told_or_known_to_change_nothing() -> None:
     silent = {"eval_every", "prompt", "sample_tokens", "output", "overwrite", "ranks", "threads"}
-    silent |= {"observe", "prefetch_bytes", "bucket_bytes", "loss_scale"}
+    silent |= {"observe", "hang_timeout", "prefetch_bytes", "bucket_bytes", "loss_scale"}
     panels = ("Checkpoints", "Plan")
     silent |= {k for k, v in TrainConfig.model_fields.items() if panel(v) in panels}
     for key in TrainConfig.model_fields:

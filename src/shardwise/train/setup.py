@@ -181,6 +181,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
         units=config.units,
         prefetch_bytes=config.prefetch_bytes,
         bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
+        hang_timeout=config.hang_timeout,
     )
     if axes.pp > 1 and config.tied_head:
         shardwise.tie(model, TIED)
