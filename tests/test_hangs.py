@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -208,7 +209,12 @@ def test_of_collectives_that_fly_the_oldest_counts_from_when_the_one_before_ende
     before = time.monotonic()
     found = flights.oldest()
     assert found is not None and found.number == 2 and found.begun_s >= before
-    works[2].over = True
+    kept, works[2].over = weakref.ref(works[2]), True
+    last = Flying()
+    del works, work
+    flights.begin(Wait(meeting, 3, 0.0, -1), [last])
+    assert kept() is None  # nor does the tensor live on that it was made for
+    last.over = True
     assert flights.oldest() is None
 
 

@@ -1,5 +1,6 @@
 """What this rank has begun, and waits as they go on: of threads, in torch's calls, on a device."""
 
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -113,6 +114,9 @@ class StandingWaits:
         return self._found
 
 
+_Flying = deque[tuple[Wait, Sequence[Any]]]
+
+
 class Flights:
     """Collectives that a device makes while no thread waits for them, as NCCL's.
 
@@ -121,24 +125,31 @@ class Flights:
     """
 
     def __init__(self) -> None:
-        self._flying: dict[str, deque[tuple[Wait, Sequence[Any]]]] = {}
+        self._flying: dict[str, _Flying] = {}
+        self._lock = threading.Lock()
 
     def begin(self, wait: Wait, works: Sequence[Any]) -> None:
-        """Note one that was begun."""
-        self._flying.setdefault(wait.meeting.group_name, deque()).append((wait, works))
+        """Note one that was begun; those before it that are over keep no tensors alive."""
+        with self._lock:
+            flying = self._flying.setdefault(wait.meeting.group_name, deque())
+            _drop_ended(flying)
+            flying.append((wait, works))
 
     def oldest(self) -> Wait | None:
         """Return the one that has flown longest, of those that others may be waited for in."""
-        found = []
-        for flying in list(self._flying.values()):
-            while flying and _is_over(flying[0][1]):
-                ended, _ = flying.popleft()
-                if flying:
-                    flying[0][0].begun_s = max(flying[0][0].begun_s, time.monotonic())
-                del ended
-            if flying:
-                found.append(flying[0][0])
+        found: list[Wait] = []
+        with self._lock:  # the thread that trains drops them too
+            for flying in self._flying.values():
+                _drop_ended(flying)
+                found += [wait for wait, _ in list(flying)[:1]]
         return min(found, key=lambda wait: wait.begun_s, default=None)
+
+
+def _drop_ended(flying: _Flying) -> None:
+    while flying and _is_over(flying[0][1]):
+        flying.popleft()
+        if flying:
+            flying[0][0].begun_s = max(flying[0][0].begun_s, time.monotonic())
 
 
 def _is_over(works: Sequence[Any]) -> bool:

@@ -44,6 +44,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -77,6 +78,7 @@ class Watch:
         self._begun = Begun()
         self._finder = Finder(self._begun, lambda: self._failure)
         self._waits: dict[int, Wait] = {}
+        self._blocking: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._flights, self._standing = Flights(), StandingWaits()
         self._verdicts: dict[int, str] = {}
         self._failed: dict[int, tuple[Any, str]] = {}
@@ -130,10 +132,17 @@ class Watch:
 
     def fly(self, meeting: Meeting, number: int, works: Sequence[Any]) -> None:
         """Note a collective that no thread will wait for, as its device does; see `Flights`."""
-        if not blocks(meeting.group):
+        if not self._blocks(meeting.group):
             self._flights.begin(Wait(meeting, number, time.monotonic(), -1), works)
             if self._thread is None:
                 self._start()
+
+    def _blocks(self, group: Any) -> bool:
+        """Tell what `blocks` does, asked once for each group: it is asked for each collective."""
+        found = self._blocking.get(group)
+        if found is None:
+            found = self._blocking[group] = blocks(group)
+        return found
 
     @contextmanager
     def waiting(self, meeting: Meeting) -> Iterator[None]:
