@@ -134,7 +134,7 @@ class GroupControl:
 
     def break_off(self) -> None:
         """Make waits raise, see Note [Breaking a wait off]."""
-        WATCH.fail(self._meeting, f"rank {dist.get_rank()} has left the group")
+        WATCH.leave_group(self._meeting, f"rank {dist.get_rank()} has left the group")
         break_off(self._meeting.group)
 
     def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:

@@ -80,8 +80,8 @@ class Finder:
 
     def hear(self) -> None:
         """Learn which processes the others are, before the store may end with one of them."""
-        waits = list(self._begun.ended.values())
-        ranks = {r for w in waits for r in missing.nearest(w.ranks, dist.get_rank(), _NEAR)}
+        ended = list(self._begun.ended.values())
+        ranks = {r for e in ended for r in missing.nearest(e.ranks, dist.get_rank(), _NEAR)}
         for rank, (_, pulse) in self.board.scan(sorted(ranks | {0})).items():
             if pulse is not None:
                 self._pulses.hear(rank, pulse)
@@ -178,6 +178,10 @@ class Finder:
         A rank that is about to die, or to say why it has ended, is waited for, but not long.
         """
         wait = Wait(meeting, self._begun.counts[meeting.key], time.monotonic(), -1, call=call)
+        try:
+            num_ranks = len(wait.ranks)
+        except (KeyError, ValueError):  # the group is gone, and with it whoever could be missing
+            return reason
         timed_out = "imed out" in reason or "did not come within" in reason
         scene, heard = missing.Scene(), dict[int, int]()
         while time.monotonic() - wait.begun_s < _FIND_OUT_S:
@@ -187,7 +191,7 @@ class Finder:
             with suppress(ValueError):
                 scene = self.scene(wait)
             num_gone = len(scene.gone) + len(scene.followers)
-            if timed_out or (scene.gone and (call is None or num_gone == len(wait.ranks) - 1)):
+            if timed_out or (scene.gone and (call is None or num_gone == num_ranks - 1)):
                 break
             if scene.missing and self._all_well(scene, heard):
                 return reason

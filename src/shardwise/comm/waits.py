@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -44,16 +44,24 @@ class Wait:
         return told + stacks.line_of(thread)
 
 
+class Ended(NamedTuple):
+    """A collective that has ended: its key and number, and the ranks that it was of."""
+
+    key: str
+    number: int
+    ranks: tuple[int, ...]
+
+
 @dataclass
 class Begun:
     """The collectives that this rank has begun, by their keys and in order; those that have ended.
 
-    ``ended`` has the last one of each group.
+    ``ended`` has the last one of each group, by its name: groups may be destroyed meanwhile.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     order: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=_HISTORY))
-    ended: dict[str, Wait] = field(default_factory=dict)
+    ended: dict[str, Ended] = field(default_factory=dict)
     total: int = 0
 
     def add(self, meeting: Meeting) -> int:
@@ -63,6 +71,14 @@ class Begun:
         self.order.append((key, number))
         self.total += 1
         return number
+
+    def end(self, meeting: Meeting, number: int) -> None:
+        """Note that one has ended."""
+        name = meeting.group_name
+        before = self.ended.get(name)
+        with suppress(KeyError, ValueError):  # its group is gone
+            ranks = tuple(meeting.ranks) if before is None else before.ranks
+            self.ended[name] = Ended(meeting.key, number, ranks)
 
     @property
     def last(self) -> tuple[str, int]:
@@ -75,8 +91,8 @@ class Begun:
         Ranks that run one program begin the same ones in the same order.
         """
         known = [said] if said and said[0] else []
-        ended = [wait for wait in list(self.ended.values()) if rank in wait.ranks]
-        known += [(wait.meeting.key, wait.number) for wait in ended]
+        ended = [each for each in list(self.ended.values()) if rank in each.ranks]
+        known += [(each.key, each.number) for each in ended]
         places = {pair: place for place, pair in enumerate(tuple(self.order))}
 
         def place(pair: tuple[str, int]) -> int:

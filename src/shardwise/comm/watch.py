@@ -128,7 +128,7 @@ class Watch:
         """Note that this thread's wait is over; ``ended``: the collective is."""
         wait = self._waits.pop(threading.get_ident(), None)
         if ended and wait is not None:
-            self._begun.ended[wait.meeting.group_name] = wait
+            self._begun.end(wait.meeting, wait.number)
 
     def fly(self, meeting: Meeting, number: int, works: Sequence[Any]) -> None:
         """Note a collective that no thread will wait for, as its device does; see `Flights`."""
@@ -161,10 +161,14 @@ class Watch:
         found = self._verdicts.pop(threading.get_ident(), None) or self._finder.cause(
             meeting, reason
         )
-        self._failed.setdefault(id(meeting.group), (meeting.group, found))
+        self.leave_group(meeting, found)
         if found.startswith(FAILED):
             self.tell_failure(found)  # to those who wait for this rank in another group
         return found
+
+    def leave_group(self, meeting: Meeting, reason: str) -> None:
+        """Note that this rank makes no more collectives of a group."""
+        self._failed.setdefault(id(meeting.group), (meeting.group, reason))
 
     def tell_failure(self, text: str) -> None:
         """Tell ranks that wait for this one, or will, what it has failed with, before it raises.
