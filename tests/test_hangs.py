@@ -1,5 +1,6 @@
 """A rank that is missing is named by all others, with what ails it; campaigns/hangs.py has more."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
 from shardwise.comm import missing, stacks
 from shardwise.comm.meeting import Meeting, text_of
-from shardwise.comm.pulse import Process, Pulse, Pulses, fate, own_process
+from shardwise.comm.pulse import ENDED_WELL, Process, Pulse, Pulses, fate, own_process
 from shardwise.comm.waits import Begun, Flights, Wait
 from shardwise.comm.watch import WATCH, checked_timeout
 from shardwise.errors import ConfigError
@@ -44,8 +45,10 @@ def train_into_a_log(rank: int, world_size: int, case: Case, folder: str) -> Non
         os.dup2(log, stream)
     try:
         train(case, Path(folder))
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        sys.last_value = error  # as Python ends of it, and calls what was registered for its end
+        atexit._run_exitfuncs()
         raise
 
 
@@ -120,7 +123,7 @@ class Told:
 
 def waits(number: int, text: str = "here", **other: Any) -> dict[str, Any]:
     told = {"key": "k", "number": number, "ranks": [0, 1, 2], "begun": {"k": number}}
-    return {**told, "text": text, "came": "", "trains": True} | other
+    return {**told, "text": text, "came": "", "trains": True, "needs_all": True} | other
 
 
 def pulse(**other: Any) -> Pulse:
@@ -171,6 +174,25 @@ def test_who_follows_another_ones_failure_is_not_blamed() -> None:
     follows = pulse(left="CollectiveError: rank 1 ...", follows=True)
     text = verdict(Told(_1=(None, cause), _2=(None, follows)))
     assert "rank 1" in text and "ValueError: enough" in text and "rank 2" not in text
+
+
+@pytest.mark.parametrize(
+    ("left", "number", "needs_all", "is_missed"),
+    [
+        (ENDED_WELL, 1, True, True),
+        (ENDED_WELL, 2, True, False),  # it has done its part
+        (ENDED_WELL, 1, False, False),  # which may be of others: a message between two ranks
+        ("ValueError: enough", 1, False, True),
+        ("", 1, True, False),
+    ],
+)
+def test_who_has_ended_well_is_missed_only_where_all_must_come(
+    left: str, number: int, needs_all: bool, is_missed: bool
+) -> None:
+    ended = Told(_1=(None, pulse(left=left, last="k", number=number)), _2=(waits(2), pulse()))
+    record = waits(2, needs_all=needs_all)
+    scene = missing.look_round(ended, Pulses(1.0), 0, record, lambda rank: "")  # type: ignore[arg-type]
+    assert scene.gone == [1] * is_missed
 
 
 def test_the_last_collective_is_the_later_of_what_was_said_and_what_ended_here() -> None:

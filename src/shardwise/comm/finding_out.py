@@ -44,6 +44,7 @@ class Finder:
         store = dist.distributed_c10d._get_default_store()
         if self._board is None or self._board[0] is not store:
             self._board = store, Board(store)
+            self._pulses = Pulses(self._pulses.look_every_s)  # of other processes
         return self._board[1]
 
     def begin(self, look_every_s: float) -> None:
@@ -97,6 +98,7 @@ class Finder:
             "key": wait.meeting.key,
             "number": wait.number,
             "among" if wait.call else "ranks": list(wait.ranks),
+            "needs_all": wait.call is None or wait.call.needs_all,
             "text": wait.text(threading.main_thread().ident or 0),
             "came": wait.call.text if wait.call else "",
             "begun": dict(self._begun.counts),
@@ -155,8 +157,15 @@ class Finder:
             return None
         why = FAILED if scene.gone else f"it has not ended in {waited_s:.0f} s: "
         verdict = why + missing.said(scene)
-        self.board.tell(wait.meeting.group_name, scene.ranks, verdict)
+        self._tell(wait.meeting, scene, verdict)
         return verdict
+
+    def _tell(self, meeting: Meeting, scene: missing.Scene, verdict: str) -> None:
+        """Publish a verdict; one about a small exchange, after which ranks may go on, to it alone.
+
+        What is told of ranks stands for as long as the program.
+        """
+        self.board.tell(meeting.group_name, scene.ranks if meeting.axis else (), verdict)
 
     def limit_s(self, wait: Wait, asked_s: float | None) -> float | None:
         """Return when a wait is broken off; None where its own timeout ends it, and is told."""
@@ -201,7 +210,7 @@ class Finder:
         why = FAILED if scene.gone else f"{reason}. "
         verdict = why + missing.said(scene)
         with suppress(RuntimeError, ValueError):
-            self.board.tell(meeting.group_name, scene.ranks, verdict)
+            self._tell(meeting, scene, verdict)
         return verdict
 
     def _all_well(self, scene: missing.Scene, heard: dict[int, int]) -> bool:

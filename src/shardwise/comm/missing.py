@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.comm.board import Board
 from shardwise.comm.meeting import text_of
-from shardwise.comm.pulse import Pulse, Pulses
+from shardwise.comm.pulse import ENDED_WELL, Life, Pulse, Pulses
 
 _MAX_RANKS = 256  # that one rank looks at: the store must serve all ranks that look
 _MAX_SHOWN = 8
@@ -69,7 +69,7 @@ def look_round(
             if pulse is not None:
                 pulses.hear(other, pulse)
             newest = pulses.newest(other)
-            life, _ = pulses.life(other)
+            life, cause = pulses.life(other)
             failed = "failed" in found if found and record["trains"] else False
             came = (found or {}).get("came") or (newest.came if newest else "")
             if came and _kind(came) == _kind(record["came"]):
@@ -81,8 +81,7 @@ def look_round(
                     scene.elsewhere.append(other)
                     todo.append((other, found))
                 continue
-            has_left = newest and newest.left and not _has_begun(newest, waits)
-            if life == "dead" or failed or has_left:
+            if failed or _will_not_come(newest, life, cause, waits):
                 is_cause = not (newest and newest.left and newest.follows)
                 (scene.gone if is_cause else scene.followers).append(other)
             how = _said_of(other, found if failed else None, pulses, waits)
@@ -131,6 +130,20 @@ def _is_inside(waits: Record, other: Record) -> bool:
     if "ranks" not in waits:  # torch's own, whose count is not known
         return bool(other["key"] == waits["key"])
     return bool(other["begun"].get(waits["key"], 0) >= waits["number"])
+
+
+def _will_not_come(pulse: Pulse | None, life: Life, cause: str, waits: Record) -> bool:
+    """Tell whether a rank has ended, and something still needs it.
+
+    Who has ended well may have done its part: of a message, or of a collective of other ranks. Only
+    where all ranks must come to a call, and it has not, is it missed for good.
+    """
+    if life == "dead" and cause.startswith("signal"):
+        return True
+    left = pulse.left if pulse is not None else ""
+    if (life != "dead" and not left) or (pulse is not None and _has_begun(pulse, waits)):
+        return False
+    return waits["needs_all"] or left not in ("", ENDED_WELL)
 
 
 def _said_of(rank: int, failed: Record | None, pulses: Pulses, waits: Record) -> str:

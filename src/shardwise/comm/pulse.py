@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 Life = Literal["alive", "stopped", "dead", "silent"]
+ENDED_WELL = "its program is over"
 _PROCESSES = Path("/proc")
 _STATE, _BORN, _EXIT_CODE = 0, 19, 49  # of what stands after a process's name in its stat file
 _SILENT_LOOKS = 4

@@ -26,6 +26,12 @@ _DISTRIBUTED = str(Path(dist.__file__).parent)
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
 _OPERATORS = tuple(str(Path(torch.__file__).parent / name) for name in ("_ops.py", "_library"))
 _PIPELINE = str(Path(_DISTRIBUTED, "pipelining"))
+# Who is elsewhere in torch.distributed computes, as a DTensor does, or writes files.
+_CALLS = (
+    *(str(Path(_DISTRIBUTED, name)) for name in ("distributed_c10d", "_functional_collectives")),
+    _PIPELINE,
+)
+_OF_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,14 @@ class TorchWait:
     """A call of torch.distributed that a thread is in.
 
     ``call`` has the kind of collective alone, so that ranks in different ones can be told; ``text``
-    has what this rank came with too. ``group`` is None where it is not known.
+    has what this rank came with too. ``group`` is None where it is not known. ``needs_all``: no
+    rank of the group can end it without all others.
     """
 
     call: str
     text: str
     group: Any
+    needs_all: bool = False
 
 
 def lines_of_main() -> str:
@@ -102,12 +110,14 @@ def _wait_in(frames: list[FrameType]) -> TorchWait | None:
     """Return the wait that some frames are in, the innermost first."""
     rest = list(dropwhile(lambda frame: frame.f_code.co_filename.startswith(_OPERATORS), frames))
     inside = list(takewhile(lambda frame: frame.f_code.co_filename.startswith(_DISTRIBUTED), rest))
-    if not inside:
+    if not any(frame.f_code.co_filename.startswith(_CALLS) for frame in inside):
         return None
     if any(frame.f_code.co_filename.startswith(_PIPELINE) for frame in inside):
         return TorchWait("exchange", "an exchange between stages", _group(inside))
     calls = [frame for frame in inside if not frame.f_code.co_name.startswith("_")]
     calls = [frame for frame in calls if frame.f_code.co_name != "wrapper"] or inside
+    if calls[0].f_code.co_name.startswith("destroy"):  # which waits for nobody
+        return None
     return _collective(calls[0], inside)
 
 
@@ -123,7 +133,8 @@ def _collective(frame: FrameType, inside: list[FrameType]) -> TorchWait:
     kind = frame.f_code.co_name
     shape = f" of {_described(tensors[0])}" if tensors else ""
     over = f" over {_named(group)}" if group is not None else ""
-    return TorchWait(kind, f"torch's {kind}{shape}{over}", group)
+    needs_all = group is not None and kind.startswith(_OF_ALL)
+    return TorchWait(kind, f"torch's {kind}{shape}{over}", group, needs_all)
 
 
 def _group(inside: list[FrameType]) -> Any:

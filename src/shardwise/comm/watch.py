@@ -38,6 +38,7 @@ the process, as its process groups are. One thread looks once a second, and cost
 
 import atexit
 import logging
+import os
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ from shardwise.comm.board import FAILED
 from shardwise.comm.breaking import blocks, break_off, break_off_all
 from shardwise.comm.finding_out import Finder
 from shardwise.comm.meeting import Meeting
+from shardwise.comm.pulse import ENDED_WELL
 from shardwise.comm.waits import Begun, Flights, StandingWaits, Wait
 from shardwise.errors import CollectiveError, ConfigError, StorageError
 
@@ -84,6 +86,9 @@ class Watch:
         self._failed: dict[int, tuple[Any, str]] = {}
         self._num_waits = 0
         self._thread: threading.Thread | None = None
+        self._pid = 0  # of the process that looks: one that it forks ends by itself
+        self._lost_store: dist.Store | None = None
+        self._has_told_error = False
         self._stop = threading.Event()
         self._published = False
         self._looks = 0
@@ -199,6 +204,7 @@ class Watch:
     def _start(self) -> None:
         with suppress(RuntimeError, ValueError):  # now: the store may end before this process does
             self._finder.begin(self.look_every_s)
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         self._thread.start()
         atexit.register(self._leave_word)
@@ -207,10 +213,19 @@ class Watch:
         while not self._stop.wait(self.look_every_s):
             if not dist.is_initialized():
                 continue
+            store = dist.distributed_c10d._get_default_store()
+            if store is self._lost_store:  # asking again would print a stack of C++ each time
+                continue
             try:
                 self._look()
-            except Exception:  # the process group is gone, and with it whoever could be waited for
+            except dist.DistNetworkError:  # rank 0 may have kept it, and has ended
+                self._lost_store = store
+            except (RuntimeError, ValueError, KeyError):  # the process group is gone
                 self._published = False
+            except Exception:
+                if not self._has_told_error:
+                    self._has_told_error = True
+                    _LOG.exception("shardwise: the watch of rank %d has failed", dist.get_rank())
 
     def _look(self) -> None:
         self._finder.beat(self.look_every_s)
@@ -294,15 +309,19 @@ class Watch:
 
     def _leave_word(self) -> None:
         """Say how this rank's program has ended, and what a call of torch's has failed of."""
+        if os.getpid() != self._pid:
+            return
         self._stop.set()
         if self._thread is not None:  # one that is in a call of C++ as Python ends would abort
             self._thread.join(_JOIN_S)
+            if self._thread.is_alive():  # in a call to a store that does not answer
+                return
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         with suppress(Exception):  # whatever is gone by now: the error itself has been told
             if error is None:
-                self._finder.beat(self.look_every_s, "its program is over")
+                self._finder.beat(self.look_every_s, ENDED_WELL)
             else:
                 self._say_why(error)
                 if dist.get_rank() == 0:  # which may keep the store that others still read

@@ -115,7 +115,7 @@ def _agreed(
     if hang_timeout is not None:
         watch(hang_timeout)
     comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
-    agree(comm.control, facts, "shard()")
+    agree(comm.control, [*facts, f"hang_timeout={hang_timeout}"], "shard()")
     comm.agree_on_number()
     return comm
 
