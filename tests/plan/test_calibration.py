@@ -144,6 +144,7 @@ def test_every_number_in_a_file_has_its_unit_in_its_key(tmp_path: Path) -> None:
     [
         (("format",), "other", "expected a calibration"),
         (("version",), VERSION + 1, "later shardwise"),
+        (("version",), 1, "counted in another way; measure again"),
         (("version",), "1", "version: expected a valid integer, got '1'"),
         (("num_ranks",), 0, "num_ranks: expected greater than 0, got 0"),
         (("num_ranks",), 1.5, "num_ranks: expected a valid integer, got 1.5"),

@@ -104,8 +104,7 @@ def test_a_pipelines_memory_is_that_of_its_larger_stage() -> None:
         assert (totals[-1] > totals[0]) == (vocab == 100_000)
 
 
-@pytest.mark.parametrize("is_built_in", [False, True])
-def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight(is_built_in: bool) -> None:
+def test_gpipe_takes_as_long_as_1f1b_and_has_all_micro_batches_in_flight() -> None:
     """The difference of each stage is what so many more micro-batches keep; logits on the last."""
     model = ShapedModel("deep", DEEP, SEQ)
     cluster = cluster_of_ranks(4)

@@ -21,6 +21,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
+from shardwise.plan.searching import search
 from shardwise.quantities import parse_size
 from shardwise.train.config import TrainConfig
 from shardwise.train.decoder import Decoder
@@ -98,6 +99,40 @@ def test_a_wrong_key_is_told_with_its_flag_and_what_is_allowed(
     with pytest.raises(ConfigError) as error:
         ask(**flags)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"accumulation": 2}, "none can be summed over 2 micro-batches"),
+        ({"ranks": 1, "tokens_per_step": 512}, "none can be summed over 4 micro-batches"),
+    ],
+)
+def test_a_step_in_backward_has_no_accumulation_however_it_was_decided(
+    flags: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        set_up_tiny(tmp_path, step_in_backward=True, seq=16, **flags)
+
+
+def test_a_search_has_no_accumulation_beside_a_step_in_backward() -> None:
+    setup = set_up(
+        "llama-3.2-1b",
+        ask(search=True, step_in_backward=True, ranks=8, tokens_per_step=8 * 8192 * 2),
+    )
+    result = search(
+        setup.model,
+        setup.cluster,
+        replace(space_of(setup), degrees=((1, 1, 1),), stages=(3,)),
+        limits_of(setup, ask(search=True)),
+        setup.prices_of,
+    )
+    assert result.pareto and all(made.candidate.accumulation == 1 for made in result.pareto)
+
+
+def test_degrees_to_compare_leave_no_single_one() -> None:
+    with pytest.raises(ConfigError, match="leave out --cp"):
+        ask(search=True, degrees="8x1x1", cp=2)
 
 
 def test_tokens_may_be_counted_in_powers_of_two() -> None:

@@ -208,11 +208,6 @@ def _candidate(values: Mapping[str, Any], cluster: Cluster) -> Candidate:
             "offload_activations: inputs of checkpointed blocks go to the host, and no block is "
             "checkpointed whole; add --activation-checkpointing full"
         )
-    if chosen["step_in_backward"] and chosen["accumulation"] > 1:
-        raise ConfigError(
-            "step_in_backward: each gradient is used at once, so none can be summed over "
-            f"{chosen['accumulation']} micro-batches; leave accumulation out"
-        )
     on_cpu = not cluster.node.accelerator.asynchronous  # gloo, as the engine has it there
     candidate = Candidate(
         **chosen, offload=offload, transport="point_to_point" if on_cpu else "coalesced"
@@ -267,7 +262,7 @@ def _model(
         raise ConfigError(
             f"model: {name} is planned by tracing it, which shows no tensor, pipeline, context or "
             "expert degree, no checkpointing of parts of a block, and no kernels but eager ones; "
-            "give a preset or a config.json of a decoder"
+            "give a preset or a config.json of a decoder, without --units"
         )
     assert not isinstance(source, Preset)
     from shardwise.plan.model.traced import TracedModel

@@ -112,6 +112,8 @@ class Finder:
         ranks = missing.nearest(wait.ranks, dist.get_rank(), _NEAR)
         try:
             return self.board.told(wait.meeting, [dist.get_rank(), *ranks])
+        except dist.DistNetworkError:
+            raise
         except (RuntimeError, ValueError):  # the process group, or its store, is gone
             return None
 
@@ -193,8 +195,13 @@ class Finder:
             return reason
         timed_out = "imed out" in reason or "did not come within" in reason
         scene, heard = missing.Scene(), dict[int, int]()
-        while time.monotonic() - wait.begun_s < _FIND_OUT_S:
-            if (told := self.told(wait)) is not None:
+        has_store = True
+        while has_store and time.monotonic() - wait.begun_s < _FIND_OUT_S:
+            try:
+                told = self.told(wait)
+            except dist.DistNetworkError:  # what was heard before is all that will be known
+                told, has_store = None, False
+            if told is not None:
                 self.pass_on(meeting, told)
                 return told
             with suppress(ValueError):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
 
+from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, resolve_offload, tier_of
 from shardwise.precisions import plain_precision
 from shardwise.quantities import format_bytes
@@ -80,6 +81,8 @@ class Candidate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
         object.__setattr__(self, "offload", planned_offload(self.offload))
+        if self.step_in_backward and self.accumulation > 1:
+            raise ConfigError(f"step_in_backward: {no_window(self.accumulation)}")
 
     @property
     def data_parallel(self) -> int:
@@ -158,6 +161,14 @@ class Candidate:
         parts += ["step in backward"] * self.step_in_backward + ["paged states"] * self.paged_states
         parts += _said(self.offload)
         return ", ".join(parts).replace(", x ", " x ")
+
+
+def no_window(accumulation: int) -> str:
+    """Say why a step in backward has no accumulation."""
+    return (
+        "each gradient is used at once, so none can be summed over "
+        f"{accumulation} micro-batches; leave accumulation out, or take fewer tokens a step"
+    )
 
 
 def planned_offload(asked: OffloadLike) -> Offload:

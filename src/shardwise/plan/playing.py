@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
-from shardwise.plan.candidate import Candidate
+from shardwise.plan.candidate import Candidate, no_window
 from shardwise.plan.front import Front, Rejected
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.pricing import Pricer, Prices
@@ -267,6 +267,8 @@ def accumulation_of(
 ) -> int | str:
     """Return the micro-batches per step that make the tokens within one per cent, or why not."""
     least = candidate.pp if space.fills_pipelines else 1
+    if candidate.step_in_backward and least > 1:
+        return f"step in backward: {no_window(least)}"
     if tokens_per_step is None:
         return max(candidate.accumulation, least)
     per_micro_batch = candidate.micro_batch * seq * candidate.data_parallel
@@ -282,6 +284,8 @@ def accumulation_of(
             f"a run of {least} pipeline stages takes {least} micro-batches or more, and "
             f"{tokens_per_step:,} tokens a step make {count}"
         )
+    if candidate.step_in_backward and count > 1:
+        return f"step in backward: {no_window(count)}"
     return count
 
 

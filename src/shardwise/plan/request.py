@@ -272,6 +272,9 @@ class PlanRequest(ModelRequest):
         for name in ("max_memory", "target_tokens_per_s", "degrees"):
             if getattr(self, name) is not None and not self.search:
                 raise ValueError(f"{name}: it limits a search; add --search")
+        alone = sorted({"tp", "pp", "cp"} & self.model_fields_set)
+        if self.degrees is not None and alone:
+            raise ValueError(f"degrees: it has all three, so leave out {flag_of(alone[0])}")
         if self.params is not None:
             unused = sorted(self.model_fields_set - _ACCOUNTED)
             if unused:

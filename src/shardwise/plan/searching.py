@@ -15,8 +15,9 @@ played, priced and simulated in full. So there is no second model of time, and t
 those that playing everything would find.
 
 Note [A wide space]
-With ``narrows`` three things are given up, none of which hides a faster plan of those varied. How
-units are cut, gathered ahead and reduced is varied for the best plans alone. What fits on the
+With ``narrows`` three things are given up. How units are cut, gathered ahead and reduced is varied
+for the best plans alone, and gathering nothing ahead is tried where nothing fits otherwise; a plan
+that fits only so, and is faster than those that fit anyway, is not found. What fits on the
 device is not tried away from it. And the front has no plans that can at best be half as fast as the
 fastest, nor those that save less than a tenth of the memory of a plan as fast.
 """
@@ -107,6 +108,9 @@ def search(
     run.play(ways, progress)
     if space.narrows:
         best = run.front.result()[0][:_TURNED]
+        if not best and 0 in space.prefetch_units:
+            run.play(list(ways_of(replace(wide, prefetch_units=(0,)), cluster)), progress)
+            best = run.front.result()[0][:_TURNED]
         for made in best:
             run.play([Way(tuple(turned(space, made.candidate)))], None)
     pareto, beaten = run.front.result()

@@ -25,7 +25,7 @@ from shardwise.keys import checked_value
 from shardwise.spelling import did_you_mean
 
 FORMAT = "shardwise-calibration"
-VERSION = 1
+VERSION = 2
 Unit = Literal["flops", "bytes"]
 _Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Sizes = Annotated[tuple[_Size, ...], Field(min_length=1)]
@@ -174,6 +174,11 @@ def read_calibration(path: Path) -> Calibration:
         raise ConfigError(
             f"{path}: version: expected at most {VERSION}, got {version}; it was written by a "
             "later shardwise, so update this one or measure again"
+        )
+    if version < VERSION:
+        raise ConfigError(
+            f"{path}: version: expected {VERSION}, got {version}, whose sizes of attention's "
+            "backward pass are counted in another way; measure again"
         )
     curves = values.get("curves")
     if isinstance(curves, dict):
