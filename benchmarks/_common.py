@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import statistics
@@ -228,3 +229,19 @@ def append_json(path: str | None, record: Mapping[str, Any]) -> None:
     }
     with open(path, "a") as file:
         file.write(json.dumps({**about, **record}) + "\n")
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, linear between neighbours; nan of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; nan of nothing."""
+    return sum(values) / len(values) if values else math.nan

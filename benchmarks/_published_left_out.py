@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import _common as common
 from _published_overhead import Measured, Overheads
 from _published_speed import Clocked, Speeds
 
@@ -216,14 +217,8 @@ def _spread(errors: Sequence[Error]) -> dict[str, float]:
 
 
 def _quantile(errors: Sequence[Error], share: float) -> float:
-    ordered = sorted(abs(e.value) for e in errors)
-    if not ordered:
-        return math.nan
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return common.quantile([abs(e.value) for e in errors], share)
 
 
 def _mean(errors: Sequence[Error]) -> float:
-    return sum(abs(e.value) for e in errors) / len(errors) if errors else math.nan
+    return common.mean([abs(e.value) for e in errors])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -132,27 +131,6 @@ def _guarded(row: Row, reasons: dict[str, list[str]], work: Callable[[], None]) 
         reasons[f"row not understood: {type(error).__name__}"].append(row.id)
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the median; nan of nothing."""
-    return quantile(values, 0.5)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, linear between neighbours; nan of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; nan of nothing."""
-    return sum(values) / len(values) if values else math.nan
-
-
 def summary(report: Report) -> dict[str, object]:
     """Return the figures of a report, for tests and JSON."""
     memory = defaultdict(list)
@@ -185,14 +163,14 @@ def summary(report: Report) -> dict[str, object]:
 def _spread(errors: Sequence[float]) -> dict[str, float]:
     return {
         "rows": len(errors),
-        "median_error": median(errors),
-        "p95_error": quantile(errors, 0.95),
+        "median_error": common.quantile(errors, 0.5),
+        "p95_error": common.quantile(errors, 0.95),
     }
 
 
 def _mapes(rows: Sequence[TimeFound]) -> dict[str, float]:
     def mape(name: str) -> float:
-        return mean([abs(getattr(t, name) / t.row.published - 1) for t in rows])
+        return common.mean([abs(getattr(t, name) / t.row.published - 1) for t in rows])
 
     return {
         "rows": len(rows),

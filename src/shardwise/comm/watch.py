@@ -213,10 +213,11 @@ class Watch:
         while not self._stop.wait(self.look_every_s):
             if not dist.is_initialized():
                 continue
-            store = dist.distributed_c10d._get_default_store()
-            if store is self._lost_store:  # asking again would print a stack of C++ each time
-                continue
+            store = None
             try:
+                store = dist.distributed_c10d._get_default_store()
+                if store is self._lost_store:  # asking again would print a stack of C++ each time
+                    continue
                 self._look()
             except dist.DistNetworkError:  # rank 0 may have kept it, and has ended
                 self._lost_store = store
