@@ -1,5 +1,6 @@
 """Copies of offloaded state, and reads and writes of its files, are lines of the timeline."""
 
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shardwise.monitor.metrics import TRANSFERS, transfers_ms
 from shardwise.monitor.record import read_run
 
 STEPS = 5
+_IN_FILES = ("disk_read", "disk_write")
 
 
 def offloaded(rank: int, world_size: int, output: str, offload: str) -> list[int]:
@@ -41,6 +43,7 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
     record = read_run(tmp_path)
     for rank, (root, *blocks) in enumerate(resting):
         shards = root + sum(blocks)
+        in_files: list[tuple[str, str, int]] = []
         for _, timeline in record.lines("timeline", rank):
             lines: dict[str, list[list[Any]]] = {}
             for row in timeline["spans"]:
@@ -56,11 +59,33 @@ def test_every_copy_of_offloaded_state_is_told_with_its_bytes(
                 assert both == (0, 0)
             elif timeline["step"] == 1:  # both moments are made, of elements and no padding
                 assert both[0] == 0 < both[1] <= 2 * shards
-            elif timeline["step"] > 2:  # whole blocks of the file, which all units have
-                assert all(n >= 2 * shards and n % 4096 == 0 for n in both)
+            else:
+                in_files += [
+                    (kind, *row[2::3]) for kind in _IN_FILES for row in lines.get(kind, ())
+                ]
+                _check_turns(in_files, timeline["step"] - 2, resting[rank])
     last = record.steps[-1].metrics
     for kind in TRANSFERS:
         if kind.startswith("to_") or place == "nvme":
             assert last[transfers_ms(kind)].min >= 0
         else:
             assert transfers_ms(kind) not in last
+
+
+def _check_turns(in_files: list[tuple[str, str, int]], num_steps: int, resting: list[int]) -> None:
+    """Check what was told of files through a step: each unit is read and written once a step.
+
+    A unit is read for the next step as soon as it is written, and what is written may be over in
+    the next step, before it is read: each is told in the step in which it ends.
+    """
+    sizes: dict[str, set[int]] = {}
+    for _, unit, num_bytes in in_files:
+        sizes.setdefault(unit, set()).add(num_bytes)
+    told = Counter((kind, unit) for kind, unit, _ in in_files)
+    for unit in sizes:
+        assert told["disk_read", unit] - num_steps in (0, 1)
+        assert num_steps - told["disk_write", unit] in (0, 1)
+    if num_steps > 1:
+        assert len(sizes) == len(resting)
+        for (whole,) in sizes.values():  # whole blocks of the file
+            assert whole >= 2 * max(resting) and whole % 4096 == 0
