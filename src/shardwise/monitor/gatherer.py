@@ -5,8 +5,8 @@ Note [What the training waits for]
 Nothing: it appends events to a list, and hands the lists of some steps over together, as a thread
 that wakes after each short step takes Python's lock from the training more often. This thread
 makes spans and figures of them, tells the other ranks its own in exchanges on a group of its own
-(a training collective is never behind one), and writes. All ranks exchange after the same steps, as
-they count them alike. If that fails, the next step or the end of the run raises. What cannot be
+(a training collective is never behind one), and writes. Of short steps it looks at some, see Note
+[Steps that are short]. If that fails, the next step or the end of the run raises. What cannot be
 written, as a disk is full or a tracker is away, is told once, and no training ends for it.
 """
 
@@ -27,18 +27,20 @@ from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     BAD_VALUES,
     MFU_SHARE,
+    STEP_S,
     TOKENS_PER_S,
-    mean_of,
     over_ranks,
+    pace,
     step_metrics,
 )
 from shardwise.monitor.record import RunFacts, StepLine
+from shardwise.monitor.sampling import Sampler
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of, without_lines_of
 from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
 
 _LOG = logging.getLogger("shardwise")
-_FIRST_STEPS = 10  # each of which is told by itself
+_FIRST_STEPS = 10  # which are handed over one by one
 _LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
@@ -79,9 +81,7 @@ class Outputs:
 class Gatherer:
     """Takes steps over, and makes lines of them; ``on_line`` hears of each, on rank 0.
 
-    ``on_own`` hears of the lines of this rank alone.
-
-    The figures of ``every`` steps make one line; of the first few steps each has its own.
+    ``on_own`` hears of the lines of this rank alone. ``every``: of `Sampler`.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Gatherer:
         control: Control,
         facts: RunFacts,
         outputs: Outputs,
-        every: int,
+        every: int | None,
         standing: Standing,
         on_line: Callable[[StepLine], None] = lambda line: None,
         on_own: Callable[[Mapping[str, Any]], None] = lambda line: None,
@@ -104,11 +104,9 @@ class Gatherer:
         self._on_own = on_own
         self._taken: list[ObservedStep] = []  # and not yet handed over
         self._handed_over_s = 0.0
-        self._is_in_line = False  # of the steps taken, the last one's line is not told yet
-        self._batches: queue.SimpleQueue[tuple[list[ObservedStep], bool] | None]
-        self._batches = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[ObservedStep] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._waiting: list[dict[str, float]] = []
+        self._line = Sampler(every)
         self._waited_for: Counter[int] = Counter()
         self._values: dict[str, float] = {}
         self._left_open: dict[str, list[tuple[str, str]]] = {}
@@ -128,16 +126,16 @@ class Gatherer:
             return
         self._taken.append(step)
         self._num_taken += 1
-        ends_line = self._num_taken <= _FIRST_STEPS or self._num_taken % self._every == 0
-        self._is_in_line = not ends_line
+        is_asked_for = self._every is not None and self._num_taken % self._every == 0
         is_late = time.monotonic() - self._handed_over_s > _LONG_S
-        if ends_line or is_late or step.bad_gradients:
-            self._hand_over(ends_line)
+        is_first = self._num_taken <= _FIRST_STEPS
+        if is_first or is_asked_for or is_late or step.bad_gradients:
+            self._hand_over()
 
-    def _hand_over(self, ends_line: bool) -> None:
+    def _hand_over(self) -> None:
         taken, self._taken = self._taken, []
         self._handed_over_s = time.monotonic()
-        self._batches.put((taken, ends_line))
+        self._batches.put(taken)
 
     @property
     def rank(self) -> int:
@@ -157,7 +155,7 @@ class Gatherer:
 
     def finish(self) -> None:
         """Return when all that was taken is told and written. **Raises** what went wrong."""
-        self._hand_over(ends_line=self._is_in_line)
+        self._hand_over()
         self._stop_thread()
         self._end(None)
         self.raise_once()
@@ -169,7 +167,7 @@ class Gatherer:
         """
         self._taken += [] if last is None else [last]
         self._is_abandoned = True
-        self._hand_over(ends_line=False)
+        self._hand_over()
         self._control.break_off()
         self._stop_thread()
         self._end(error)
@@ -210,29 +208,25 @@ class Gatherer:
     def _run(self) -> None:
         try:
             while (batch := self._batches.get()) is not None:
-                steps, ends_line = batch
-                for step in steps:
+                for step in batch:
                     self._last_step = step.step
                     self._note(step)
-                if ends_line and not self._is_abandoned:
-                    self._tell(self._last_step)
+                    if self._line.ends_line:
+                        self._tell(step.step)
+            if self._line.num_steps:
+                self._tell(self._last_step)
         except BaseException as error:
             self._error = error
 
     def _note(self, step: ObservedStep) -> None:
         recorded = step.recorded
-        spans = spans_of(recorded, self._left_open)
-        on_device = device_spans_of(recorded)
-        step_s = recorded.end_s - recorded.begin_s
-        by_host = without_lines_of(on_device, spans)
-        beside = [span for span in by_host if span.line != MAIN and "." not in span.line]
-        timed = [*on_device, *beside] if on_device else spans
-        figures = {**step_metrics(timed, step_s, recorded.num_tokens), **step.figures}
-        if self._facts.peak_flops and TOKENS_PER_S in figures:
-            flops = figures[TOKENS_PER_S] * self._facts.flops_per_token
-            figures[MFU_SHARE] = 100 * flops / self._facts.peak_flops
-        figures[BAD_VALUES] = sum(not math.isfinite(value) for value in step.values.values())
-        self._waiting.append(figures)
+        told = {**pace(recorded.seconds, recorded.num_tokens), **step.figures}
+        if self._facts.peak_flops and TOKENS_PER_S in told:
+            flops = told[TOKENS_PER_S] * self._facts.flops_per_token
+            told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
+        told[BAD_VALUES] = sum(not math.isfinite(value) for value in step.values.values())
+        is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
+        self._line.take(told, lambda: self._look_at(step), is_rare or bool(self._left_open))
         self._waited_for.update(recorded.waited_for)
         self._values.update(step.values)
         for moments in step.memory:
@@ -240,13 +234,22 @@ class Gatherer:
         if step.bad_gradients:
             names = list(step.bad_gradients[:_MAX_NAMED])
             self._write_own(kind="non_finite", step=step.step, parameters=names)
+
+    def _look_at(self, step: ObservedStep) -> dict[str, float]:
+        """Return the figures of a step's spans; write them, if its timeline is kept."""
+        recorded = step.recorded
+        spans = spans_of(recorded, self._left_open)
+        on_device = device_spans_of(recorded)
+        by_host = without_lines_of(on_device, spans)
+        beside = [span for span in by_host if span.line != MAIN and "." not in span.line]
         if step.keeps_timeline:
             self._write_own(
                 kind="timeline",
                 step=step.step,
-                seconds=step_s,
+                seconds=recorded.seconds,
                 spans=_rows(by_host, recorded.begin_s) + _rows(on_device, 0.0),
             )
+        return step_metrics([*on_device, *beside] if on_device else spans, recorded.seconds)
 
     def _write_own(self, **line: Any) -> None:
         with self._writing():
@@ -255,13 +258,16 @@ class Gatherer:
 
     def _tell(self, step: int) -> None:
         """Exchange the figures since the last time; write them, on rank 0."""
-        num_steps = len(self._waiting)
-        mine = {**mean_of(self._waiting), **self._standing.read(num_steps)}
+        if self._is_abandoned:
+            return
+        num_steps = self._line.num_steps
+        mine = {**self._line.mean(), **self._standing.read(num_steps)}
         longest = self._waited_for.most_common(_MAX_WAITED_FOR)
         told = {"metrics": mine, "waited_for": {r: 1e3 * s / num_steps for r, s in longest}}
-        self._waiting, self._waited_for = [], Counter()
+        self._waited_for = Counter()
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
         metrics = over_ranks([row["metrics"] for row in rows])
+        self._line.begin_line(metrics[STEP_S].max)
         waited_for = {
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)

@@ -52,7 +52,12 @@ _SECONDS_OF = {  # of the line that computes
 }
 
 
-def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> dict[str, float]:
+def pace(step_s: float, num_tokens: int) -> dict[str, float]:
+    """Return what is known of a step whose spans nobody has looked at."""
+    return {STEP_S: step_s, **({TOKENS_PER_S: num_tokens / step_s} if num_tokens else {})}
+
+
+def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     """Return what the spans of one step come to, in the units that the names tell.
 
     Seconds that overlap count once: sums of spans would count them twice. Exposed communication is
@@ -86,7 +91,6 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
     exposed_s, comm_s = exposed_s + exchange_s, comm_s + exchange_s
     found = {name: sum(seconds[p] for p in phases) for name, phases in _SECONDS_OF.items()}
     found |= {
-        STEP_S: step_s,
         DATA_SHARE: 100 * found[DATA_S] / step_s,
         COMPUTE_S: length(busy),
         ALL_GATHER_MS: 1e3 * length(comm["all_gather"]),
@@ -105,8 +109,6 @@ def step_metrics(spans: Sequence[Span], step_s: float, num_tokens: int = 0) -> d
     for kind in TRANSFERS:
         if (taken_s := seconds.get(f"behind {kind}")) is not None:
             found[transfers_ms(kind)] = 1e3 * taken_s
-    if num_tokens:
-        found[TOKENS_PER_S] = num_tokens / step_s
     return found
 
 

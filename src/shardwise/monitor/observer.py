@@ -10,6 +10,7 @@ a loss scaler skips is part of the next one, which then had two backward passes 
 import logging
 import math
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -42,7 +43,9 @@ from shardwise.names import MAIN
 
 T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
-_CHECKED_EVERY = 10  # steps: whether gradients are finite, which reads them once
+# Whether gradients are finite is asked every so many steps, twice; then only for so small a share
+# of the time, but where that is seldom as often as this.
+_CHECKED_EVERY, _CHECKED_SHARE, _CHECKED_S = 10, 0.002, 2.0
 _TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
 _MOMENTS = ("forward", "backward", "recompute", "step")  # memory is looked at as each begins, ends
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
@@ -53,7 +56,7 @@ def observe(
     optimizer: Optimizer,
     output: str | Path | None = None,
     *,
-    every: int = 10,
+    every: int | None = None,
     detail_every: int = 200,
     first_step: int = 1,
     flops_per_token: float | None = None,
@@ -62,27 +65,27 @@ def observe(
     """Observe a sharded model's steps inside ``with observe(...) as run``.
 
     ``model`` and ``optimizer`` are those of this rank, of `shard` or `fully_shard`; of a pipeline
-    lists of its stages. Every rank calls it. Figures of each step (`metrics`; over all ranks, a
-    line for ``every`` steps) and, every ``detail_every`` steps, a timeline and the memory of one
-    step go to files in ``output``, see Note [The folder of a run], and to ``sinks`` on rank 0.
-    Without an ``output`` no file is written, and ``run.latest`` has the figures. What rank 0 finds
-    wrong with the run is logged, kept in ``findings.jsonl`` and in ``run.findings``.
+    lists of its stages. Every rank calls it. Figures of the steps (`metrics`; over all ranks, a
+    line for ``every`` steps, None for 10 or more that take two seconds) and, every
+    ``detail_every`` steps, a timeline and the memory of one step go to files in ``output``, see
+    Note [The folder of a run], and to ``sinks`` on rank 0. Without an ``output`` no file is
+    written, and ``run.latest`` has the figures. What rank 0 finds wrong with the run is logged,
+    kept in ``findings.jsonl`` and in ``run.findings``.
     ``first_step`` is the number of the first step: what an earlier run has written of it and of
     later ones goes.
     ``flops_per_token``: of this rank's part of the model, for its MFU; None counts its weights.
 
-    **Cost** less than a microsecond for each phase of each unit. Every ``every`` steps two small
+    **Cost** less than a microsecond for each phase of each unit. For each line two small
     exchanges between all ranks, behind the training; every ``detail_every`` steps some
     microseconds for each parameter at each phase. One gloo group.
 
     **Raises** ConfigError where the model is not sharded or observed already, or a number is less
-    than 1; on all ranks
-    what one could not write in ``output``. Later a full disk or a tracker that fails is logged
-    once, and nothing more is written.
+    than 1; on all ranks what one could not write in ``output``. Later a full disk or a tracker that
+    fails is logged once, and nothing more is written.
     """
     counts = {"every": every, "detail_every": detail_every, "first_step": first_step}
     for name, value in counts.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{name}={value}: expected 1 or more")
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     # accelerate and Lightning wrap optimizers; hooks on steps run in torch's own, which is inside.
@@ -156,6 +159,7 @@ class Observation:
         self._moments: list[dict[str, Any]] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
         self._checks = False  # gradients, in this step
+        self._is_check_due, self._check_again_s = False, -math.inf
         self._bad_gradients: list[str] = []
         self._open = ExitStack()
 
@@ -260,8 +264,11 @@ class Observation:
         (self._values if last is None else last.values).update(told)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._num_observed % _CHECKED_EVERY == 1 or self._logged_bad:
+        if self._is_check_due or self._logged_bad:
+            began_s = time.monotonic()
             self._bad_gradients += bad_gradients(self._parts.units, optimizer)
+            took_s = time.monotonic() - began_s
+            self._check_again_s = began_s + min(took_s / _CHECKED_SHARE, _CHECKED_S)
             self._checks = True
         self._recorder.enter(MAIN, "step", "")
 
@@ -284,6 +291,8 @@ class Observation:
         memory = [_memory_line(moments, self.facts.device == "cpu")] if moments else []
         figures, bad = self._figures(), tuple(self._bad_gradients)
         self._checks, self._bad_gradients = False, []
+        is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._check_again_s
+        self._is_check_due = is_due and number % _CHECKED_EVERY == 1
         samples_next = number == 2 or (number + 1) % self._detail_every == 0
         self._recorder.on_main = self._look_at_memory if samples_next else None
         self._hand_over()

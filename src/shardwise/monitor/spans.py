@@ -75,6 +75,16 @@ class Recorded:
     first: DeviceMoment | None = None  # of the device, where it is timed
     last: DeviceMoment | None = None
 
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end_s - self.begin_s
+
+    @property
+    def has_other_lines(self) -> bool:
+        """Tell whether a thread in the background has begun or ended something."""
+        return any(event[2] != MAIN for event in self.events)
+
 
 class SpanRecorder:
     """Keeps what it is told (`trace.Recorder`), until somebody cuts.
