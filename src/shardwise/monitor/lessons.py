@@ -308,7 +308,7 @@ _LESSONS = (
         "A loss or a gradient is inf or nan. The step after it makes the parameters so, and "
         "nothing that follows can be used.",
         "A logged value that is not finite, on any rank; or a gradient that a step was about to "
-        "use (looked at every 10 steps, and whenever a logged value is bad). Without a loss "
+        "use (looked at every 10 steps or 2 s, and whenever a logged value is bad). Without a loss "
         "scaler; one that skips such steps is left alone.",
         (
             "go on from the last checkpoint before it",
