@@ -5,8 +5,8 @@ Coordinate descent over a grid, least mean absolute percentage error, on a few r
 that a page of hundreds does not drown the others and a fit takes seconds; what a row takes at a
 point is kept, so that fits with a page left out cost little more. A system's slowdown on a GPU
 type is the median ratio of published to predicted, where it has at least eight rows; below that,
-and for a system that was never seen, it is one. A GPU type with fewer than four rows keeps the
-table's figures.
+and for a system that was never seen, it is one. A GPU type with fewer than four rows keeps single
+measurements: what the planner's table has was fitted on rows that may be left out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from _published_time import Timed, play_row, seconds_of
 from shardwise.plan.machine.efficiencies import BY_FAMILY, EFFICIENCIES, FITTED, Efficiency
 
 _GRID: Mapping[str, Sequence[float]] = {
-    "matmul_sustained": (0.55, 0.65, 0.71, 0.75, 0.80, 0.85, 0.90, 0.95),
-    "attention": (0.16, 0.22, 0.28, 0.36, 0.48, 0.60),
-    "host_launch_s": (10e-6, 20e-6, 25e-6, 35e-6),
+    "matmul_sustained": (0.55, 0.60, 0.65, 0.71, 0.75, 0.78, 0.80, 0.82, 0.85, 0.87, 0.90, 0.95),
+    "attention": (0.16, 0.19, 0.22, 0.25, 0.28, 0.32, 0.36, 0.42, 0.48, 0.60),
+    "host_launch_s": (10e-6, 15e-6, 20e-6, 25e-6, 30e-6, 35e-6),
 }
 FITTED_NAMES = tuple(_GRID)
 Point = tuple[float, ...]  # a value for each name of the grid
@@ -90,17 +90,21 @@ def for_system(fit: Mapping[str, Efficiency], row: Timed) -> dict[str, Efficienc
 
 @dataclass(frozen=True)
 class Speeds:
-    """Fitted points by GPU type, and slowdowns by system."""
+    """Fitted points by GPU type, and slowdowns by system.
+
+    ``fallback``: what GPU types without a point have, by the planner's table (`Clocked.as_tabled`).
+    """
 
     points: Mapping[str, Point] = field(default_factory=dict)
     slowdowns: Mapping[str, float] = field(default_factory=dict)
+    fallback: str = "fitted"
 
     def seconds(self, row: Clocked) -> float:
         """Return a row's predicted step."""
         slower = self.slowdowns.get(row.where, 1.0)
         if row.gpu in self.points:
             return row.at(self.points[row.gpu]) * slower
-        return row.as_tabled("fitted") * slower
+        return row.as_tabled(self.fallback) * slower
 
     def without(self, name: str) -> Speeds:
         """Return the same without one constant: "A100 attention", or a system's slowdown."""
@@ -144,7 +148,7 @@ def fit_speeds(rows: Iterable[Clocked]) -> Speeds:
         }
         fitted = [row for gpu in points for row in by_gpu[gpu]]
         slowdowns = _slowdowns(fitted, lambda row, at=points: row.at(at[row.gpu]))
-    return Speeds(points, slowdowns)
+    return Speeds(points, slowdowns, "single")
 
 
 def _best(rows: Sequence[Clocked], slowdowns: Mapping[str, float]) -> Point:

@@ -1,9 +1,12 @@
 """Formulas and traces are one model; what is computed again costs time and saves memory."""
 
+import json
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,7 @@ from shardwise.cli.plan_space import limits_of, space_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate, Checkpointing
-from shardwise.plan.model.models import shape_source
+from shardwise.plan.model.models import huggingface_source, shape_source
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
@@ -48,6 +51,50 @@ def test_a_trace_and_the_formulas_agree_in_time_and_memory(name: str, precision:
         one, two = (plan(m, cluster_of_ranks(8), candidate) for m in (traced, formulas))
         assert two.step_s == pytest.approx(one.step_s, rel=0.01)
         assert two.played.peak.ledger.total == pytest.approx(one.played.peak.ledger.total, rel=0.01)
+
+
+CONFIG: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 2816},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128},
+    **{"vocab_size": 32_000, "max_position_embeddings": 8192},
+}
+
+
+def config_file(folder: Path, family: str) -> str:
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **CONFIG}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_formulas_of_a_config_agree_with_a_trace_of_transformers_class(
+    family: str, tmp_path: Path
+) -> None:
+    path = config_file(tmp_path, family)
+    traced = TracedModel(huggingface_source(tmp_path / "config.json"), 2048)
+    for precision, checkpointing in product(("bf16", "fp32"), ("none", "full")):
+        flags = {"activation_checkpointing": checkpointing, "precision": precision}
+        setup = set_up(path, PlanRequest(seq=2048, micro_batch=2, **flags))
+        assert isinstance(setup.model, ShapedModel)
+        one, two = (plan(m, setup.cluster, setup.candidate) for m in (traced, setup.model))
+        assert two.num_params == one.num_params
+        assert two.step_s == pytest.approx(one.step_s, rel=0.01)
+        assert two.played.peak.ledger.total == pytest.approx(one.played.peak.ledger.total, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_a_config_computes_again_takes_longer_and_needs_less(
+    family: str, precision: str, tmp_path: Path
+) -> None:
+    path, made = config_file(tmp_path, family), []
+    for level in LEVELS:
+        flags = {"activation_checkpointing": level, "precision": precision, "loss": "fused"}
+        setup = set_up(path, PlanRequest(seq=2048, micro_batch=4, **flags))
+        made.append(plan(setup.model, setup.cluster, setup.candidate))
+    assert all(a.step_s <= b.step_s for a, b in pairwise(made))
+    peaks = [each.played.peak.ledger.total for each in made]
+    assert all(a >= b for a, b in pairwise(peaks))
+    assert made[0].step_s < made[3].step_s
 
 
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])

@@ -57,6 +57,16 @@ def test_elementwise_operations_take_their_bytes() -> None:
     assert seconds == pytest.approx(1e10 / (3.35e12 * 0.84) + 3e-6)
 
 
+def test_attention_computes_its_scores_once_more_in_backward_and_nothing_else_does() -> None:
+    prices = Prices(H100, EIGHT)
+    ramp = EFFICIENCIES["kernel_ramp_s"].value
+    for kind, times in (("attention", 1.25), ("matmul", 1.0), ("memory", 1.0)):
+        forward = compute(kind, 10**15, 10**9)
+        backward = replace(forward, phase="backward")
+        work_s = prices.seconds(forward) - ramp
+        assert prices.seconds(backward) - ramp == pytest.approx(times * work_s)
+
+
 def test_many_small_operations_take_the_hosts_time() -> None:
     prices = Prices(H100, EIGHT)
     assert prices.seconds(compute("memory", 0, 1000, num_ops=1000)) == pytest.approx(

@@ -69,6 +69,19 @@ def test_step_times_are_predicted_within_the_aim(published) -> None:
         assert figures[gpu]["mape_calibrated"] < figures[gpu]["mape_uncalibrated"]
 
 
+def test_a_page_that_is_left_out_has_no_say_in_what_its_rows_are_priced_by(published) -> None:
+    """Also where too few rows of its GPU type are left to fit anything, as of the V100."""
+    _, clocked = published.known()
+    v100 = [c for c in clocked if c.gpu == "V100"]
+    for page in {c.page for c in v100}:
+        rest = [c for c in v100 if c.page != page]
+        speeds = published.fits_of([], rest).speeds
+        for row in (c for c in v100 if c.page == page):
+            fitted = speeds.points.get("V100")
+            expected = row.at(fitted) if fitted else row.as_tabled("single")
+            assert speeds.seconds(row) == expected * speeds.slowdowns.get(row.where, 1.0)
+
+
 def test_pairs_that_differ_in_one_knob_differ_as_published(published) -> None:
     from _published_pairs import pair_gib
 

@@ -388,8 +388,11 @@ def test_degrees_to_compare_are_searched_by_the_formulas_of_the_shape() -> None:
             ask(search=True, degrees=wrong)
 
 
-def test_a_search_for_our_own_decoder_tries_finer_units(tmp_path: Path) -> None:
-    setup = set_up_tiny(tmp_path, "ranks: 2\n", search=True)
+def test_a_search_that_traces_our_own_decoder_tries_finer_units(tmp_path: Path) -> None:
+    by_formulas = set_up_tiny(tmp_path, "ranks: 2\n", search=True)
+    assert isinstance(by_formulas.model, ShapedModel)
+    assert space_of(by_formulas).units == (None,)
+    setup = set_up_tiny(tmp_path, "ranks: 2\ndropout: 0.1\n", search=True)
     choices = space_of(setup).units
     candidates = [replace(setup.candidate, units=units) for units in choices]
     names = [[u.class_name for u in setup.model.tape(c).units] for c in candidates]

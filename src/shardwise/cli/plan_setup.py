@@ -97,11 +97,10 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     source = None if is_ours else _find(name, candidate)
     if to_train and source is not None and source.shape is not None:
         config = train_config_of(source.shape, source.seq)
-    tries = request if isinstance(request, PlanRequest) and request.search else None
-    degrees = tries.degrees if tries is not None else None
-    model = _model(name, source, config, request.seq, candidate, tries is not None, bool(degrees))
-    tokens = _tokens_per_step(values, flags, model)
     tries_batches = isinstance(request, PlanRequest) and request.search
+    degrees = request.degrees if isinstance(request, PlanRequest) else None
+    model = _model(name, source, config, request.seq, candidate)
+    tokens = _tokens_per_step(values, flags, model)
     if tokens is not None and not (tries_batches and "micro_batch" not in given):
         candidate = _fill_batch(candidate, tokens, model.seq, values)
     prices_of, notes = _prices(cluster, calibration), _notes(foreign)
@@ -236,28 +235,24 @@ def _model(
     config: TrainConfig | None,
     seq: int | None,
     candidate: Candidate,
-    searches: bool,
-    splits: bool,
 ) -> Model:
     """Return the model by its shape's formulas, where it has one; else the one that is traced.
 
-    A trace shows units of any classes, what only transformers' own layers do, and dropout; it
-    shows no degree, and blocks that are checkpointed whole or not at all.
+    A trace shows units of any classes, what no formula knows, and dropout; it shows no degree, and
+    blocks that are checkpointed whole or not at all.
     """
-    from_file = source is None and config is not None
-    if from_file and config is not None:
-        # A search traces it, for finer units, unless it compares degrees.
-        plain = candidate.units is None and not config.dropout and (splits or not searches)
-        if plain or _needs_shape(candidate) or config.experts:
+    plain = candidate.units is None
+    if source is None and config is not None:
+        if (plain and not config.dropout) or _needs_shape(candidate) or config.experts:
             return ShapedModel(Path(name).name, config.shape(_vocab(config)), seq or config.seq)
         source = _decoder_source(Path(name).name, config)
     assert source is not None  # there is a file's config, or what a name stands for
-    is_config = not isinstance(source, Preset) and not from_file and candidate.units is None
-    mixes = source.shape is not None and source.shape.experts is not None
-    by_shape = isinstance(source, Preset) or mixes
-    by_shape |= is_config and (searches or _needs_shape(candidate))
-    if by_shape and source.shape is not None:
-        return ShapedModel(source.name, source.shape, seq or source.seq)
+    shape = source.shape
+    if shape is not None and (plain or shape.experts is not None):
+        if isinstance(source, Preset):
+            return ShapedModel(source.name, shape, seq or source.seq)
+        eager = source.eager if config is None else "decoder"  # `shardwise train` runs its own
+        return ShapedModel(source.name, shape, source.window(seq), eager=eager, notes=source.notes)
     if _needs_shape(candidate):
         raise ConfigError(
             f"model: {name} is planned by tracing it, which shows no tensor, pipeline, context or "

@@ -98,19 +98,9 @@ def _fit(rows: str, **values: float) -> dict[str, Efficiency]:
 
 
 FITTED: Mapping[str, Mapping[str, Efficiency]] = {
-    "A100": _fit(
-        "even rows of llm-foundry, vTrain, BigScience, InternEvo, torchtitan",
-        matmul_sustained=0.90,
-        attention=0.28,
-        host_launch_s=25e-6,
-    ),
+    "A100": _fit("369 rows", matmul_sustained=0.85, attention=0.32, host_launch_s=25e-6),
     "V100": _fit("R520 R522 (launches: as the A100)", matmul_sustained=0.71, host_launch_s=25e-6),
-    "H100": _fit(
-        "even rows of llm-foundry, torchtitan, fms-fsdp, Megatron",
-        matmul_sustained=0.75,
-        attention=0.16,
-        host_launch_s=20e-6,
-    ),
+    "H100": _fit("79 rows", matmul_sustained=0.80, attention=0.19, host_launch_s=25e-6),
 }
 """What whole steps of a family's published runs come to; it goes before single measurements."""
 

@@ -2,10 +2,13 @@
 
 Note [How computation is priced]
 A matmul takes FLOPs over the achievable rate or its bytes over the memory's, whichever is longer;
-attention its FLOPs, all else its bytes. Each kernel adds ``kernel_ramp_s``: it is what makes small
-matmuls inefficient, since efficiency(f) = f / (f + ramp x rate) for f FLOPs. The host issues
-operations ahead of the device, so a stretch of work takes the device's time or the host's,
-``host_launch_s`` per kernel, whichever is longer; where the two are one (a CPU) it takes both.
+attention its FLOPs, all else its bytes. Costs count attention's backward as twice its forward, as a
+model's FLOPs do; the fused kernel computes the scores once more, so it takes 2.5 times as long as
+the forward's FLOPs, which is how its benchmarks count (arXiv 2307.08691, section 4.1). Each kernel
+adds ``kernel_ramp_s``: it is what makes small matmuls inefficient, since
+efficiency(f) = f / (f + ramp x rate) for f FLOPs. The host issues operations ahead of the device,
+so a stretch of work takes the device's time or the host's, ``host_launch_s`` per kernel, whichever
+is longer; where the two are one (a CPU) it takes both.
 
 Note [How ranks are numbered]
 From the inside: tensor, context, shard, replicate, pipeline. Neighbours share a node, so tensor
@@ -36,6 +39,8 @@ from shardwise.plan.machine.links import (
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
+
+_SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 
 
 @dataclass(frozen=True)
@@ -124,14 +129,17 @@ class Prices:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
         work = op.work
         if isinstance(work, Compute):
-            return self.host_seconds(work) if op.stream == "cpu" else self.device_seconds(work)
+            if op.stream == "cpu":
+                return self.host_seconds(work)
+            return self.device_seconds(work, is_backward=op.phase == "backward")
         if isinstance(work, Collective):
             return self.collective_seconds(work)
         return self.transfer_seconds(work)
 
-    def device_seconds(self, work: Compute) -> float:
-        """Return the seconds of operations on the device."""
-        device = sum(self._cost_seconds(cost) for cost in work.costs)
+    def device_seconds(self, work: Compute, *, is_backward: bool = False) -> float:
+        """Return the seconds of operations on the device; see Note [How computation is priced]."""
+        again = _SCORES_AGAIN if is_backward else 1.0
+        device = sum(self._cost_seconds(cost, again) for cost in work.costs)
         launches = sum(c.num_ops for c in work.costs) * self.efficiencies["host_launch_s"].value
         if self.cluster.node.accelerator.asynchronous:
             return max(device, launches)
@@ -199,8 +207,8 @@ class Prices:
         more = max(0, work.num_messages - 1) * slowest.latency_s
         return collective_seconds(work.kind, work.payload_bytes, group, node) + more
 
-    def _cost_seconds(self, cost: Cost) -> float:
-        """Return the device's seconds of operations of one class."""
+    def _cost_seconds(self, cost: Cost, again: float) -> float:
+        """Return the device's seconds of operations of one class; attention takes ``again``."""
         if cost.num_ops == 0:
             return 0.0
         if cost.kind == "tensor_parallel":
@@ -217,7 +225,7 @@ class Prices:
         if cost.kind == "memory" or cost.flops == 0:
             return memory_s + ramps
         if cost.kind == "attention":
-            rate = chip.flops_per_s(cost.dtype) * table["attention"].value
+            rate = chip.flops_per_s(cost.dtype) * table["attention"].value / again
         else:
             rate = self.matmul_flops_per_s(cost.dtype)
         return max(cost.flops / rate, memory_s) + ramps

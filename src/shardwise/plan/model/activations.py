@@ -23,6 +23,8 @@ It is eager too, and has lines of its own: norms that keep their input and what 
 float32, attention's output as the kernel wrote it and as the projection reads it, whole inputs of
 projections under tensor parallelism (torch's parallel layers gather them once), and the keys and
 values of all context ranks. Held against the allocator's trace by tests/campaigns/composed.py.
+What transformers has of Llama, Mistral and Qwen differs in a few: its norms scale in the compute
+dtype, and heads are not copied to lie side by side. Held against traces by test_one_model.py.
 """
 
 from collections.abc import Iterator
@@ -39,7 +41,7 @@ Width = Literal[
 ]
 Implementation = Literal[
     "fused", "compiled", "eager", "eager_repeat_kv", "eager_double_norm", "eager_tanh_gelu",
-    "decoder",
+    "decoder", "transformers",
 ]
 # fmt: on
 Kind = Literal["compute", "mask", "float32", "upcast", "int64"]
@@ -69,8 +71,12 @@ _K = "arXiv:2205.05198 section 4.1"
 KEPT: tuple[Kept, ...] = (
     Kept("norm input", "dim", 2, "compute", "sequence", "norm", ("megatron",),
          f"inputs of both norms; {_K}"),
-    Kept("norms in float32", "dim", 4, "float32", "sequence", "norm", ("decoder", "rms"),
+    Kept("norms in float32", "dim", 4, "float32", "sequence", "norm", ("own", "rms"),
          "of both: the input, and what the weight multiplies"),
+    Kept("norms in float32", "dim", 2, "float32", "sequence", "norm", ("transformers", "rms"),
+         "of both: the input"),
+    Kept("normed", "dim", 2, "compute", "sequence", "norm", ("transformers", "rms"),
+         "of both: what the weight multiplies"),
     Kept("norm inputs", "dim", 2, "compute", "sequence", "norm", ("decoder", "layer"), "of both"),
     Kept("norm scale", "token", 2, "float32", "sequence", "norm", ("decoder",),
          "of both: one over the root of the mean square"),
@@ -79,9 +85,17 @@ KEPT: tuple[Kept, ...] = (
     Kept("attention input", "dim", 1, "compute", "whole", "attention", ("decoder",), "of q, k, v"),
     Kept("query norm", "q", 1, "compute", "tensor", "attention", ("qk_norm", "megatron"), "input"),
     Kept("key norm", "kv", 1, "compute", "tensor", "attention", ("qk_norm", "megatron"), "input"),
-    Kept("query norm", "q", 2, "float32", "tensor", "attention", ("qk_norm", "decoder"),
+    Kept("query norm", "q", 2, "float32", "tensor", "attention", ("qk_norm", "own"),
          "the input, and what the weight multiplies"),
-    Kept("key norm", "kv", 2, "float32", "tensor", "attention", ("qk_norm", "decoder"), "the same"),
+    Kept("key norm", "kv", 2, "float32", "tensor", "attention", ("qk_norm", "own"), "the same"),
+    Kept("query norm", "q", 1, "float32", "tensor", "attention", ("qk_norm", "transformers"),
+         "the input"),
+    Kept("key norm", "kv", 1, "float32", "tensor", "attention", ("qk_norm", "transformers"),
+         "the input"),
+    Kept("query normed", "q", 1, "compute", "tensor", "attention", ("qk_norm", "transformers"),
+         "what the weight multiplies"),
+    Kept("key normed", "kv", 1, "compute", "tensor", "attention", ("qk_norm", "transformers"),
+         "what the weight multiplies"),
     Kept("query", "q", 1, "compute", "tensor", "attention", (), f"for the scores; {_K}"),
     Kept("key, value", "kv", 2, "compute", "tensor", "attention", (), f"for the scores; {_K}"),
     Kept("latent", "latent", 2, "compute", "whole", "attention", ("latent",),
@@ -99,7 +113,7 @@ KEPT: tuple[Kept, ...] = (
          "one float per row of scores; arXiv:2205.14135 section 3.1"),
     Kept("attention output", "q", 1, "compute", "tensor", "attention", (), f"of projection; {_K}"),
     Kept("attention columns", "q", 1, "compute", "tensor", "attention",
-         ("decoder", "many_heads", "rotary"),
+         ("own", "many_heads", "rotary"),
          "the output with the heads side by side, which the projection reads"),
     Kept("attention mask", "dim", 1, "mask", "sequence", "attention", ("dropout",), f"mask; {_K}"),
     Kept("ffn input", "dim", 1, "compute", "sequence", "ffn", ("trained", "megatron"),
@@ -156,7 +170,8 @@ IMPLEMENTATIONS: dict[Implementation, frozenset[str]] = {
     "eager_repeat_kv": frozenset({"megatron", "eager", "repeat_kv"}),
     "eager_double_norm": frozenset({"megatron", "eager", "repeat_kv", "double_norm"}),
     "eager_tanh_gelu": frozenset({"megatron", "eager", "tanh_gelu"}),
-    "decoder": frozenset({"decoder", "eager"}),
+    "decoder": frozenset({"decoder", "own", "eager"}),
+    "transformers": frozenset({"decoder", "transformers", "eager"}),
 }
 
 

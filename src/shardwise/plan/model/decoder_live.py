@@ -239,7 +239,7 @@ class DecoderLive(DecoderEnds):
         left = sum(made.get(name, 0) for name in _BEFORE_ATTENTION)
         # Of the first norm; in float32 its input is what the layer before has made.
         there = made["attention input"]
-        in_float32 = made.get("norms in float32", 0)
+        in_float32 = made.get("norms in float32", 0) + made.get("normed", 0)
         there += in_float32 // (4 if self._is_float32 else 2)
         if run.cp > 1 and run.cp_method == "ring":
             there += sum(made[name] for name in _ATTENDED)

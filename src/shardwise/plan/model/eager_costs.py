@@ -1,4 +1,4 @@
-"""What the built-in decoder costs in eager PyTorch: its kernels, counted as a trace counts them.
+"""What a decoder costs in eager PyTorch: its kernels, counted as a trace counts them.
 
 Note [A line of the table]
 A line is what one pass of a layer moves per token and element of a width, summed over its kernels:
@@ -18,6 +18,7 @@ from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import DTYPE_BYTES
 
 Width = Literal["dim", "q", "kv", "ffn", "vocab"]
+_Counts = tuple[int, float, float, int]  # of a line: copies, float32, compute and kernels
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,27 @@ class _Line:
 _RMS, _RMS_BACKWARD = (2, 7, 0, 6), (2, 23, 0, 15)  # squares, mean, root, scales; all of its parts
 _LAYER, _LAYER_BACKWARD = (0, 0, 2, 1), (0, 0, 3, 1)
 _TURN, _TURN_BACKWARD = (2, 9, 0, 7), (2, 10, 0, 8)  # rotary positions, of halves
+# The same as transformers has them: norms scale, and positions turn, in the computing dtype.
+_CAST, _CAST_BACKWARD = (2, 5, 2, 6), (2, 17, 6, 14)
+_HALVES, _HALVES_BACKWARD = (0, 0, 10, 5), (0, 0, 16, 8)
+
+
+def _norms(rms: _Counts, cast: _Counts, layer: _Counts) -> tuple[_Line, ...]:
+    """Return the lines of one norm of the stream, whichever it is."""
+    kinds = {"rms": rms, "rms_cast": cast, "layer": layer}
+    return tuple(_Line("dim", *counts, only) for only, counts in kinds.items())
+
+
+def _of_heads(rms: _Counts, cast: _Counts, turn: _Counts, halves: _Counts) -> tuple[_Line, ...]:
+    """Return the lines of queries and keys: their norms, if they have any, and positions."""
+    kinds = {"qk_norm": rms, "qk_norm_cast": cast, "rotary": turn, "rotary_halves": halves}
+    widths: tuple[Width, ...] = ("q", "kv")
+    return tuple(_Line(width, *counts, only) for only, counts in kinds.items() for width in widths)
+
 
 _FORWARD = (
-    *2 * (_Line("dim", *_RMS, "rms"), _Line("dim", *_LAYER, "layer")),
-    _Line("q", *_RMS, "qk_norm"),
-    _Line("kv", *_RMS, "qk_norm"),
-    _Line("q", *_TURN, "rotary"),
-    _Line("kv", *_TURN, "rotary"),
+    *2 * _norms(_RMS, _CAST, _LAYER),
+    *_of_heads(_RMS, _CAST, _TURN, _HALVES),
     _Line("q", 0, 0, 2, 1, "rotary"),  # heads side by side
     _Line("q", 0, 0, 0, 2, "cast"),  # tables of positions, which each unit is given in its dtype
     _Line("dim", 0, 0, 6, 2),  # both updates are added
@@ -49,11 +64,8 @@ _FORWARD = (
     _Line("ffn", 0, 0, 2, 1, "plain"),
 )
 _BACKWARD = (
-    *2 * (_Line("dim", *_RMS_BACKWARD, "rms"), _Line("dim", *_LAYER_BACKWARD, "layer")),
-    _Line("q", *_RMS_BACKWARD, "qk_norm"),
-    _Line("kv", *_RMS_BACKWARD, "qk_norm"),
-    _Line("q", *_TURN_BACKWARD, "rotary"),
-    _Line("kv", *_TURN_BACKWARD, "rotary"),
+    *2 * _norms(_RMS_BACKWARD, _CAST_BACKWARD, _LAYER_BACKWARD),
+    *_of_heads(_RMS_BACKWARD, _CAST_BACKWARD, _TURN_BACKWARD, _HALVES_BACKWARD),
     _Line("q", 0, 0, 2, 1, "rotary"),
     _Line("kv", 0, 0, 2, 1, "rotary"),
     _Line("dim", 0, 0, 12, 4),  # gradients of what several read are summed
@@ -65,8 +77,8 @@ _BACKWARD = (
     _Line("dim", 0, 0, 2, 2, "bias"),
     _Line("ffn", 0, 0, 1, 1, "bias"),
 )
-_END = (_Line("dim", *_RMS, "rms"), _Line("dim", *_LAYER, "layer"))
-_END_BACKWARD = (_Line("dim", *_RMS_BACKWARD, "rms"), _Line("dim", *_LAYER_BACKWARD, "layer"))
+_END = _norms(_RMS, _CAST, _LAYER)
+_END_BACKWARD = _norms(_RMS_BACKWARD, _CAST_BACKWARD, _LAYER_BACKWARD)
 _LOSS = (_Line("vocab", 1, 3, 0, 2),)  # log-softmax, and what it says of the targets
 _LOSS_BACKWARD = (_Line("vocab", 1, 5, 0, 2),)
 
@@ -88,7 +100,7 @@ def eager_loss(shape: DecoderShape, run: Execution, *, backward: bool = False) -
 
 def _moved(lines: Iterable[_Line], shape: DecoderShape, run: Execution) -> Cost:
     size = DTYPE_BYTES[run.dtype]
-    facts = _facts(shape, size)
+    facts = _facts(shape, run, size)
     widths = _widths(shape, run)
     moved, kernels = 0.0, 0
     for line in lines:
@@ -113,15 +125,19 @@ def _widths(shape: DecoderShape, run: Execution) -> dict[Width, float]:
     }
 
 
-def _facts(shape: DecoderShape, size: int) -> set[str]:
+def _facts(shape: DecoderShape, run: Execution, size: int) -> set[str]:
+    own = run.implementation != "transformers"
     rotary = shape.norm == "rms" and not shape.positions
-    facts = {shape.norm, "gated" if shape.gated else "plain"}
+    norm = "rms_cast" if shape.norm == "rms" and not own else shape.norm
+    facts = {norm, "gated" if shape.gated else "plain"}
     facts.update(
         name
         for name, holds in (
-            ("rotary", rotary),
-            ("cast", rotary and size < 4),
-            ("qk_norm", shape.qk_norm),
+            ("rotary", rotary and own),
+            ("rotary_halves", rotary and not own),
+            ("cast", rotary and own and size < 4),
+            ("qk_norm", shape.qk_norm and own),
+            ("qk_norm_cast", shape.qk_norm and not own),
             ("qkv_bias", shape.qkv_bias),
             ("bias", shape.bias),
         )

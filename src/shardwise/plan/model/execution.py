@@ -114,6 +114,11 @@ class Execution:
             )
 
     @property
+    def by_kernel(self) -> bool:
+        """Whether kernels and bytes are counted one by one, as eager PyTorch runs them."""
+        return self.implementation in ("decoder", "transformers")
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on this rank."""
         return self.micro_batch * self.seq // self.cp
@@ -245,7 +250,7 @@ def kept_layer_bytes(shape: DecoderShape, run: Execution) -> int:
     stream = stream_bytes(shape, run)
     if run.activation_checkpointing == "full":
         return stream
-    dead = stream if run.implementation.startswith(("eager", "decoder")) else 0
+    dead = stream if run.by_kernel or run.implementation.startswith("eager") else 0
     return stream + saved_by_op(made) + dead
 
 

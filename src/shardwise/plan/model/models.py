@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ConfigError
 from shardwise.keys import near_miss
+from shardwise.plan.model.activations import Implementation
 from shardwise.plan.model.config_keys import check_sizes, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
@@ -29,6 +30,8 @@ from shardwise.spelling import did_you_mean
 
 MakeBatch = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
+# Families whose layers transformers writes as Llama's, which formulas know.
+_LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class ModelSource:
 
     ``build(checkpointed)`` gives a new module; ``make_batch(micro_batch, seq)`` and
     ``loss(model, batch)`` are called on fake tensors. ``seq`` is the usual window, ``max_seq`` the
-    longest that the model takes (None: any). ``shape`` is there where formulas know the model too.
+    longest that the model takes (None: any). ``shape`` is there where formulas
+    know the model too, and ``eager`` says how its layers are written.
     """
 
     name: str
@@ -47,7 +51,16 @@ class ModelSource:
     loss: Loss
     max_seq: int | None = None
     shape: DecoderShape | None = None
+    eager: Implementation = "decoder"
     notes: tuple[str, ...] = ()
+
+    def window(self, seq: int | None) -> int:
+        """Return the tokens of a window: ``seq``, or the usual ones. **Raises** ConfigError."""
+        asked = self.seq if seq is None else seq
+        if asked < 1 or (self.max_seq is not None and asked > self.max_seq):
+            most = "" if self.max_seq is None else f" to {self.max_seq}"
+            raise ConfigError(f"seq={asked}: {self.name} takes windows of 1{most} tokens")
+        return asked
 
 
 def shape_source(name: str, shape: DecoderShape, seq: int) -> ModelSource:
@@ -114,7 +127,13 @@ def huggingface_source(path: Path) -> ModelSource:
         return replace(source, notes=(note,))
     kind = _config_class(config, path)
     unknown = unknown_keys(config, kind, path)
-    notes = (f"{path}: no keys of {kind.__name__}: {', '.join(unknown)}",) if unknown else ()
+    notes = [f"{path}: no keys of {kind.__name__}: {', '.join(unknown)}"] if unknown else []
+    shape, is_known = _shape_or_none(config), config["model_type"] in _LIKE_LLAMA
+    if shape is not None and not is_known:
+        notes.append(
+            f"{name} is planned as a plain decoder of its shape, without dropout; --units with the "
+            f"class of its layers traces {kind.__name__.removesuffix('Config')} itself"
+        )
     return ModelSource(
         name=name,
         seq=seq,
@@ -122,8 +141,9 @@ def huggingface_source(path: Path) -> ModelSource:
         make_batch=_labelled,
         loss=_huggingface_loss,
         max_seq=longest if isinstance(longest, int) else None,
-        shape=_shape_or_none(config),
-        notes=notes,
+        shape=shape,
+        eager="transformers" if is_known else "decoder",
+        notes=tuple(notes),
     )
 
 

@@ -50,11 +50,11 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     weights += shape.router_params * size
     weights += shape.routed_params * size // run.ep
     matmul = run.matmul_dtype or run.dtype
-    if run.implementation == "decoder" and shape.experts is None:
+    if run.by_kernel and shape.experts is None:
         return _eager_costs(shape, run)
     eager = run.dropout or run.implementation.startswith("eager")
     kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
-    if run.implementation != "decoder":
+    if not run.by_kernel:
         kernels += _expert_kernels(shape, run)
         kernels += _LATENT_KERNELS * (shape.latent is not None)
     moved = 4 * shape.q_dim * tokens * size // tp
@@ -164,7 +164,7 @@ def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     if run.activation_checkpointing == "selective":
         return () if run.flash else (costs[1], costs[2])
     whole = costs[0]
-    if run.implementation == "decoder":
+    if run.by_kernel:
         costs = _stopped_early(shape, run, costs)
     if run.activation_checkpointing == "per_op":
         half = replace(whole, flops=whole.flops // 2, moved_bytes=whole.moved_bytes // 2)
@@ -212,10 +212,10 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
         if cost.kind in CONTEXT_KINDS:
             found.append(_context_cost(shape, run, backward=True))
             continue
-        if cost.kind == "memory" and run.implementation == "decoder" and shape.experts is None:
+        if cost.kind == "memory" and run.by_kernel and shape.experts is None:
             found.append(eager_layer(shape, run, backward=True))
             continue
-        if cost.kind == "attention" and run.implementation in ("decoder", "compiled"):
+        if cost.kind == "attention" and (run.by_kernel or run.implementation == "compiled"):
             doubled = replace(cost, flops=2 * cost.flops, moved_bytes=2 * cost.moved_bytes)
             found.append(doubled)  # one kernel too
             continue

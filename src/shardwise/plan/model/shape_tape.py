@@ -140,7 +140,7 @@ def _times(cost: Cost, num: int) -> Cost:
 
 def live_of(shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> FormulaLive:
     """Return the bytes that are alive on a rank, by how the layers are written."""
-    kind = DecoderLive if run.implementation == "decoder" else FormulaLive
+    kind = DecoderLive if run.by_kernel else FormulaLive
     return kind(shape, run, layers)
 
 
@@ -235,7 +235,8 @@ def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
 def _enter(live: FormulaLive) -> Work:
     """The embedding; other micro-batches in flight are counted from here on."""
     run = live.run
-    kernels = 10 if run.implementation == "decoder" else 2  # tables of positions are tiny
+    # Tables of positions are tiny; transformers makes more of them, and a mask.
+    kernels = {"decoder": 10, "transformers": 17}.get(run.implementation, 2)
     costs = (Cost("memory", run.dtype, 0, 3 * live.stream, kernels),) if run.first else ()
     return Work(0, "forward", costs, *live.enter())
 
@@ -248,7 +249,7 @@ def _head_forward(live: FormulaLive) -> Work:
     flops = shape.head_flops_per_token * run.tokens // run.tp
     moved = shape.vocab * shape.dim * live.size // run.tp + net.logits + net.activations
     product = Cost("matmul", run.dtype, flops, moved, 2)
-    if run.implementation != "decoder":
+    if not run.by_kernel:
         return Work(0, "forward", (product,), peak, net)
     costs = replace(product, num_ops=1), eager_end(shape, run)
     return Work(0, "forward", costs, peak, net)
@@ -261,7 +262,7 @@ def _loss(live: FormulaLive) -> Work:
     peak, net = live.loss()
     have = run.tokens * shape.vocab // run.tp * live.size
     cost = Cost("memory", "float32", 0, 3 * max(peak.logits, have), 4)
-    if run.implementation == "decoder" and run.loss in ("eager", "held"):
+    if run.by_kernel and run.loss in ("eager", "held"):
         cost = eager_loss(shape, run)
     return Work(0, "loss", (cost,), peak, net)
 
@@ -272,7 +273,7 @@ def _loss_backward(live: FormulaLive) -> Work:
         return _nothing("backward")
     peak, net = live.loss_backward()
     cost = Cost("memory", "float32", 0, 3 * max(peak.logits, 0), 4)
-    if run.implementation == "decoder" and run.loss in ("eager", "held"):
+    if run.by_kernel and run.loss in ("eager", "held"):
         cost = eager_loss(live.shape, run, backward=True)
     return Work(0, "backward", (cost,), peak, net, peak, net)
 
@@ -292,7 +293,7 @@ def _norm_backward(live: FormulaLive) -> Work:
     """The last norm, which is the root's."""
     if not live.run.last:
         return _nothing("backward")
-    eager = live.run.implementation == "decoder"
+    eager = live.run.by_kernel
     costs = (eager_end(live.shape, live.run, backward=True),) if eager else ()
     grads = LiveBytes(grads=live.shape.norm_params * live.size)
     return Work(0, "backward", costs, grads, grads)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate, LossKind
+from shardwise.plan.model.activations import Implementation
 from shardwise.plan.model.execution import Execution, stream_bytes
 from shardwise.plan.model.shape_tape import Least, least_of, shape_tape
 from shardwise.plan.model.shapes import DecoderShape
@@ -16,19 +17,28 @@ class ShapedModel:
     """The tapes of a decoder of a shape, for windows of ``seq`` tokens, on one of its ranks.
 
     Where layers do not divide into the pipeline's stages, the first stages have one more.
-    It is run as `shardwise train` runs its decoder, in eager PyTorch, unless the candidate has
-    compiled kernels.
+    It is run as `shardwise train` runs its decoder, or as ``eager`` says, in eager PyTorch, unless
+    the candidate has compiled kernels. ``notes`` are what the user should know of its source.
 
     **Raises** ConfigError, when a tape is asked for, naming a degree that the shape cannot have.
     """
 
-    def __init__(self, name: str, shape: DecoderShape, seq: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        shape: DecoderShape,
+        seq: int,
+        *,
+        eager: Implementation = "decoder",
+        notes: tuple[str, ...] = (),
+    ) -> None:
         if seq < 1 or (shape.positions and seq > shape.positions):
             most = f" to {shape.positions}" if shape.positions else ""
             raise ConfigError(f"seq={seq}: {name} takes windows of 1{most} tokens")
         self.name = name
         self.seq = seq
         self._shape = shape
+        self._eager, self._notes = eager, notes
         self._tapes: dict[Execution, Tape] = {}
         self._least: dict[Execution, Least] = {}
 
@@ -47,8 +57,12 @@ class ShapedModel:
         """What the user should know of how the tapes are made."""
         how = "by the formulas of the model's shape, with flash attention; nothing is traced"
         if self._shape.experts is None:
-            return (how,)
-        return how, "routers are taken to send as many tokens to each expert as to any other"
+            return *self._notes, how
+        return (
+            *self._notes,
+            how,
+            "routers are taken to send as many tokens to each expert as to any other",
+        )
 
     def check_degrees(self, candidate: Candidate) -> None:
         """Refuse degrees that the shape cannot have. **Raises** ConfigError, naming one."""
@@ -103,7 +117,7 @@ class ShapedModel:
             cp_method=candidate.cp_method,
             ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
-            implementation="decoder" if candidate.kernels == "eager" else "compiled",
+            implementation=self._eager if candidate.kernels == "eager" else "compiled",
             loss=_loss_of(candidate),
             keeps_outputs=True,
             large_units=True,

@@ -22,10 +22,7 @@ class TracedModel:
 
     def __init__(self, source: ModelSource, seq: int | None = None) -> None:
         self.name = source.name
-        self.seq = source.seq if seq is None else seq
-        if self.seq < 1 or (source.max_seq is not None and self.seq > source.max_seq):
-            most = "" if source.max_seq is None else f" to {source.max_seq}"
-            raise ConfigError(f"seq={seq}: {source.name} takes windows of 1{most} tokens")
+        self.seq = source.window(seq)
         self._source = source
         self._tapes: dict[object, Tape] = {}
         self._notes = dict.fromkeys(source.notes)
