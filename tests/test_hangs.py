@@ -3,6 +3,7 @@
 import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,16 +34,21 @@ from shardwise.train.setup import make_decoder, shard_decoder
 from shardwise.train.text import load_tokenizer
 
 SAMPLE = [
+    Case("data", "stop", rank=0, place="loss", step=150, timeout_s=10.0, agent=False),
     Case("data", "kill", place="backward", unit=2, timeout_s=10.0),
     Case("pipeline", "stop", rank=3, unit=1, timeout_s=10.0),
     Case("fully_shard", "skip", place="loss", timeout_s=10.0),
 ]
 
 
-def train_into_a_log(rank: int, world_size: int, case: Case, folder: str) -> None:
+def train_into_a_log(rank: int, world_size: int, case: Case, folder: str, port: int) -> None:
     log = os.open(Path(folder, f"{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
+    if not case.agent:  # then the store is to be rank 0's
+        dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         train(case, Path(folder))
     except Exception as error:
@@ -58,7 +64,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Ranks,
     found = {}
     for case in SAMPLE:
         folder = tmp_path_factory.mktemp(case.fault)
-        found[case] = start_ranks(train_into_a_log, case.num_ranks, case, str(folder)), folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            args = case, str(folder), free.getsockname()[1]
+        found[case] = start_ranks(train_into_a_log, case.num_ranks, *args), folder
         until = time.monotonic() + HANG_S
         while not Path(folder, "began" if case.fault != "skip" else "ready1").exists():
             assert time.monotonic() < until, "the ranks did not come to the fault"
@@ -67,7 +76,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Ranks,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.axis}-{case.fault}")
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"{case.axis}-{case.fault}-{case.rank}")
 def test_every_survivor_ends_and_names_the_rank_and_what_ails_it(
     running: dict[Case, tuple[Ranks, Path]], case: Case
 ) -> None:

@@ -21,7 +21,7 @@ from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, 
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.comm.control import Control
-from shardwise.comm.watch import name_ranks
+from shardwise.comm.meeting import name_ranks
 from shardwise.errors import CheckpointError
 from shardwise.layout.boxes import Region, full_region
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.breaking import break_off
-from shardwise.comm.meeting import Meeting
-from shardwise.comm.watch import AS_A_RULE, WATCH, name_ranks, reason_of
+from shardwise.comm.meeting import Meeting, name_ranks, reason_of
+from shardwise.comm.watch import AS_A_RULE, WATCH
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes
 

@@ -162,6 +162,22 @@ class Finder:
         self._tell(wait.meeting, scene, verdict)
         return verdict
 
+    def without_store(self, wait: Wait) -> str:
+        """Return what to say of a wait that is over while the store answers nobody.
+
+        As a rule the store is rank 0's then, and that is stopped, as the system can tell.
+        """
+        record = self.record(wait)
+        scene = missing.Scene(waits={dist.get_rank(): record})
+        if dist.get_rank() != 0 and self._pulses.life(0)[0] != "alive":
+            scene.missing[0] = missing.said_of(0, None, self._pulses, record) + self._last_of(0)
+        else:
+            scene.missing[0] = "nobody can say who is missing"
+        return (
+            "the store of the process group does not answer, which rank 0 or the launcher keeps: "
+            + missing.said(scene)
+        )
+
     def _tell(self, meeting: Meeting, scene: missing.Scene, verdict: str) -> None:
         """Publish a verdict; one about a small exchange, after which ranks may go on, to it alone.
 

@@ -1,5 +1,6 @@
 """A collective by a name that is the same on all ranks, and how people are told of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ _OTHERS = {
     "(tokens)": "how many tokens each rank has",
 }
 _SEPARATOR = "|"
+_MAX_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +66,15 @@ def text_of(key: str) -> str:
     """Return the name for people of a collective of this key."""
     _, axis, kind, index, unit = key.split(_SEPARATOR, 4)
     return Meeting(kind, unit, int(index), axis, None).text
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return e.g. ``rank 1``, ``ranks 1, 2`` or ``ranks 1, 2, ... (30 in all)``."""
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
+    more = f", ... ({len(ranks)} in all)" if len(ranks) > _MAX_RANKS_SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what an error says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -84,7 +84,7 @@ def look_round(
             if failed or _will_not_come(newest, life, cause, waits):
                 is_cause = not (newest and newest.left and newest.follows)
                 (scene.gone if is_cause else scene.followers).append(other)
-            how = _said_of(other, found if failed else None, pulses, waits)
+            how = said_of(other, found if failed else None, pulses, waits)
             scene.missing[other] = how + last_of(other)
     return scene
 
@@ -146,7 +146,7 @@ def _will_not_come(pulse: Pulse | None, life: Life, cause: str, waits: Record) -
     return waits["needs_all"] or left not in ("", ENDED_WELL)
 
 
-def _said_of(rank: int, failed: Record | None, pulses: Pulses, waits: Record) -> str:
+def said_of(rank: int, failed: Record | None, pulses: Pulses, waits: Record) -> str:
     """Return what is said of a rank that is missing in what ``waits`` waits in."""
     pulse = pulses.newest(rank)
     if failed is not None:

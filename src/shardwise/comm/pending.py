@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting
-from shardwise.comm.watch import AS_A_RULE, WATCH, reason_of
+from shardwise.comm.meeting import Meeting, reason_of
+from shardwise.comm.watch import AS_A_RULE, WATCH
 from shardwise.device import Event
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment

@@ -24,6 +24,12 @@ where they are; they add the lines that their main thread is in. What is known o
 wait from ending is one sentence of the verdict (missing.py). A rank that has died, as the system or
 its last word says, ends the waits for it at once; others end when the time is over (`watch`).
 
+Note [A store that does not answer]
+Rank 0 keeps the store where no launcher does. If it is stopped, and not dead, its connections stay
+open, and a look never returns. So a second thread looks at the first: where a look has not returned
+for half of the patience that `watch` was given, and a wait is over that patience, it ends the wait.
+It asks nothing of the store, and says what was heard before.
+
 Note [Breaking a wait off]
 gloo's waits cannot be cancelled. But a receive that runs out of time closes the connections of its
 group, and every wait on them raises. The group is of no use afterwards, and says so when it is
@@ -39,7 +45,6 @@ the process, as its process groups are. One thread looks once a second, and cost
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -49,21 +54,19 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise.comm import missing, stacks
+from shardwise.comm import missing
 from shardwise.comm.board import FAILED
 from shardwise.comm.breaking import blocks, break_off, break_off_all
 from shardwise.comm.finding_out import Finder
+from shardwise.comm.last_word import say_last_word
 from shardwise.comm.meeting import Meeting
-from shardwise.comm.pulse import ENDED_WELL
 from shardwise.comm.waits import Begun, Flights, StandingWaits, Wait
 from shardwise.errors import CollectiveError, ConfigError, StorageError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
-_MAX_RANKS_SHOWN = 8
 _HEAR_EVERY = 10  # looks
 _JOIN_S = 5.0
-_LINGER_S = 1.5  # longer than between two looks of the others
 _LEAST_S = 4.0  # a few looks: the missing are asked where they are
 
 
@@ -86,6 +89,8 @@ class Watch:
         self._failed: dict[int, tuple[Any, str]] = {}
         self._num_waits = 0
         self._thread: threading.Thread | None = None
+        self._second: threading.Thread | None = None
+        self._look_began_s: float | None = None  # of the look under way
         self._pid = 0  # of the process that looks: one that it forks ends by itself
         self._lost_store: dist.Store | None = None
         self._has_told_error = False
@@ -163,9 +168,11 @@ class Watch:
 
     def fail(self, meeting: Meeting, reason: str) -> str:
         """Note that a group has failed; return why, which may be what the watch has found."""
-        found = self._verdicts.pop(threading.get_ident(), None) or self._finder.cause(
-            meeting, reason
-        )
+        found = self._verdicts.pop(threading.get_ident(), None)
+        if found is None and self._is_deaf(self._late_s()):
+            wait = Wait(meeting, self._begun.counts[meeting.key], time.monotonic(), -1)
+            found = f"{reason}; {self._finder.without_store(wait)}"
+        found = found or self._finder.cause(meeting, reason)
         self.leave_group(meeting, found)
         if found.startswith(FAILED):
             self.tell_failure(found)  # to those who wait for this rank in another group
@@ -207,6 +214,9 @@ class Watch:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         self._thread.start()
+        look = self._run_second
+        self._second = threading.Thread(target=look, name="shardwise-watch-2", daemon=True)
+        self._second.start()
         atexit.register(self._leave_word)
 
     def _run(self) -> None:
@@ -218,6 +228,7 @@ class Watch:
                 store = dist.distributed_c10d._get_default_store()
                 if store is self._lost_store:  # asking again would print a stack of C++ each time
                     continue
+                self._look_began_s = time.monotonic()
                 self._look()
             except dist.DistNetworkError:  # rank 0 may have kept it, and has ended
                 self._lost_store = store
@@ -227,19 +238,47 @@ class Watch:
                 if not self._has_told_error:
                     self._has_told_error = True
                     _LOG.exception("shardwise: the watch of rank %d has failed", dist.get_rank())
+            finally:
+                self._look_began_s = None
+
+    def _run_second(self) -> None:
+        """Look at the first thread; see Note [A store that does not answer]."""
+        while not self._stop.wait(self.look_every_s):
+            now, late_s = time.monotonic(), self._late_s()
+            if not late_s:
+                continue
+            main = threading.main_thread().ident or 0
+            wait = self._waits.get(main) or self._standing.look() or self._late_flight(now)
+            waited_s = 0.0 if wait is None else now - wait.begun_s
+            if wait is not None and self._is_deaf(late_s) and waited_s >= (self.limit_s or 0):
+                with suppress(RuntimeError, ValueError, KeyError):  # the process group is gone
+                    over = f"it has not ended in {waited_s:.0f} s, and "
+                    self._end(main, wait, over + self._finder.without_store(wait), tells=False)
+
+    def _late_s(self) -> float:
+        """Return for how long the look under way has not returned; 0 while others take so long."""
+        began_s = self._look_began_s
+        late_s = 0.0 if began_s is None else time.monotonic() - began_s
+        return late_s if late_s > 2 * self.look_every_s else 0.0
+
+    def _is_deaf(self, late_s: float) -> bool:
+        """Tell whether a look is late by so much that the store is taken to answer nobody."""
+        return self.limit_s is not None and late_s >= self.limit_s / 2
 
     def _look(self) -> None:
+        main = threading.main_thread().ident or 0
+        standing = None if main in self._waits else self._standing.look()
         self._finder.beat(self.look_every_s)
         self._looks += 1
-        if self._looks % _HEAR_EVERY == 1:
+        if self._looks % _HEAR_EVERY == 1 or self._looks < _HEAR_EVERY / 2:
             self._finder.hear()
-        now, main = time.monotonic(), threading.main_thread().ident or 0
+        now = time.monotonic()
         waits = [
             (t, w) for t, w in list(self._waits.items()) if now - w.begun_s > self.look_every_s
         ]
         mine = next((w for t, w in waits if t == main), None)
         if mine is None and main not in self._waits:
-            mine = self._standing.look() or self._late_flight(now)
+            mine = standing or self._late_flight(now)
             waits += [(main, mine)] if mine is not None else []
         if mine is None:
             with self._telling:
@@ -272,10 +311,11 @@ class Watch:
         if verdict is not None:
             self._end(main, wait, verdict)
 
-    def _end(self, thread: int, wait: Wait, verdict: str) -> None:
+    def _end(self, thread: int, wait: Wait, verdict: str, tells: bool = True) -> None:
         """Break off a wait that cannot end, as this rank has found, or another one of its group.
 
-        Who has found it may be gone, and gloo wakes nobody who waits for a third rank.
+        Who has found it may be gone, and gloo wakes nobody who waits for a third rank. ``tells``:
+        others are told by the store.
         """
         meeting = wait.meeting
         if self._waits.get(thread) is wait:
@@ -287,7 +327,8 @@ class Watch:
             who = f"rank {dist.get_rank()}: {wait.text(thread)}"
             _LOG.error("shardwise: %s failed: %s", who, verdict)
             self._failed.setdefault(id(meeting.group), (meeting.group, verdict))
-            self._finder.pass_on(meeting, verdict)
+            if tells:
+                self._finder.pass_on(meeting, verdict)
             break_off_all()
 
     def _remind(self, thread: int, wait: Wait) -> None:
@@ -310,38 +351,14 @@ class Watch:
 
     def _leave_word(self) -> None:
         """Say how this rank's program has ended, and what a call of torch's has failed of."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._thread is None or self._second is None:
             return
-        self._stop.set()
-        if self._thread is not None:  # one that is in a call of C++ as Python ends would abort
-            self._thread.join(_JOIN_S)
-            if self._thread.is_alive():  # in a call to a store that does not answer
-                return
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        with suppress(Exception):  # whatever is gone by now: the error itself has been told
-            if error is None:
-                self._finder.beat(self.look_every_s, ENDED_WELL)
-            else:
-                self._say_why(error)
-                if dist.get_rank() == 0:  # which may keep the store that others still read
-                    time.sleep(_LINGER_S)
-
-    def _say_why(self, error: BaseException) -> None:
-        call, follows = None, isinstance(error, CollectiveError)
-        if isinstance(error, RuntimeError) and not follows:
-            call = stacks.wait_of_error(error.__traceback__)
-        left = f"{type(error).__name__}: {reason_of(error)}"
-        came = ""
-        if call is not None:
-            left, came = f"{type(error).__name__} in {call.text}", call.text
-        with suppress(RuntimeError, ValueError):  # the store may have ended with rank 0
-            self._finder.beat(self.look_every_s, left, came, follows or call is not None)
-        if call is not None and not self._standing.is_over:
-            meeting = Meeting(call.call, "", 0, "torch", call.group)
-            cause = self._finder.cause(meeting, reason_of(error), call)
-            _LOG.error("shardwise: rank %d: %s failed: %s", dist.get_rank(), call.text, cause)
+        self._stop.set()  # a thread that is in a call of C++ as Python ends would abort
+        self._thread.join(0 if self._late_s() else _JOIN_S)
+        self._second.join(_JOIN_S)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            told, has_store = self._standing.is_over, not self._thread.is_alive()
+            say_last_word(self._finder, self.look_every_s, is_told=told, has_store=has_store)
 
 
 def watch(hang_timeout: float | None) -> None:
@@ -368,18 +385,6 @@ def checked_timeout(hang_timeout: object) -> float | None:
             "None for the timeout of the process group"
         )
     return float(hang_timeout)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return e.g. ``rank 1``, ``ranks 1, 2`` or ``ranks 1, 2, ... (30 in all)``."""
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS_SHOWN]))
-    more = f", ... ({len(ranks)} in all)" if len(ranks) > _MAX_RANKS_SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 WATCH = Watch()

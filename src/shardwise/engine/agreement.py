@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import __version__
 from shardwise.comm.control import Control, naming
-from shardwise.comm.watch import name_ranks
+from shardwise.comm.meeting import name_ranks
 from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError, ShardwiseError, StorageError

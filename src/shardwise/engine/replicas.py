@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.watch import name_ranks
+from shardwise.comm.meeting import name_ranks
 from shardwise.engine.agreement import find_difference
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
