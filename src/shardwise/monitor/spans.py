@@ -138,6 +138,11 @@ class SpanRecorder:
 
     def enter(self, line: str, phase: str, unit: str) -> None:
         """Note that a phase begins."""
+        if self._stopped_s is None and self._first is None and self.on_main is None:
+            # As a rule, and for each phase of each unit, so without more calls.
+            at_s = self._host_clock() - self._paused_s
+            self._events.append((at_s, True, line, phase, unit, None))
+            return
         self._note(True, line, phase, unit)
         if self.on_main is not None and line == MAIN and not self.is_paused:
             self.on_main(phase, unit)
@@ -146,6 +151,10 @@ class SpanRecorder:
         """Note that a phase is over."""
         if self.on_error is not None and (error := sys.exc_info()[1]) is not None:
             self.on_error(error, phase, unit)
+        if self._stopped_s is None and self._first is None and self.on_main is None:
+            at_s = self._host_clock() - self._paused_s
+            self._events.append((at_s, False, line, phase, unit, None))
+            return
         self._note(False, line, phase, unit)
         if self.on_main is not None and line == MAIN and not self.is_paused:
             self.on_main(f"{phase}_end", unit)
