@@ -261,6 +261,30 @@ def test_the_plan_of_a_trained_run_stands_beside_what_was_measured(tmp_path: Pat
     assert "no plan beside it" in page and "dim: expected" in page
 
 
+def test_the_plan_of_a_users_own_loop_is_asked_for_and_must_be_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, model = write_record(tmp_path), tmp_path / "model.py"
+    numel = sum(unit.numel for unit in read_run(run).facts.units)
+    model.write_text(
+        "import torch\n"
+        f"def factory(): return torch.nn.Linear({numel - 1}, 1)\n"
+        f"def example_batch(n, seq): return torch.ones(n, {numel - 1})\n"
+        "def loss(model, batch): return model(batch).sum()\n"
+    )
+    asked = f"'{model}:factory' --micro-batch 2 --seq 16"
+    assert run_command([str(run), "--planned", asked]) == 0
+    page = (run / "report.html").read_text()
+    assert "The plan of these settings on 2 x" in page and "planned peak" in page
+    for planned, told in (
+        (f"{asked} --stage 9", "stage: expected"),
+        ("llama-3-8b --gpu nothing", "accelerator 'nothing' is not in"),
+        ("llama-3-8b", f"has 8,030,261,248 parameters, the run {numel:,}"),
+    ):
+        assert run_command([str(run), "--planned", planned]) == 2
+        assert told in capsys.readouterr().err, planned
+
+
 def test_more_runs_than_there_are_colours_are_refused(tmp_path: Path) -> None:
     record = read_run(write_record(tmp_path))
     with pytest.raises(ConfigError, match=f"1 to {MOST_RUNS} runs"):

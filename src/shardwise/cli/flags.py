@@ -42,16 +42,34 @@ def run_with_flags(
     return call_command(command, arguments, name)
 
 
+def parsed_flags(
+    keys: type[BaseModel], argument: inspect.Parameter, arguments: Sequence[str], name: str
+) -> tuple[Any, dict[str, Any]]:
+    """Return the positional argument and the flags of ``keys`` that were given."""
+
+    def command(**values: Any) -> None:
+        found.update({key: value for key, value in values.items() if value is not None})
+
+    found: dict[str, Any] = {}
+    command.__signature__ = signature = _signature(keys, [argument])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    _program(command)(list(arguments), prog_name=name, standalone_mode=False)
+    return found.pop(argument.name, None), found
+
+
+def _program(command: Callable[..., Any]) -> Callable[..., Any]:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    return typer.main.get_command(app)
+
+
 def call_command(command: Callable[..., int], arguments: Sequence[str], name: str) -> int:
     """Call a function with ``arguments`` as typer reads them from its signature.
 
     It returns the exit code; 2 is that of a ConfigError, whose text goes to stderr.
     """
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
-    program = typer.main.get_command(app)
     try:
-        return int(program(list(arguments), prog_name=name, standalone_mode=False) or 0)
+        return int(_program(command)(list(arguments), prog_name=name, standalone_mode=False) or 0)
     except ConfigError as error:
         sys.stderr.write(f"{name}: {error}\n")
         return _BAD_CONFIG

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.train.config import TrainConfig
 
 _NOTHING_FITS = 1
-_ARGUMENT = inspect.Parameter(
+MODEL = inspect.Parameter(
     "model",
     inspect.Parameter.KEYWORD_ONLY,
     default=None,
@@ -39,12 +39,12 @@ _ARGUMENT = inspect.Parameter(
 
 def run_plan(arguments: Sequence[str]) -> int:
     """Run `shardwise plan` with its arguments; return the exit code."""
-    return run_with_flags(PlanRequest, _ARGUMENT, arguments, "shardwise plan", _plan)
+    return run_with_flags(PlanRequest, MODEL, arguments, "shardwise plan", _plan)
 
 
 def run_simulate(arguments: Sequence[str]) -> int:
     """Run `shardwise simulate` with its arguments; return the exit code."""
-    return run_with_flags(SimulateRequest, _ARGUMENT, arguments, "shardwise simulate", _simulate)
+    return run_with_flags(SimulateRequest, MODEL, arguments, "shardwise simulate", _simulate)
 
 
 def _plan(model: str | None, flags: Mapping[str, Any]) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.keys import check_keys
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain
 from shardwise.monitor.record import folder_of
 
 if TYPE_CHECKING:
     from shardwise.monitor.record import RunRecord
     from shardwise.plan.planned import Planned
+    from shardwise.plan.request import PlanRequest
 
+_KEYS_OF_AXES = {"replicate": "dp_replicate"} | {name: name for name in ("tp", "pp", "cp", "ep")}
 _WORTH_SAYING = 0.01  # of the peak, or of the step
 
 
@@ -33,28 +39,67 @@ def plan_of_run(config: Path, record: RunRecord, **changed: Any) -> tuple[Planne
     ``changed`` are keys that differ from the run's. **Raises** ConfigError for values that no plan
     can have.
     """
-    from shardwise.cli.plan_setup import set_up
-    from shardwise.plan.machine.catalogue import find_accelerator
-    from shardwise.plan.planning import plan
     from shardwise.plan.request import PlanRequest
 
-    facts = record.facts
-    asked: dict[str, Any] = {"ranks": facts.num_ranks} | changed
-    if facts.hosts:
-        asked["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
+    cluster = _cluster_of(record)
     try:
-        device = {"gpu": find_accelerator(facts.device).name}
-    except ConfigError:
-        device = {}
-    try:
-        request = PlanRequest(**asked, **device)
+        request = PlanRequest(**cluster | changed)
     except ValidationError as error:
         raise ConfigError(f"no plan has {', '.join(changed)}: {error.errors()[0]['msg']}") from None
-    setup = set_up(str(config), request)
+    return _plan_of(str(config), request), _is_in_catalogue(cluster)
+
+
+def plan_of_loop(planned: str, record: RunRecord) -> tuple[Planned, bool]:
+    """Return the plan of a loop of the user's own, as `plan_of_run` does.
+
+    ``planned`` is what `shardwise plan` is given for it: a model and flags. Ranks, their devices,
+    stage and degrees are the run's, unless flags name others. **Raises** ConfigError for what no
+    plan can have, and for the plan of another model than the run's.
+    """
+    from shardwise.cli.flags import parsed_flags
+    from shardwise.cli.plan import MODEL
+    from shardwise.plan.request import PlanRequest
+
+    model, flags = parsed_flags(PlanRequest, MODEL, shlex.split(planned), "flag --planned")
+    facts, cluster = record.facts, _cluster_of(record)
+    degrees = {
+        key: facts.degrees[axis] for axis, key in _KEYS_OF_AXES.items() if axis in facts.degrees
+    }
+    values = cluster | {"stage": facts.stage} | degrees
+    request = check_keys(PlanRequest, values, flags, None, "flag --planned")
+    found = _plan_of(model, request)
+    ours = sum(unit.numel for unit in facts.units)
+    if max(degrees.get(key, 1) for key in ("tp", "pp", "ep")) == 1 and found.num_params != ours:
+        raise ConfigError(
+            f"flag --planned: {found.model} has {found.num_params:,} parameters, the run {ours:,}"
+        )
+    return found, _is_in_catalogue(values | flags)
+
+
+def _cluster_of(record: RunRecord) -> dict[str, Any]:
+    """Return the keys of a plan that say which ranks a run had, and of which device."""
+    from shardwise.plan.machine.catalogue import find_accelerator
+
+    facts = record.facts
+    found: dict[str, Any] = {"ranks": facts.num_ranks}
+    if facts.hosts:
+        found["gpus_per_node"] = facts.hosts.count(facts.hosts[0])
+    with suppress(ConfigError):
+        found["gpu"] = find_accelerator(facts.device).name
+    return found
+
+
+def _is_in_catalogue(values: Mapping[str, Any]) -> bool:
+    return values.get("gpu", "cpu") != "cpu"
+
+
+def _plan_of(model: str | None, request: PlanRequest) -> Planned:
+    from shardwise.cli.plan_setup import set_up
+    from shardwise.plan.planning import plan
+
+    setup = set_up(model, request)
     prices = setup.prices_of(setup.candidate)
-    return plan(setup.model, setup.cluster, setup.candidate, prices=prices), device.get(
-        "gpu", "cpu"
-    ) != "cpu"
+    return plan(setup.model, setup.cluster, setup.candidate, prices=prices)
 
 
 def with_planned_gains(diagnosis: Diagnosis, record: RunRecord) -> Diagnosis:

@@ -33,6 +33,12 @@ _Steps = Annotated[int, typer.Option(min=1, help="how many of the newest timelin
 _WithPlan = Annotated[
     bool, typer.Option("--plan/--no-plan", help="plan what `shardwise train` ran, and compare")
 ]
+_Planned = Annotated[
+    str | None,
+    typer.Option(
+        metavar="'MODEL [FLAGS]'", help="what `shardwise plan` is given for a loop of your own"
+    ),
+]
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -44,11 +50,13 @@ def run_command(arguments: Sequence[str]) -> int:
         trace: _Trace = None,
         trace_steps: _Steps = 10,
         plan: _WithPlan = True,
+        planned: _Planned = None,
     ) -> int:
         """Draw observed runs as one HTML file that needs nothing else.
 
         A run that goes on may be drawn too. Where RUN has the config.yaml of `shardwise train`, the
-        plan of the same settings stands beside what was measured.
+        plan of the same settings stands beside what was measured. For a loop of your own say with
+        --planned what `shardwise plan` is given; ranks, stage and degrees are the run's.
         """
         from shardwise.cli.plan_write import check_target
         from shardwise.monitor.record import folder_of, read_run
@@ -62,7 +70,7 @@ def run_command(arguments: Sequence[str]) -> int:
         check_target("output", page)
         check_target("trace", trace)
         names = _names(runs)
-        shown = [_shown(*each, with_plan=plan) for each in zip(names, records, strict=True)]
+        shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
         _write("output", page, report_html(shown))
         if trace is not None:
             _write("trace", trace, json.dumps(chrome_trace(records[0])))
@@ -88,12 +96,20 @@ def _names(runs: Sequence[Path]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
-def _shown(name: str, record: RunRecord, with_plan: bool) -> ShownRun:
-    from shardwise.cli.planned_run import config_of, plan_of_run, with_planned_gains
+def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -> ShownRun:
+    from shardwise.cli.planned_run import (
+        config_of,
+        plan_of_loop,
+        plan_of_run,
+        with_planned_gains,
+    )
     from shardwise.monitor.doctor.rules import diagnose
     from shardwise.monitor.report.page import ShownRun
 
     config, diagnosis = config_of(record), diagnose(record)
+    if planned is not None:
+        plan, is_of_device = plan_of_loop(planned, record)
+        return ShownRun(name, record, diagnosis, plan, is_of_device)
     if not with_plan or config is None:
         return ShownRun(name, record, diagnosis)
     run = ShownRun(name, record, with_planned_gains(diagnosis, record))
