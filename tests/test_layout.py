@@ -10,14 +10,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.layout.segments import Layout, build_layout, flat_layout, rows_layout
+from shardwise.layout.segments import Layout, balanced, build_layout, flat_layout, rows_layout
 from shardwise.layout.units import UnitSpec, find_device, partition_into_units
 
 Shapes = list[tuple[int, ...]]
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=6)
 num_ranks = st.integers(1, 17)
-kinds = st.sampled_from(["rows", "flat"])
+kinds = st.sampled_from(["rows", "flat", "matrices"])
+
+
+def laid_out(kind: str, shapes: Shapes, num_ranks: int) -> Layout:
+    """Build a layout; of ``matrices``, every parameter of two dims has an owner."""
+    matrices = [index for index, shape in enumerate(shapes) if len(shape) == 2]
+    owners: list[int | None] = [None] * len(shapes)
+    chosen = balanced([prod(shapes[index]) for index in matrices], num_ranks)
+    for index, owner in zip(matrices, chosen, strict=True):
+        owners[index] = owner
+    return build_layout(kind, shapes, num_ranks, owners)  # type: ignore[arg-type]
 
 
 def shard_ranges(layout: Layout, rank: int) -> list[tuple[int, int]]:
@@ -35,7 +45,7 @@ def overlap(ranges: list[tuple[int, int]]) -> bool:
 def test_the_pieces_of_the_ranks_hold_every_element_exactly_once(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
-    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    layout = laid_out(kind, shapes, num_ranks)
     for index, shape in enumerate(shapes):
         owned: list[int] = []
         for rank in range(num_ranks):
@@ -66,7 +76,7 @@ def test_flat_ranks_own_equal_ranges_but_for_less_than_one_element_each(
         sum(layout.piece(i, rank).numel for i in range(len(shapes))) for rank in range(num_ranks)
     ]
     assert sum(owned) == layout.numel
-    assert all(n <= layout.shard_numel for n in owned)
+    assert all(n <= layout.shard_numel(0) for n in owned)
     assert 0 <= layout.full_numel - layout.numel < num_ranks
     assert max(owned) - min(owned) < max(num_ranks, 1) or num_ranks == 1
 
@@ -75,17 +85,19 @@ def test_flat_ranks_own_equal_ranges_but_for_less_than_one_element_each(
 def test_a_full_buffer_is_as_long_as_all_shards_together(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
-    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    layout = laid_out(kind, shapes, num_ranks)
     assert layout.numel == sum(map(prod, shapes))
-    assert layout.full_numel == num_ranks * layout.shard_numel
-    assert sum(s.shard_numel for s in layout.segments) == layout.shard_numel
+    if kind != "matrices":  # in which matrices begin at multiples of some elements
+        assert layout.full_numel == sum(layout.shard_numels)
+    assert layout.shard_numels == tuple(map(layout.shard_numel, range(num_ranks)))
+    assert min(sum(layout.shard_numels), layout.full_numel) >= layout.numel
 
 
 @given(kinds, shapes, num_ranks)
 def test_full_parameters_lie_inside_the_full_buffer_and_do_not_overlap(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
-    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    layout = laid_out(kind, shapes, num_ranks)
     begins = [layout.full_offset(i) for i in range(len(shapes))]
     ranges = [(b, b + prod(s)) for b, s in zip(begins, shapes, strict=True) if prod(s)]
     assert all(begin >= 0 and end <= layout.full_numel for begin, end in ranges)
@@ -96,23 +108,23 @@ def test_full_parameters_lie_inside_the_full_buffer_and_do_not_overlap(
 def test_pieces_lie_inside_the_shard_buffer_and_do_not_overlap(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
-    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    layout = laid_out(kind, shapes, num_ranks)
     for rank in range(num_ranks):
         ranges = shard_ranges(layout, rank)
-        assert all(begin >= 0 and end <= layout.shard_numel for begin, end in ranges)
+        assert all(begin >= 0 and end <= layout.shard_numel(rank) for begin, end in ranges)
         assert not overlap(ranges)
         for index in range(len(shapes)):  # an empty slice must be takeable as well
             piece = layout.piece(index, rank)
-            assert 0 <= piece.shard_offset <= layout.shard_numel
+            assert 0 <= piece.shard_offset <= layout.shard_numel(rank)
 
 
 @given(kinds, shapes, num_ranks)
 def test_gathering_every_share_in_rank_order_puts_every_element_in_its_place(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
-    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    layout = laid_out(kind, shapes, num_ranks)
     values = [torch.arange(prod(s)) + 1000 * i for i, s in enumerate(shapes)]
-    shards = torch.full((num_ranks, layout.shard_numel), -1)
+    shards = torch.full((num_ranks, max(layout.shard_numels)), -1)
     for rank in range(num_ranks):
         for index, value in enumerate(values):
             piece = layout.piece(index, rank)
@@ -121,8 +133,9 @@ def test_gathering_every_share_in_rank_order_puts_every_element_in_its_place(
             ]
     full = torch.full((layout.full_numel,), -1)
     for segment in layout.segments:
-        shares = shards[:, segment.shard_offset : segment.shard_offset + segment.shard_numel]
-        full[segment.full_offset : segment.full_offset + shares.numel()] = shares.reshape(-1)
+        for rank in range(num_ranks):
+            begin, end = (segment.full_offset + at for at in segment.share(rank))
+            full[begin:end] = shards[rank, segment.shard_offset :][: end - begin]
     for index, value in enumerate(values):
         begin = layout.full_offset(index)
         assert torch.equal(full[begin : begin + value.numel()], value)
@@ -132,12 +145,39 @@ def test_gathering_every_share_in_rank_order_puts_every_element_in_its_place(
 def test_the_bounds_of_a_segment_leave_padding_out(
     kind: str, shapes: Shapes, num_ranks: int
 ) -> None:
-    layout = build_layout(kind, shapes, num_ranks)  # type: ignore[arg-type]
+    layout = laid_out(kind, shapes, num_ranks)
     for segment in layout.segments:
         bounds = [segment.bounds(rank) for rank in range(num_ranks)]
         assert bounds[0][0] == 0 and bounds[-1][1] == segment.numel
         assert all(hi == lo for (_, hi), (lo, _) in pairwise(bounds))
         assert all(hi - lo <= segment.shard_numel for lo, hi in bounds)
+
+
+@given(shapes, num_ranks)
+def test_a_matrix_lies_whole_on_one_rank_and_the_rest_is_flat(
+    shapes: Shapes, num_ranks: int
+) -> None:
+    layout = laid_out("matrices", shapes, num_ranks)
+    for index, shape in enumerate(shapes):
+        held = [layout.piece(index, rank).numel for rank in range(num_ranks)]
+        owner = layout.owner(index)
+        assert (owner is not None) is (len(shape) == 2)
+        for rank in range(num_ranks):
+            local = layout.local_shape(index, rank)
+            assert prod(local) == held[rank]
+            if owner is not None:
+                assert local == (shape if rank == owner else (0, shape[1]))
+
+
+@given(st.lists(st.integers(0, 99), max_size=9), num_ranks)
+def test_the_longest_go_first_so_that_no_rank_has_a_whole_one_more_than_another(
+    costs: list[int], num_ranks: int
+) -> None:
+    owners = balanced(costs, num_ranks)
+    loads = [sum(c for c, o in zip(costs, owners, strict=True) if o == r) for r in range(num_ranks)]
+    assert sum(loads) == sum(costs)
+    assert max(loads) - min(loads) <= max(costs, default=0)
+    assert owners == balanced(costs, num_ranks)
 
 
 # Units.

@@ -88,7 +88,7 @@ def check_settings(rank: int, world_size: int) -> None:
     for stage in (5, 4, -1, "3", True, False, None, 2.5):
         with refused(model, r"stage=.*expected 0, 1, 2 or 3"):
             shard(model, stage=stage)  # type: ignore[arg-type]
-    with refused(model, r"layout='columns': expected 'rows' .* or 'flat'"):
+    with refused(model, r"layout='columns': expected 'rows' .* or 'matrices'"):
         shard(model, layout="columns")
     with refused(model, r"precision='fp8': expected one of 'fp32', 'bf16', 'fp16'"):
         shard(model, precision="fp8")

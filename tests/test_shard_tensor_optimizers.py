@@ -21,7 +21,7 @@ from shardwise import shard
 from shardwise.errors import ShardError
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-LAYOUTS = ("rows", "flat")
+LAYOUTS = ("rows", "flat", "matrices")
 # Each optimizer has two of these at each number of ranks, which lie four apart: at two ranks and
 # three it meets all four stages and both layouts. Those that can do without `foreach` do so at two
 # ranks, and have it at three.

@@ -11,7 +11,7 @@ from shardwise.homes import Offload, OffloadLike, resolve_offload
 from shardwise.precisions import PRECISION_DTYPES, nearest_precision, plain_precision
 from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES, ReduceEvery, Stage
 
-LayoutName = Literal["rows", "flat"]
+LayoutName = Literal["rows", "flat", "matrices"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,11 @@ def resolve_config(
     """
     if stage not in range(len(STAGES)) or isinstance(stage, bool):
         raise ConfigError(f"stage={stage!r}: expected 0, 1, 2 or 3 (ZeRO stages; 0 is replicated)")
-    if layout not in ("rows", "flat"):
-        raise ConfigError(f"layout={layout!r}: expected 'rows' (cut along dim 0) or 'flat'")
+    if layout not in ("rows", "flat", "matrices"):
+        raise ConfigError(
+            f"layout={layout!r}: expected 'rows' (cut along dim 0), 'flat' (ranges of elements) or "
+            "'matrices' (each matrix whole on one rank)"
+        )
     precision = _resolve_precision(precision)
     if reduce_every not in (None, "step", "micro_batch"):
         raise ConfigError(

@@ -44,6 +44,7 @@ def elements_are_where_it_says(rank: int, num_ranks: int, degrees: dict[str, int
     models = [
         shardwise.shard(parallel(), mesh=axes, **dim),  # type: ignore[arg-type]
         shardwise.shard(parallel(), mesh=axes, layout="flat"),
+        shardwise.shard(parallel(), mesh=axes, layout="matrices"),
         shardwise.shard(parallel(), mesh=axes, stage=0),
         fully_shard(parallel(), mesh=axes),
     ]
@@ -58,6 +59,11 @@ def elements_are_where_it_says(rank: int, num_ranks: int, degrees: dict[str, int
             here = full[box].reshape(-1)[found.lo : found.hi]
             local = params[found.name].to_local()  # type: ignore[operator]
             assert torch.equal(here, local.reshape(-1)), str(found)
+    if num_ranks == 3:
+        said = {p.name: str(p) for u in shardwise.describe(models[2]).units for p in u.params}
+        here = "" if rank == 0 else ", so not here"
+        assert said["parts.up.weight"] == f"parts.up.weight [24, 12]: whole on shard rank 0{here}"
+        assert "elements over" in said["parts.up.bias"]
     if degrees == {"tp": 2}:
         said = {p.name: str(p) for u in shardwise.describe(models[0]).units for p in u.params}
         rows = f"{12 * axes['tp'].get_local_rank()}"

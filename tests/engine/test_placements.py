@@ -199,6 +199,8 @@ def all_of(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
         for stage, layout in ((0, "rows"), (1, "flat"), (2, "rows"), (3, "rows"), (3, "flat")):
             experts(rank, world_size, mesh, stage, layout)
+        for stage in (1, 3):
+            experts(rank, world_size, mesh, stage, "matrices")
         refuses(mesh)
         for order in (2.0, 1.0, float("inf")):
             clips_over_meshes(mesh, order)

@@ -48,6 +48,11 @@ momentum = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
 
+def muon(params: Any) -> torch.optim.Optimizer:
+    """Step the matrices, and leave the rest as it is."""
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.1)
+
+
 def behind(params: Any) -> torch.optim.Optimizer:
     """Step behind the next forward pass."""
     return overlap(momentum(params))
@@ -282,6 +287,10 @@ for stage in range(4):
 for stage in (1, 3):
     add(f"stage {stage}, bf16", partial(sharded, stage=stage, precision="bf16", layout="flat"))
     add(f"stage {stage}, slices at home, bf16", partial(at_home, stage=stage, precision="bf16"))
+    add(f"stage {stage}, matrices", partial(sharded, stage=stage, layout="matrices"))
+matrices_away = {"layout": "matrices", "precision": "bf16"}
+add("slices at home, matrices, bf16", partial(at_home, **matrices_away))
+add("matrices stepped whole", partial(sharded, layout="matrices", make_optimizer=muon))
 add("a reduction per unit", partial(sharded, bucket_bytes=1, make_optimizer=adamw))
 for stage in (0, 3):
     add(f"stage {stage}, replicas", partial(hybrid, replicas=2, stage=stage))

@@ -270,6 +270,7 @@ def unscales(mesh: DeviceMesh) -> None:
                 (2, 2, 2, "rows", False),
                 (2, 2, 3, "rows", True),
                 (2, 2, 3, "flat", False),
+                (2, 2, 3, "matrices", False),
             ],
         ),
     ],

@@ -115,9 +115,15 @@ def step(model: nn.Module, optimizer: Any, candidate: Candidate) -> None:
     optimizer.zero_grad()
 
 
-def rest(rank: int, num_ranks: int, folder: Path) -> list[dict[str, int]]:
+def matrices(num_ranks: int) -> list[tuple[str, Candidate]]:
+    """A third of the cases, with owners of matrices."""
+    some = cases(num_ranks)[num_ranks % 3 :: 3]
+    return [(name, replace(candidate, layout="matrices")) for name, candidate in some]
+
+
+def rest(rank: int, num_ranks: int, folder: Path, of: Any = cases) -> list[dict[str, int]]:
     found = []
-    for name, candidate in cases(num_ranks):
+    for name, candidate in of(num_ranks):
         model, optimizer = make_run(name, candidate, folder)
         # Buffers of steps on the device have seen every load in the fourth step.
         for _ in range(4 if candidate.offload.step_on == "device" else 2):
@@ -137,6 +143,17 @@ def test_what_rests_where_is_a_runs_on_every_rank(num_ranks: int, tmp_path: Path
             assert planned.bytes_by_place == by_rank[rank][number], (rank, name, candidate)
         played = play(tape, candidate).at_rest
         assert played.bytes_by_place == by_rank[0][number]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_with_different_matrices_have_what_each_of_them_owns(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    by_rank = run_ranks(rest, num_ranks, tmp_path, matrices)
+    for number, (name, candidate) in enumerate(matrices(num_ranks)):
+        for rank in range(num_ranks):
+            planned = resting_state(tape_of(name, candidate), candidate, rank)
+            assert planned.bytes_by_place == by_rank[rank][number], (rank, name, candidate)
 
 
 @contextmanager

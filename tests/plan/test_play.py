@@ -114,6 +114,29 @@ def test_a_step_sends_two_models_or_at_stage_3_three_less_what_is_kept(
         assert played.program.num_collectives == num
 
 
+@pytest.mark.parametrize("transport", ["coalesced", "point_to_point"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_the_rank_with_most_matrices_sends_them_whole_and_gets_their_gradients(
+    transport: str, num_ranks: int
+) -> None:
+    candidate = replace(
+        SMALL, stage=1, layout="matrices", num_shards=num_ranks, transport=transport
+    )
+    sent = play(make_tape(MODEL), candidate, clips=False).program.sent_bytes
+    loads = [0] * num_ranks
+    for numel in sorted((prod(s) for u in MODEL for s in u if len(s) == 2), reverse=True):
+        loads[loads.index(min(loads))] += numel
+    spread = [sum(prod(s) for s in u if len(s) != 2) for u in MODEL]
+    shares = [-(-numel // num_ranks) for numel in spread]
+    assert sent["shard.all_gather"] == (max(loads) + sum(shares)) * (num_ranks - 1) * 4
+    reduced = sum(loads) - max(loads) + counts_of(MODEL) // 4 * (num_ranks - 1)
+    if transport == "coalesced":
+        reduced += sum(shares) * (num_ranks - 1)
+    else:
+        reduced += sum(spread) - sum(shares)
+    assert sent["shard.reduce_scatter"] == reduced * 4
+
+
 def test_padded_shares_are_sent_where_collectives_are_even() -> None:
     played = play(make_tape(MODEL), replace(SMALL, stage=1), clips=False)
     shares = sum(owned(u, "rows", 3) for u in MODEL)

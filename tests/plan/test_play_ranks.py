@@ -113,6 +113,8 @@ def mesh_of(candidate: Candidate) -> Any:
 def make_model(name: str) -> nn.Module:
     if name == "net":
         return Net()
+    if name == "tall net":
+        return Net(vocabulary=1000)
     if name == "odd":
         return OddModel(width=33)
     if name == "unused":
@@ -271,6 +273,17 @@ def test_every_stage_in_either_layout_and_precision(num_ranks: int) -> None:
             )
         ],
     )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_matrices_whole_on_one_rank(num_ranks: int) -> None:
+    """The one with the most to hold is played, which is rank 0 here."""
+    settings: list[dict[str, Any]] = [
+        *({"stage": stage} for stage in range(4)),
+        {"precision": "bf16"},
+        {"precision": "bf16", "accumulation": 2, "reduce_every": "step"},
+    ]
+    check(num_ranks, [("tall net", cpu(num_ranks, layout="matrices", **s)) for s in settings])
 
 
 def test_accumulation_with_one_or_many_reductions() -> None:

@@ -249,6 +249,7 @@ def test_a_search_varies_what_a_train_file_leaves_out(tmp_path: Path) -> None:
     assert tuple(space.micro_batches) == ()
     fixed = space_of(set_up_tiny(tmp_path, layout="flat", micro_batch=2, prefetch_bytes=0))
     assert tuple(fixed.layouts) == ("flat",)
+    assert space_of(set_up_tiny(tmp_path, optimizer="muon")).layouts == ("matrices",)
     assert tuple(fixed.micro_batches) == (2,)
     assert tuple(fixed.prefetch_units) == (None,)
     assert {o.optimizer for o in space.offloads} == {"device", "cpu"}

@@ -13,6 +13,7 @@ from shardwise.errors import GradientError
 SETTINGS: list[tuple[int, dict[str, Any]]] = [
     (1, {"stage": 2, "precision": "fp16", "dropout": 0.1}),
     (2, {"stage": 1, "precision": "bf16", "layout": "flat", "dp_replicate": 2}),
+    (3, {"stage": 3, "layout": "matrices", "dp_shard": 3}),
     (3, {"stage": 3, "activation_checkpointing": True, "tied_head": True}),
     (4, {"pp": 2, "tp": 2, "accumulation": 2, "tied_head": True}),
     (4, {"pp": 2, "ep": 2, "experts": 4, "expert_balance": 0.0, "accumulation": 2}),

@@ -133,7 +133,7 @@ def collect(
     for param in params:
         of_param = layouts.items_of(param, param.sharded._local_tensor)
         cuts[id(param)] = of_param[0][0]  # by whose name the optimizer's state goes
-        sharded += [item for _, item in of_param]
+        sharded += [item for cut, item in of_param if cut.is_here]
     uncut: list[Item] = []
     row = None
     if optimizer is not None:
@@ -227,6 +227,7 @@ class _Cut:
     lo: int
     inside: slice
     piece: Region | None
+    is_here: bool = True  # or all of it is on another rank
 
 
 class _Layouts:
@@ -240,10 +241,12 @@ class _Layouts:
         for unit in engine.units:
             used = {id(param.storage) for param in unit.params if param.dim == 0}
             for storage in unit.storages:
-                if id(storage) in used:
-                    shapes = tuple(placed.shape for placed in storage.layout.params)
+                layout = storage.layout
+                shapes = tuple(layout.params[index].shape for index in layout.spread)
+                if id(storage) in used and shapes:
+                    kind = "rows" if layout.kind == "rows" else "flat"
                     mesh = self._ranks_of(unit.comm)
-                    self._numbers[id(storage)] = self._add(storage.layout.kind, shapes, mesh)
+                    self._numbers[id(storage)] = self._add(kind, shapes, mesh)
 
     def _add(self, kind: Any, shapes: tuple[tuple[int, ...], ...], mesh: Ranks) -> int:
         if mesh not in self.meshes:
@@ -276,16 +279,17 @@ class _Layouts:
         storage, cut = param.storage, param.cut
         box: Region = cut.piece
         piece = box if box.shape != cut.shape else None
-        if param.dim == 0:
+        comm, owner = param.unit.comm, storage.layout.owner(param.index)
+        if param.dim == 0 and owner is None:
             held = storage.layout.piece(param.index, storage.rank)
             inside = slice(held.lo - cut.lo, held.hi - cut.lo)
-            number = self._numbers[id(storage)]
-            return _Cut(name, cut.shape, number, param.index, held.lo, inside, piece)
-        # Along another dim each rank's chunk is a piece, which no other rank cuts.
-        comm = param.unit.comm
-        alone = tuple((replica[comm.axes.shard.rank],) for replica in self._ranks_of(comm))
-        number = self._add("rows", (box.shape,), alone)
-        return _Cut(name, cut.shape, number, 0, 0, slice(None), piece)
+            number, index = self._numbers[id(storage)], storage.layout.spread.index(param.index)
+            return _Cut(name, cut.shape, number, index, held.lo, inside, piece)
+        # A chunk along another dim, and a matrix that has an owner: no other rank cuts these.
+        holder = comm.axes.shard.rank if owner is None else owner
+        alone = tuple((replica[holder],) for replica in self._ranks_of(comm))
+        number, is_here = self._add("rows", (box.shape,), alone), comm.axes.shard.rank == holder
+        return _Cut(name, cut.shape, number, 0, 0, slice(None), piece, is_here)
 
     def _ranks_of(self, comm: Comm) -> Ranks:
         if id(comm) not in self._ranks:
@@ -346,7 +350,7 @@ def _collect_optimizer(
                 if not param.form.is_alike(value):
                     raise _not_of_one(optimizer, key, cut.name)
                 of_state = layouts.items_of(param, value._local_tensor, key, cut)
-                sharded += [item for _, item in of_state]
+                sharded += [item for part, item in of_state if part.is_here]
             elif isinstance(value, torch.Tensor):
                 uncut.append(_uncut("optimizer", cut.name, value, key))
             else:

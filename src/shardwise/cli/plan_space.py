@@ -1,8 +1,11 @@
 """What a search of `shardwise plan` varies: every setting that the user did not decide."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
 from shardwise.cli.plan_setup import Setup
 from shardwise.cli.plan_write import trainable_degrees
@@ -11,6 +14,9 @@ from shardwise.plan.candidate import Kernels, LossKind
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.space import Limits, Space
+
+if TYPE_CHECKING:
+    from shardwise.config import LayoutName
 
 _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
 
@@ -31,7 +37,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
     return Space(
         base,
         stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
-        layouts=(base.layout,) if "layout" in given else ("rows", "flat"),
+        layouts=(base.layout,) if "layout" in given else _layouts(base.optimizer),
         units=(base.units,) if "units" in given else _unit_choices(setup),
         num_shards=(base.num_shards,) if {"dp_replicate", "dp_shard"} & given else (),
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
@@ -52,6 +58,11 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         may_move_inputs=not given & {"offload", "offload_activations"}
         and setup.cluster.node.accelerator.asynchronous,
     )
+
+
+def _layouts(optimizer: str) -> tuple[LayoutName, ...]:
+    """Return the layouts under which an optimizer steps on shards; Muon reads whole matrices."""
+    return ("matrices",) if optimizer == "muon" else ("rows", "flat")
 
 
 def _unit_choices(setup: Setup) -> tuple[tuple[str, ...] | None, ...]:

@@ -1,12 +1,15 @@
 """All-gather and reduce-scatter by one coalesced group of the backend's collectives; for NCCL.
 
 Every segment is an even collective by itself, so the backend reads and writes the very memory
-that the layers use; all segments of a unit go out as one group.
+that the layers use; all segments of a unit go out as one group. Segments with an owner are
+broadcast from it, and reduced to it, one by one behind the group.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm.pending import (
     CollectiveId,
@@ -29,19 +32,32 @@ def start_all_gather(
     **Cost** (ranks - 1) x the share, padding included; no buffers.
     """
     meeting = meeting_of(collective, axis)
-    items = [item for item in items if item.segment.shard_numel]
+    owned = [item for item in items if item.segment.owner is not None and item.segment.numel]
+    items = [item for item in items if item.segment.owner is None and item.segment.shard_numel]
     outputs = [item.full for item in items]
     inputs = [item.source for item in items]
-    sent = sum(i.nbytes for i in inputs) * (axis.size - 1)
+    sent = sum(i.source.nbytes for i in (*items, *owned)) * (axis.size - 1)
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, sent)
     if axis.size == 1:
-        for item, output, source in zip(items, outputs, inputs, strict=True):
+        for item in (*items, *owned):
             if not item.in_place:
-                output.copy_(source)
+                item.full.copy_(item.source)
         return Pending(meeting, ())
+    for item in owned:
+        if item.segment.owner == axis.rank and not item.in_place:
+            item.full.copy_(item.source)
     with collective_errors(meeting):
         works = [axis.group.allgather_into_tensor_coalesced(outputs, inputs)] if inputs else []
-    return Pending(meeting, works, keep=items)
+        works += [_broadcast(item, axis) for item in owned]
+    return Pending(meeting, works, keep=(items, owned))
+
+
+def _broadcast(item: GatherItem, axis: Axis) -> Any:
+    """Start sending a segment from its owner to all."""
+    options = dist.BroadcastOptions()
+    assert item.segment.owner is not None
+    options.rootRank = item.segment.owner
+    return axis.group.broadcast([item.full], options)
 
 
 def start_reduce_scatter(
@@ -57,9 +73,19 @@ def start_reduce_scatter(
     contiguous or of another dtype into one buffer, in one pass.
     """
     meeting = meeting_of(collective, axis)
-    outputs = [item.out for item in items if item.segment.shard_numel]
-    inputs = _inputs([item for item in items if item.segment.shard_numel], axis.size)
+    owned = [item for item in items if item.segment.owner is not None and item.segment.numel]
+    items = [item for item in items if item.segment.owner is None and item.segment.shard_numel]
+    if axis.size == 1:
+        items, owned = [*items, *owned], []
+    outputs = [item.out for item in items]
+    inputs = _inputs(items, axis.size)
+    totals = [_addend(item, axis) for item in owned]
     sent = sum(o.nbytes for o in outputs) * (axis.size - 1)
+    sent += sum(
+        total.nbytes
+        for item, total in zip(owned, totals, strict=True)
+        if item.segment.owner != axis.rank
+    )
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, sent)
     if axis.size == 1:
         works = []
@@ -69,12 +95,33 @@ def start_reduce_scatter(
     else:
         with collective_errors(meeting):
             works = [axis.group.reduce_scatter_tensor_coalesced(outputs, inputs)] if inputs else []
+            for item, total in zip(owned, totals, strict=True):
+                works.append(_reduce(item, total, axis))
 
     def finish() -> None:
-        if divisor != 1 and outputs:
-            torch._foreach_div_(outputs, float(divisor))
+        means = [*outputs, *(item.out for item in owned if item.segment.owner == axis.rank)]
+        if divisor != 1 and means:
+            torch._foreach_div_(means, float(divisor))
 
-    return Pending(meeting, works, finish, (items, inputs))
+    return Pending(meeting, works, finish, (items, owned, inputs, totals))
+
+
+def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:
+    """Return what this rank adds to a segment's sum: at its owner where the sum will be."""
+    (_, part), *others = item.parts
+    if others or part.numel() != item.segment.numel:
+        raise AssertionError("a segment with an owner is one parameter")
+    if item.segment.owner == axis.rank:
+        return item.out.copy_(part)
+    return part.to(item.out.dtype)
+
+
+def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> Any:
+    """Start summing a segment into its owner's addend."""
+    options = dist.ReduceOptions()  # of a sum, unless it says otherwise
+    assert item.segment.owner is not None
+    options.rootRank = item.segment.owner
+    return axis.group.reduce([addend], options)
 
 
 def _inputs(items: Sequence[ReduceItem], num_ranks: int) -> list[torch.Tensor]:

@@ -178,6 +178,26 @@ class Comm:
             dist.all_gather(rows, here, axis.group)
         return torch.stack(rows).to(values.device)
 
+    def from_owner(
+        self, values: torch.Tensor, axis: Axis, owner: int, collective: CollectiveId
+    ) -> torch.Tensor:
+        """Return a copy of what rank ``owner`` of ``axis`` has, on all of its ranks.
+
+        Of the others' values shape and dtype are taken alone.
+        """
+        is_here = axis.rank == owner
+        sent = values.nbytes * (axis.size - 1) if is_here else 0
+        self.traffic.add(f"{axis.name}.scalars", collective.unit, sent)
+        here = torch.empty_like(values, device=self.device)
+        if is_here:
+            here.copy_(values)
+        with (
+            self.tracer.span("exchange", collective.unit),
+            meets(meeting_of(collective, axis)),
+        ):
+            dist.broadcast(here, group=axis.group, group_src=owner)
+        return here.to(values.device)
+
     def broadcast(
         self,
         tensor: torch.Tensor,

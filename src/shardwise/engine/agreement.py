@@ -166,6 +166,7 @@ def start_facts(
 def _param_facts(spec: ParamSpec, unit: str) -> Iterator[str]:
     kind = "trainable" if spec.param.requires_grad else "frozen"
     dim = f", cut along dim {spec.dim}" if spec.dim else ""
+    dim += "" if spec.owner is None else f", whole on rank {spec.owner} of the shard axis"
     yield f"parameter '{spec.name}' {_describe(spec.param)}, {kind}, unit '{unit}'{dim}"
     for use in spec.uses[1:]:
         yield f"parameter '{spec.name}' tied to '{use.name}'"

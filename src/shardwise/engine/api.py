@@ -30,6 +30,7 @@ from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
+from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
 from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
@@ -51,7 +52,7 @@ def shard(
     *,
     stage: int = 3,
     precision: PrecisionLike = "fp32",
-    layout: str = "rows",
+    layout: str | ChooseLayout = "rows",
     units: UnitChoice | Iterable[UnitChoice] | None = None,
     mesh: DeviceMesh | Axes | None = None,
     shard_axis: str | None = None,
@@ -70,14 +71,13 @@ def shard(
     """Shard a model's training state over data-parallel ranks, in place; return the model.
 
     Every rank calls it with the same model. Build the optimizer afterwards, from
-    ``model.parameters()``, then `ShardTensor`, or pass those built before, whose parameters and
-    state are cut. ``precision`` is "fp32", "bf16", "fp16", the dtype to compute in, or a
-    `Precision`. ``units`` are module classes, class names or modules (default: found); ``mesh`` is
-    `Axes` or has one axis (shard) or two (replicate, shard), or name them; ``placements``,
-    ``experts``: see `place_params`. A model built under ``torch.device("meta")`` is materialised
-    unit by unit by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` are
-    modules, named as in ``units``, that some ranks may skip; stages 0 to 2 need none.
-    ``hang_timeout``: see `watch`. DTensors keep their placements. The rest is in `ShardConfig`.
+    ``model.parameters()``, then `ShardTensor`, or pass those built before, which are cut.
+    ``precision`` is "fp32", "bf16", "fp16", the dtype to compute in, or a `Precision`; ``layout``
+    may be a function: `with_owners`; ``units`` are module classes, class names or modules (default:
+    found); ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or name them;
+    ``placements``, ``experts``: `place_params`; ``hang_timeout``: `watch`. A model on meta is
+    filled by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` modules
+    may be skipped at stage 3. DTensors keep their placements. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
@@ -85,13 +85,14 @@ def shard(
     they differ in version, setting or model, or when one refuses or lacks room (StorageError).
     """
     try:
-        wanted = layout, precision, reduce_every, prefetch_bytes, bucket_bytes, offload
+        wanted = layout_name(layout), precision, reduce_every, prefetch_bytes, bucket_bytes, offload
         config = resolve_config(stage, *wanted)
         _check_model(model, init, hang_timeout)
         specs = partition_into_units(model, units, optional)
         device = find_device(specs)
         axes = _axes_for(device, mesh, shard_axis, replicate_axis)
-        specs = place_params(specs, with_experts(specs, placements, experts, mesh), axes, layout)
+        placed = with_experts(specs, placements, experts, mesh)
+        specs = with_owners(place_params(specs, placed, axes, config.layout), layout, axes)
         adoption = Adoption(optimizer, specs)
         files = _open_files(config, device or current_device(axes.mesh.device_type))
     except (ConfigError, StorageError) as refusal:
@@ -129,7 +130,7 @@ def _materializer(
     files: Files,
 ) -> Materializer:
     """Refuse what cannot be built, or has no room on some rank, before anything is changed."""
-    check_host_room(comm.control, specs, config, comm.axes.shard.size)
+    check_host_room(comm.control, specs, config, comm.axes.shard)
     materializer = Materializer(config, comm, engine.ledger, engine, init, specs, files)
     materializer.check(specs)
     if config.state_offload is not None:

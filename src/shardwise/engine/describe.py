@@ -24,7 +24,8 @@ class ParamDescription:
 
     ``cuts`` are pairs of an axis and the dim that it cuts, -1 for elements one after the other
     (layout "flat"), outermost first. This rank has elements [``lo``, ``hi``) of the box of
-    ``piece_shape`` that begins ``at``.
+    ``piece_shape`` that begins ``at``. ``owner`` is the rank of the shard axis that has all of it
+    (layout "matrices"); None for what is cut.
     """
 
     name: str
@@ -34,9 +35,13 @@ class ParamDescription:
     piece_shape: tuple[int, ...]
     lo: int
     hi: int
+    owner: int | None = None
 
     def __str__(self) -> str:
         """Say it in a line."""
+        if self.owner is not None:
+            here = "" if self.hi > self.lo else ", so not here"
+            return f"{self.name} {list(self.shape)}: whole on shard rank {self.owner}{here}"
         cuts = ", ".join(
             f"{'elements' if dim < 0 else f'dim {dim}'} over {axis}" for axis, dim in self.cuts
         )
@@ -187,8 +192,9 @@ def _describe_param(param: ShardedParam) -> ParamDescription:
     placed = () if cut.outer is None else zip(cut.own_axes, cut.outer.placements, strict=True)
     cuts = [(axis.name, at.dim) for axis, at in placed if isinstance(at, Shard)]
     lo, hi = cut.lo, cut.hi
-    if cut.layout is not None and axes.shard.size > 1:
-        is_flat = cut.layout.kind == "flat" and param.dim == 0
+    owner = cut.owner if axes.shard.size > 1 else None
+    if cut.layout is not None and axes.shard.size > 1 and owner is None:
+        is_flat = cut.layout.kind != "rows" and param.dim == 0
         names = axes.mesh.mesh_dim_names or ("replicate", "shard")
         cuts.append((names[-1], -1 if is_flat else param.dim))
     if param.dim > 0:  # the box is this rank's
@@ -198,7 +204,9 @@ def _describe_param(param: ShardedParam) -> ParamDescription:
         begin, end = lo // row, hi // row
         piece = Region((piece.at[0] + begin, *piece.at[1:]), (end - begin, *piece.shape[1:]))
         lo, hi = 0, prod(piece.shape)
-    return ParamDescription(param.name, cut.shape, tuple(cuts), piece.at, piece.shape, lo, hi)
+    return ParamDescription(
+        param.name, cut.shape, tuple(cuts), piece.at, piece.shape, lo, hi, owner
+    )
 
 
 def _is_broken(lo: int, hi: int, shape: tuple[int, ...]) -> bool:

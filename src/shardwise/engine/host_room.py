@@ -16,6 +16,7 @@ from shardwise.homes import folders_of
 from shardwise.host import available_host_bytes
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.mesh import Axis
 from shardwise.quantities import format_bytes
 from shardwise.unit.materialize import first_away
 
@@ -24,7 +25,7 @@ _ROW = struct.Struct("<16sQQ")  # host, bytes needed by a rank, bytes free
 
 
 def check_host_room(
-    control: Control, specs: Sequence[UnitSpec], config: ShardConfig, num_shards: int
+    control: Control, specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis
 ) -> None:
     """Check that all ranks of each host can keep there what they are to.
 
@@ -37,7 +38,7 @@ def check_host_room(
     if config.state_offload is None:
         return
     host = hashlib.blake2b(socket.gethostname().encode(), digest_size=16).digest()
-    needed = bytes_in_host_memory(specs, config, num_shards)
+    needed = bytes_in_host_memory(specs, config, axis)
     rows = [
         _ROW.unpack(r) for r in control.exchange(_ROW.pack(host, needed, available_host_bytes()))
     ]
@@ -62,21 +63,23 @@ def check_host_room(
         )
 
 
-def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, num_shards: int) -> int:
-    """Return what slices and reduced gradients of one rank take in host memory, without padding."""
+def bytes_in_host_memory(specs: Sequence[UnitSpec], config: ShardConfig, axis: Axis) -> int:
+    """Return what slices and reduced gradients take of host memory here, without padding."""
     offload = config.state_offload
     if offload is None:
         return 0
     slices_are_there = not folders_of(offload.params)
     means_are_there = not folders_of(offload.grads)
-    ranks = num_shards if config.stage.shards_state else 1
+    ranks = axis.size if config.stage.shards_state else 1
     total = 0
     for spec in specs[first_away(specs, config) :]:
         for param in spec.params:
             copies = slices_are_there + (means_are_there and param.param.requires_grad)
-            total += (
-                copies * -(-local_of(param.param).numel() // ranks) * _master_bytes(param, config)
-            )
+            numel = local_of(param.param).numel()
+            share = -(-numel // ranks)
+            if param.owner is not None and ranks > 1:
+                share = numel if param.owner == axis.rank else 0
+            total += copies * share * _master_bytes(param, config)
     return total
 
 

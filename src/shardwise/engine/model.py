@@ -22,6 +22,7 @@ from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, forget_notes, note_managed, note_state
 from shardwise.engine.overlap import overlap_offloaded
 from shardwise.engine.runtime import Engine
+from shardwise.engine.whole import step_matrices_whole
 from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError
 from shardwise.unit.unit import Unit
@@ -187,6 +188,7 @@ def attach_engine(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
     """Let the engine watch the model whose units these are, and note on the model whose it is."""
     engine.take_units(units)
     overlap_offloaded(units)
+    step_matrices_whole(units)
     _mark((model, *register_wrappers(engine, units)), engine)
     _note_states(engine, units)
     for state in engine.all_states:

@@ -98,7 +98,7 @@ def _attach(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         made.is_begun = False  # a hook of the user's may have raised before the first step
         return None
     homes = homes_of(optimizer)
-    if not homes:
+    if not homes or hasattr(optimizer, "optimizers"):  # of which each is asked by itself
         return None
     if not is_elementwise(optimizer):
         _tell_of_memory(optimizer, any(home.files.optimizer is not None for home in homes))
@@ -130,8 +130,9 @@ def _step_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def staging_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Return what buffers take on the device that state on the host passes in its step."""
-    made: Overlap | None = vars(optimizer).get(_OVERLAP) if optimizer is not None else None
-    return made.streaming.num_bytes if made is not None else 0
+    parts = () if optimizer is None else getattr(optimizer, "optimizers", (optimizer,))
+    made: list[Overlap] = [vars(o)[_OVERLAP] for o in parts if _OVERLAP in vars(o)]
+    return sum(each.streaming.num_bytes for each in made)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -179,11 +179,17 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
             if _has_fresh_copy(unit, param.storage):
                 yield _Entry(f"{label}, full copy", True, _digest(_full_of(param)))
             state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
-            for key, value in sorted(state.items(), key=lambda item: str(item[0])):
-                if isinstance(value, torch.Tensor):
-                    scalar = value.ndim == 0 and not isinstance(value, DTensor)
-                    if scalar or has_copies:
-                        yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
+            items = sorted(state.items(), key=lambda item: str(item[0]))
+            tensors = [(key, value) for key, value in items if isinstance(value, torch.Tensor)]
+            if param.cut.owner is not None:  # one entry, as other ranks may have no state of it
+                found = xxhash.xxh3_128_digest(b"".join(_digest(value) for _, value in tensors))
+                if has_copies:
+                    yield _Entry(f"{label}, state", False, found)
+                continue
+            for key, value in tensors:
+                scalar = value.ndim == 0 and not isinstance(value, DTensor)
+                if scalar or has_copies:
+                    yield _Entry(f"{label}, {key}", scalar or not sharded, _digest(value))
 
 
 def _has_fresh_copy(unit: Unit, storage: Storage | None) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,5 +64,15 @@ def place_of_state(
     if owner is None:
         return "device"
     is_count = not value.ndim  # of steps, which stays in memory
-    in_files = not is_count and optimizer is not None and is_elementwise(optimizer)
+    stepper = None if is_count else _stepper(optimizer, owner.sharded)
+    in_files = stepper is not None and is_elementwise(stepper)
     return place_of(owner.unit, "optimizer" if in_files else None)
+
+
+def _stepper(optimizer: Any, param: Any) -> torch.optim.Optimizer | None:
+    """Return which of several optimizers, where it is made of such, steps a parameter."""
+    for each in (parts := getattr(optimizer, "optimizers", (optimizer,))):
+        if len(parts) == 1 or any(param is p for g in each.param_groups for p in g["params"]):
+            found: torch.optim.Optimizer | None = each
+            return found
+    return None

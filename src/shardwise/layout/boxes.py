@@ -78,7 +78,10 @@ def owners_of(layout: Layout, index: int, lo: int, hi: int) -> list[Overlap]:
     _check_range(lo, hi, placed.numel)
     if lo == hi:
         return []
-    share = layout.segments[placed.segment].shard_numel
+    segment = layout.segments[placed.segment]
+    if segment.owner is not None:
+        return [Overlap(segment.owner, lo, hi)]
+    share = segment.shard_numel
     first, last = (placed.offset + lo) // share, (placed.offset + hi - 1) // share
     overlaps = []
     for rank in range(first, last + 1):

@@ -43,7 +43,7 @@ class Memory:
 
     ``master_size`` and ``full_size`` are bytes of an element; ``casts``: the two dtypes differ;
     ``is_away``: the slices live elsewhere than the full copy; ``stays``: and a copy of them in the
-    dtype of the full one does not.
+    dtype of the full one does not. ``rank`` is the one whose memory it is: shares may differ.
     """
 
     layout: Layout
@@ -53,6 +53,7 @@ class Memory:
     casts: bool
     is_away: bool = False
     stays: bool = False
+    rank: int = 0
 
     @cached_property
     def aliased(self) -> bool:
@@ -89,7 +90,9 @@ class Memory:
     @cached_property
     def own_numel(self) -> int:
         """Elements of this rank's slices, and of their gradients: S, or P where all own all."""
-        return self.layout.shard_numel if self.stage.shards_state else self.layout.full_numel
+        if not self.stage.shards_state:
+            return self.layout.full_numel
+        return self.layout.shard_numel(self.rank)
 
     @property
     def full_bytes(self) -> int:

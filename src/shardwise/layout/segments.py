@@ -1,14 +1,16 @@
 """Where every element of a unit's parameters lies: in the full buffer and on which rank.
 
-A *segment* is an even all-gather by itself: rank r's share is the r-th of ``num_ranks`` equal
-shares, and lands contiguous and in rank order where the layers read it. Two layouts:
+A *segment* is an all-gather by itself: rank r's share is the r-th of ``num_ranks`` equal shares,
+and lands contiguous and in rank order where the layers read it. Or it has an *owner*, whose share
+is all of it: then the gather is a broadcast, and the reduction goes to that rank alone. Layouts:
 
 - ``rows``: one segment per parameter, cut along dim 0 as ``torch.chunk`` cuts, so that the
   shards are DTensor ``Shard(0)`` shards.
 - ``flat``: one segment for all parameters, laid one after the other; every rank owns an equal
   range of the index space whatever the shapes are.
+- ``matrices``: as ``flat``, but parameters with an owner (see `owners`) have a segment each.
 
-In both, what a rank owns of one parameter is one contiguous range of its elements (`Piece`), and
+In all, what a rank owns of one parameter is one contiguous range of its elements (`Piece`), and
 a rank's shares lie one after the other in its shard buffer.
 """
 
@@ -17,26 +19,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapreplace
 from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.config import LayoutName
 
+ALIGNED = 32  # elements: 64 bytes in two bytes each, what torch aligns memory of a CPU to
+
 
 @dataclass(frozen=True)
 class Segment:
-    """One even all-gather: ``numel`` elements in ``num_ranks`` shares of ``shard_numel``."""
+    """One all-gather: ``numel`` elements in ``num_ranks`` shares of ``shard_numel``.
+
+    With an ``owner`` that rank's share is all of it, and the others' are empty.
+    """
 
     numel: int
     shard_numel: int
     full_offset: int
     shard_offset: int
+    owner: int | None = None
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """Return where a rank's share begins and ends in the segment, padding included."""
+        if self.owner is None:
+            return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        return (self.numel if rank > self.owner else 0), (self.numel if rank >= self.owner else 0)
+
+    def share_numel(self, rank: int) -> int:
+        """Return how many elements a rank's share has, padding included."""
+        begin, end = self.share(rank)
+        return end - begin
+
+    def full_numel(self, num_ranks: int) -> int:
+        """Return how many elements all shares have, padding included."""
+        return self.numel if self.owner is not None else num_ranks * self.shard_numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return rank's range ``[lo, hi)`` of the segment's elements, padding left out."""
-        lo = min(rank * self.shard_numel, self.numel)
-        return lo, min(lo + self.shard_numel, self.numel)
+        begin, end = self.share(rank)
+        return min(begin, self.numel), min(end, self.numel)
 
 
 def even_segment(numel: int, num_ranks: int) -> Segment:
@@ -74,7 +98,7 @@ class PlacedParam:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one buffer: ``full_numel`` P elements full, ``shard_numel`` S per rank."""
+    """The layout of one buffer: ``full_numel`` P elements full, ``shard_numel`` S of a rank."""
 
     kind: LayoutName
     num_ranks: int
@@ -86,15 +110,23 @@ class Layout:
         """Number of elements of all parameters, without padding."""
         return sum(p.numel for p in self.params)
 
-    @cached_property
-    def shard_numel(self) -> int:
-        """S: elements in one rank's shard buffer, padding included."""
-        return sum(s.shard_numel for s in self.segments)
+    def shard_numel(self, rank: int) -> int:
+        """Return S: elements in a rank's shard buffer, padding included."""
+        shares = ((s.shard_offset, s.share_numel(rank)) for s in self.segments)
+        return max((offset + numel for offset, numel in shares if numel), default=0)
 
     @cached_property
     def full_numel(self) -> int:
-        """P: elements in the full buffer, padding included; always ``num_ranks * S``."""
-        return self.num_ranks * self.shard_numel
+        """P: elements in the full buffer, padding included."""
+        return max((s.full_offset + s.full_numel(self.num_ranks) for s in self.segments), default=0)
+
+    @cached_property
+    def shard_numels(self) -> tuple[int, ...]:
+        """S of every rank."""
+        numels = [self.shard_numel(-1)] * self.num_ranks  # of a rank that owns nothing alone
+        for owner in {s.owner for s in self.segments if s.owner is not None}:
+            numels[owner] = self.shard_numel(owner)
+        return tuple(numels)
 
     def full_offset(self, index: int) -> int:
         """Return where parameter ``index`` begins in the full buffer."""
@@ -108,13 +140,27 @@ class Layout:
         begin, end = segment.bounds(rank)
         lo = min(max(begin - placed.offset, 0), placed.numel)
         hi = max(min(end - placed.offset, placed.numel), lo)
+        if segment.owner not in (None, rank):
+            return Piece(lo, hi, 0)
         inside = max(placed.offset + lo - begin, 0) if hi > lo else 0
         return Piece(lo, hi, segment.shard_offset + inside)
+
+    def owner(self, index: int) -> int | None:
+        """Return which rank owns all of parameter ``index``; None where it is spread."""
+        return self.segments[self.params[index].segment].owner
+
+    @cached_property
+    def spread(self) -> tuple[int, ...]:
+        """The indices of the parameters that have no owner."""
+        return tuple(i for i in range(len(self.params)) if self.owner(i) is None)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape of what ``rank`` owns of parameter ``index``: rows of it, or flat."""
         shape, numel = self.params[index].shape, self.piece(index, rank).numel
-        if self.kind == "flat" or not shape:
+        owner = self.owner(index)
+        if owner is not None:
+            return shape if rank == owner else (0, *shape[1:])
+        if self.kind != "rows" or not shape:
             return (numel,)
         share = -(-shape[0] // self.num_ranks)
         return (max(min(share, shape[0] - rank * share), 0), *shape[1:])
@@ -154,6 +200,57 @@ def flat_layout(shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
     return Layout("flat", num_ranks, tuple(params), (even_segment(offset, num_ranks),))
 
 
-def build_layout(kind: LayoutName, shapes: Sequence[tuple[int, ...]], num_ranks: int) -> Layout:
-    """Build the layout of the given kind."""
+def matrices_layout(
+    shapes: Sequence[tuple[int, ...]], num_ranks: int, owners: Sequence[int | None]
+) -> Layout:
+    """Lay parameters that have an owner whole on that rank, and all others as `flat_layout` does.
+
+    What is spread comes first in every shard, so that it begins at the same place on all ranks.
+    Matrices begin at multiples of `ALIGNED` elements, as they would in memory of their own:
+    elsewhere products of matrices may round otherwise.
+    """
+    spread = flat_layout([s for s, o in zip(shapes, owners, strict=True) if o is None], num_ranks)
+    params, segments = list(spread.params), list(spread.segments)
+    full_offset = _aligned(spread.full_numel)
+    held = [_aligned(spread.shard_numel(0))] * num_ranks
+    for index, (shape, owner) in enumerate(zip(shapes, owners, strict=True)):
+        if owner is None:
+            continue
+        params.insert(index, PlacedParam(shape, len(segments), 0))
+        numel = prod(shape)
+        places = (full_offset, held[owner]) if numel else (0, 0)  # inside any buffer
+        segments.append(Segment(numel, numel, *places, owner))
+        full_offset += _aligned(numel)
+        held[owner] += _aligned(numel)
+    return Layout("matrices", num_ranks, tuple(params), tuple(segments))
+
+
+def balanced(costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return a rank for each cost: longest first, each to the rank with the least so far.
+
+    The same on all ranks: of equal costs the first comes first, of equal ranks the lowest. No rank
+    has more than 4/3 of what the best assignment's largest has.
+
+    **Cost** O(n log(n x ranks)).
+    """
+    loads, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, owners[index] = loads[0]
+        heapreplace(loads, (load + costs[index], owners[index]))
+    return owners
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNED) * ALIGNED
+
+
+def build_layout(
+    kind: LayoutName,
+    shapes: Sequence[tuple[int, ...]],
+    num_ranks: int,
+    owners: Sequence[int | None] | None = None,
+) -> Layout:
+    """Build the layout of the given kind; ``owners`` are those of ``matrices``, by parameter."""
+    if kind == "matrices":
+        return matrices_layout(shapes, num_ranks, owners or [None] * len(shapes))
     return (rows_layout if kind == "rows" else flat_layout)(shapes, num_ranks)

@@ -42,12 +42,14 @@ class ParamUse:
 class ParamSpec:
     """A parameter that a unit owns, with every place that uses it; the first names it.
 
-    ``dim`` is the one that it is cut along.
+    ``dim`` is the one that it is cut along; or all of it lies on one rank of the shard axis, its
+    ``owner``, see `owners`.
     """
 
     param: nn.Parameter
     uses: tuple[ParamUse, ...]
     dim: int = 0
+    owner: int | None = None
 
     @property
     def name(self) -> str:

@@ -53,7 +53,7 @@ class Candidate:
     num_shards: int = 1
     num_replicas: int = 1
     precision: str = "bf16"
-    layout: Literal["rows", "flat"] = "rows"
+    layout: Literal["rows", "flat", "matrices"] = "rows"
     units: tuple[str, ...] | None = None
     reduce_every: Literal["step", "micro_batch"] | None = None
     prefetch_bytes: int | None = None

@@ -127,7 +127,7 @@ class ModelRequest(BaseModel):
         "Sharding",
         "fp32, bf16, fp16, or zero_paper: the ZeRO paper's 16 bytes; unset: bf16",
     )
-    layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
+    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
     units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"

@@ -41,7 +41,7 @@ class Space:
 
     base: Candidate
     stages: Sequence[int] = (0, 1, 2, 3)
-    layouts: Sequence[Literal["rows", "flat"]] = ("rows",)
+    layouts: Sequence[Literal["rows", "flat", "matrices"]] = ("rows",)
     units: Sequence[tuple[str, ...] | None] = (None,)
     num_shards: Sequence[int] = ()
     prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base

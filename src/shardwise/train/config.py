@@ -62,7 +62,7 @@ class TrainConfig(ModelKeys):
     """Hold every key of a training run; a key left at None is decided by `resolve_*`."""
 
     stage: Literal[0, 1, 2, 3] = key(3, "Sharding", "ZeRO stage")
-    layout: Literal["rows", "flat"] = key("rows", "Sharding", "how parameters are cut")
+    layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
     precision: Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(plain_precision)] = key(
         "fp32", "Sharding", "compute dtype"
     )
@@ -217,8 +217,8 @@ class TrainConfig(ModelKeys):
 
     @model_validator(mode="after")
     def _check_keys_together(self) -> Self:
-        if self.pp > 1 and self.tied_head and self.layout == "flat":
-            raise ValueError("layout: expected rows with pp and tied_head, got flat")
+        if self.pp > 1 and self.tied_head and self.layout != "rows":
+            raise ValueError(f"layout: expected rows with pp and tied_head, got {self.layout}")
         if self.pp > 1 and self.precision == "fp16":
             raise ValueError("precision: expected bf16 or fp32 with pp, got fp16")
         if self.pp > 1 and self.accumulation_order == "breadth_first":

@@ -93,6 +93,11 @@ class Cut:
         """Tell whether every rank has all elements."""
         return self.layout is None
 
+    @property
+    def owner(self) -> int | None:
+        """The rank of the shard axis that has all elements, if its layout says so."""
+        return None if self.layout is None else self.layout.owner(self.index)
+
     def over(self, comm: Comm) -> "Cut":
         """Return the same cut over other groups of the same ranks."""
         return replace(self, comm=comm, specs={})
@@ -170,9 +175,16 @@ class Cut:
         return full.view(self.shape)
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor. **Cost** one collective; ranks x the largest slice of memory."""
+        """Return the full tensor. **Cost** one collective; ranks x the largest slice of memory.
+
+        Of one with an owner a broadcast of it, and its memory once.
+        """
         if self.layout is None or self.layout.num_ranks == 1:
             return local.detach().clone().view(self.shape)
+        if self.owner is not None:
+            axis, own = self.comm.axes.shard, local.detach().reshape(-1)
+            own = own if axis.rank == self.owner else own.new_empty(prod(self.shape))
+            return self.comm.from_owner(own, axis, self.owner, GATHER_SITE).view(self.shape)
         pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
         padded = local.new_zeros(max(p.numel for p in pieces))
         padded[: local.numel()].copy_(local.detach().reshape(-1))

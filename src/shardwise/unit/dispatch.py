@@ -101,8 +101,9 @@ def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
     if optimizer is not None:
         return ShardError(
             f"{type(optimizer).__name__} asks for {name} on {what}: it needs whole tensors, and at "
-            "stages 1 to 3 each rank holds only a slice. Use it with shard(stage=0), where it runs "
-            "as it is, or an optimizer that runs at every stage: those of torch.optim but Muon"
+            "stages 1 to 3 each rank holds only a slice. Use shard(layout='matrices'), which lays "
+            "each matrix whole on one rank, or shard(stage=0), where it runs as it is, or an "
+            "optimizer that runs at every stage: those of torch.optim but Muon"
         )
     return ShardError(
         f"{name} on {what}: each rank holds only a slice, so the result would be this rank's, not "

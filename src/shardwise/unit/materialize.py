@@ -88,9 +88,10 @@ class Materializer:
         total = 0
         for spec in specs[self._first_away :]:
             for (master, _), params in self._groups(spec.params):
-                layout, _ = self._layout_of(params, (spec.axes or self._comm.axes).shard)
+                axis = (spec.axes or self._comm.axes).shard
+                (layout, _), rank = self._layout_of(params, axis), axis.rank
                 sharded = self._config.stage.shards_state
-                numel = layout.shard_numel if sharded else layout.full_numel
+                numel = layout.shard_numel(rank) if sharded else layout.full_numel
                 if self._files.params is not None:
                     made = FileSlices(self._files.params, spec.name, numel, master)
                     self._in_files.setdefault(spec.name, []).append(made)
@@ -271,7 +272,8 @@ class Materializer:
             (axis.size, prod(shape) // axis.size) if dim else shape
             for shape, dim in zip(shapes, dims, strict=True)
         ]
-        return build_layout(self._config.layout, lying, axis.size), dims
+        owners = [param.owner for param in params]
+        return build_layout(self._config.layout, lying, axis.size, owners), dims
 
     def _copied_over(self, tensor: torch.Tensor, comm: Comm) -> Sequence[Axis]:
         """Return the axes of tensor parallelism whose ranks have copies of a tensor.

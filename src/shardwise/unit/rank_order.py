@@ -108,13 +108,13 @@ class _Running:
         by_index = {param.index: grad for param, grad in zip(params, grads, strict=True)}
         items, full_segments = [], []
         for segment, inside in layout.segments_of(by_index):
-            begin = segment.shard_offset
+            begin, numel = segment.shard_offset, segment.share_numel(storage.rank)
             if replicated:
-                begin = segment.full_offset + storage.rank * segment.shard_numel
-                end = segment.full_offset + segment.shard_numel * layout.num_ranks
-                full_segments.append((segment, out[segment.full_offset : end]))
+                begin = segment.full_offset + segment.share(storage.rank)[0]
+                full = segment.full_numel(layout.num_ranks)
+                full_segments.append((segment, out[segment.full_offset :][:full]))
             parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
-            items.append(ReduceItem(segment, parts, out[begin : begin + segment.shard_numel]))
+            items.append(ReduceItem(segment, parts, out[begin:][:numel]))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -209,8 +209,7 @@ class _Running:
         axis = self._comm.axes.shard
         items = []
         for segment, full in part.full_segments:
-            begin = axis.rank * segment.shard_numel
-            own = full[begin : begin + segment.shard_numel]
+            own = full[slice(*segment.share(axis.rank))]
             items.append(GatherItem(segment, own, full, True))
         collective = self._comm.collective_id("all_gather", part.unit.name, part.unit.index)
         pending: Pending = self._comm.start_all_gather(items, axis, collective)

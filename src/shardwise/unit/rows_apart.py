@@ -27,7 +27,9 @@ class RowsApart:
 
     def grad_buffer(self, dtype: torch.dtype, behind: int = 0) -> torch.Tensor:
         """Return uninitialised memory for the means, and ``behind`` elements more."""
-        return torch.empty(self.layout.shard_numel + behind, dtype=dtype, device=self.device)
+        return torch.empty(
+            self.layout.shard_numel(self.rank) + behind, dtype=dtype, device=self.device
+        )
 
     def start_evict(self, means: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """Return the means as they are: the parameters live where they are computed with."""

@@ -45,7 +45,7 @@ class Storage:
         casts = master_dtype != compute_dtype
         sizes = master_dtype.itemsize, compute_dtype.itemsize
         stays = home is not None and home.leaves_copy
-        self._memory = Memory(layout, stage, *sizes, casts, home is not None, stays)
+        self._memory = Memory(layout, stage, *sizes, casts, home is not None, stays, rank)
         self.shards_state = stage.shards_state
         self.aliased = self._memory.aliased
         self.frees = self._memory.frees
@@ -218,14 +218,14 @@ class Storage:
         if not self.shards_state:
             return
         for segment in self.layout.segments:
-            share, full = segment.shard_numel, segment.full_offset
-            own = self._full_data[full + self.rank * share : full + (self.rank + 1) * share]
-            gathered = self._full_data[full : full + share * self.layout.num_ranks]
+            (begin, end), full = segment.share(self.rank), segment.full_offset
+            own = self._full_data[full + begin : full + end]
+            gathered = self._full_data[full : full + segment.full_numel(self.layout.num_ranks)]
             in_place = self._memory.gathers_in_place
             shard = own
             if not self.aliased:
                 slices = self._master_data if self._copy is None else self._copy
-                shard = slices[segment.shard_offset : segment.shard_offset + share]
+                shard = slices[segment.shard_offset :][: end - begin]
             self._shares.append(shard)
             self._gather_items.append(
                 GatherItem(segment, own if in_place else shard, gathered, in_place)

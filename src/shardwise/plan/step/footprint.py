@@ -1,9 +1,10 @@
 """What one unit's parameters weigh and send under a candidate, as the engine lays them out.
 
 Note [The largest rank]
-Everything is that of rank 0 of its axes, unless another one is asked for. In both layouts rank 0
-owns the most: ``rows`` cuts as ``torch.chunk`` does and ``flat`` fills the first shares, so no rank
-holds more.
+Everything is that of rank 0 of its axes, unless another one is asked for. Rank 0 owns the most:
+``rows`` cuts as ``torch.chunk`` does and ``flat`` fills the first shares, so no rank holds more.
+With ``matrices`` that is whichever rank the owners are dealt most to; it is called 0 here, and rank
+0 goes by its number.
 
 Note [Parameters without a gradient]
 A trained parameter that no backward pass reaches has its place in the shards and in the buffers of
@@ -31,10 +32,12 @@ from shardwise.plan.step.messages import (
     replica_message,
     scattered_message,
 )
+from shardwise.plan.step.owners import owners_in
 from shardwise.precisions import PRECISION_DTYPES
 from shardwise.stages import STAGES, Stage
 
-ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool]  # trained, and gets a gradient
+# Shape, dtype, whether it is trained, whether it gets a gradient, owner.
+ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Setting:
     num_shards: int
     num_replicas: int
     precision: str
-    layout: Literal["rows", "flat"]
+    layout: Literal["rows", "flat", "matrices"]
     on_cpu: bool  # the transport is point to point, and so the device is the CPU
     optimizer: str
     rank: int
@@ -138,17 +141,27 @@ class Footprint:
     updated: tuple[tuple[int, DtypeName], ...]
 
 
-def weigh(units: Sequence[UnitFacts], candidate: Candidate, rank: int = 0) -> list[Footprint]:
-    """Weigh all units of a model; the last ones are away, as many as the candidate says."""
-    setting = setting_of(candidate, rank)
+def weigh(
+    units: Sequence[UnitFacts], candidate: Candidate, rank: int | None = None
+) -> list[Footprint]:
+    """Weigh all units of a model; the last ones are away, as many as the candidate says.
+
+    ``rank`` None: the one that has the most; see Note [The largest rank].
+    """
+    setting = setting_of(candidate, rank or 0)
     numels = [sum(prod(p.shape) for p in unit.params) for unit in units]
     stay = candidate.offload.num_staying(numels)
-    return [footprint(u, replace(setting, is_away=i >= stay)) for i, u in enumerate(units)]
+    owners = owners_in(units, candidate, rank)
+    return [
+        _weigh_unit(unit, of_unit, replace(setting, is_away=number >= stay))
+        for number, (unit, of_unit) in enumerate(zip(units, owners, strict=True))
+    ]
 
 
-def footprint(unit: UnitFacts, setting: Setting) -> Footprint:
+def _weigh_unit(unit: UnitFacts, owners: Sequence[int | None], setting: Setting) -> Footprint:
     """Weigh one unit; alike units are weighed once. **Cost** 0.1 ms for a dozen parameters."""
-    key = tuple((p.shape, p.dtype, p.requires_grad, p.gets_grad) for p in unit.params)
+    facts = ((p.shape, p.dtype, p.requires_grad, p.gets_grad) for p in unit.params)
+    key = tuple((*fact, owner) for fact, owner in zip(facts, owners, strict=True))
     if unit.experts_over is not None:
         setting = replace(setting, num_shards=int(setting.num_shards * unit.experts_over))
     return _footprint(key, setting)
@@ -169,13 +182,14 @@ def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
     row = PRECISIONS[setting.precision]
     own = PRECISION_DTYPES.get(setting.precision) == (None, None, None)
     wanted = (None, None) if own else (row.master, row.compute)
-    keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, _ in params)
+    keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)
     groups = []
     for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
-        layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards)
+        owners = [m[4] for m in members]
+        layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards, owners)
         sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
         place = setting.is_away, setting.is_away and setting.stays
-        memory = Memory(layout, setting.stage, *sizes, master != compute, *place)
+        memory = Memory(layout, setting.stage, *sizes, master != compute, *place, setting.rank)
         trained = tuple(m[2] for m in members)
         updated = tuple(m[2] and m[3] for m in members)
         reduce = DTYPE_BYTES[master if own else row.reduce]
@@ -208,7 +222,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
         full_bytes=sum(m.full_bytes for m in memories),
         shard_bytes=sum(m.shard_bytes for m in memories),
         compute_shard_bytes=sum(
-            m.layout.shard_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
+            m.own_numel * m.full_size for m in memories if keeps_compute_shard and m.frees
         ),
         kept_bytes=sum(m.beside_bytes for m in memories if not m.frees),
         freed_bytes=sum(m.full_bytes for m in memories if m.frees),
@@ -251,7 +265,7 @@ def _fetch_staging(group: _Group) -> int:
     memory = group.memory
     if not memory.casts:
         return 0
-    pieces = [segment.shard_numel for segment in memory.layout.segments]
+    pieces = [segment.share_numel(memory.rank) for segment in memory.layout.segments]
     if memory.copy_bytes or not memory.stage.shards_state:
         pieces = [memory.own_numel]
     return max(map(sum, zip(pieces, [*pieces[1:], 0], strict=True)), default=0) * memory.master_size
@@ -260,7 +274,8 @@ def _fetch_staging(group: _Group) -> int:
 def _padding(memory: Memory) -> int:
     """Return the bytes of padding in a rank's slices, on average and rounded up."""
     layout = memory.layout
-    return (layout.shard_numel - layout.numel // layout.num_ranks) * memory.master_size
+    padding = sum(layout.shard_numels) - layout.numel
+    return -(-padding // layout.num_ranks) * memory.master_size
 
 
 def _updated_numels(group: _Group) -> list[int]:
@@ -327,7 +342,7 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
             elif setting.on_cpu:
                 messages.append(scattered_message(segment, places, num_ranks, wire, reduce))
                 if wire != reduce:
-                    numel = min(segment.shard_numel, BLOCK_NUMEL)
+                    numel = min(segment.share_numel(0), BLOCK_NUMEL)
                     temporary = max(temporary, numel * reduce)
             else:
                 messages.append(packed_message(segment, places, num_ranks, wire, reduce))
@@ -337,7 +352,7 @@ def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Redu
             counting = _counting(num_counts, reduce, setting)
             more = 0 if behind else num_counts * reduce
             messages.append(counting._replace(staging=counting.staging + more))
-        buffers = [layout.shard_numel + num_counts]
+        buffers = [layout.shard_numel(setting.rank) + num_counts]
         if not sharded:
             buffers = [*(s.bounds(0)[1] for s, _ in segments), num_counts]
         if setting.num_replicas > 1:

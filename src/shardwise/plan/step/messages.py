@@ -38,20 +38,27 @@ class Message(NamedTuple):
 def gather_message(
     items: Sequence[tuple[Segment, int, bool]], num_ranks: int, on_cpu: bool
 ) -> Message:
-    """Describe an all-gather of (segment, element size, in place)."""
-    payload = sum(s.shard_numel * num_ranks * size for s, size, _ in items)
+    """Describe an all-gather of (segment, element size, in place).
+
+    Sends go out at once, so the rank with the most decides how long an uneven one takes: the
+    payload is that of an even one. Broadcasts from owners follow one another.
+    """
     if not on_cpu:
-        sent = sum(s.shard_numel * size for s, size, _ in items) * (num_ranks - 1)
+        sent = sum(s.share_numel(0) * size for s, size, _ in items) * (num_ranks - 1)
+        payload = sum(s.full_numel(num_ranks) * size for s, size, _ in items)
         return Message(payload, sent, len(items))
+    most = max(sum(s.share_numel(r) * size for s, size, _ in items) for r in range(num_ranks))
+    payload = most * num_ranks
     owned = [s.bounds(0)[1] * size for s, size, _ in items]
     small = gathered_together([s.shard_numel * size for s, size, _ in items])
+    num_messages = sum(own > 0 for n, own in enumerate(owned) if n not in small)
     filled = sum(items[n][0].numel * items[n][1] for n in small)  # of all ranks
     packed = sum(owned[n] for n in small)
     copied = sum(own for own, item in zip(owned, items, strict=True) if not item[2])
     return Message(
         payload,
         sum(owned) * (num_ranks - 1),
-        (len(owned) - len(small) + bool(small)) * (num_ranks - 1),
+        (num_messages + (packed > 0)) * (num_ranks - 1),
         staging=filled,
         before=2 * (copied + packed),
         after=2 * (filled - packed),
@@ -119,6 +126,8 @@ def packed_message(
     segment: Segment, parts: Sequence[tuple[int, int]], num_ranks: int, wire: int, reduce: int
 ) -> Message:
     """Describe what one segment adds to a coalesced reduce-scatter."""
+    if segment.owner is not None:
+        return _message_to_owner(segment, num_ranks, wire, reduce)
     full = segment.shard_numel * num_ranks
     numels = [numel for _, numel in parts]
     sent = segment.shard_numel * reduce * (num_ranks - 1)
@@ -128,6 +137,17 @@ def packed_message(
     zeros = full * reduce if sum(numels) < full else 0
     moved = sum(numels) * (wire + reduce) + zeros
     return Message(full * reduce, sent, 1, full * reduce, moved, divided)
+
+
+def _message_to_owner(segment: Segment, num_ranks: int, wire: int, reduce: int) -> Message:
+    """Describe a reduction to one rank, which casts its addend into the mean, as rank 0 sees it."""
+    numel, mine = segment.numel, segment.share_numel(0)
+    if num_ranks == 1:
+        return Message(numel * reduce, after=numel * (wire + reduce))
+    if mine:
+        return Message(numel * reduce, 0, 1, 0, numel * (wire + reduce), 2 * numel * reduce)
+    cast = numel * reduce if wire != reduce else 0
+    return Message(numel * reduce, numel * reduce, 1, cast, cast and numel * (wire + reduce))
 
 
 def replica_message(numel: int, size: int, ranks: int, on_cpu: bool) -> Message:

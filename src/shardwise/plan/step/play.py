@@ -31,7 +31,7 @@ _NORM_BYTES = 8  # the partial norm that clipping sends, float64
 
 
 def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
-    """Play one steady-state step of rank 0, which holds and sends the most.
+    """Play one steady-state step of the rank that holds and sends the most: rank 0, as a rule.
 
     ``clips``: the gradients' norm is clipped before the optimizer's step.
 
@@ -47,10 +47,11 @@ def play(tape: Tape, candidate: Candidate, *, clips: bool = True) -> Played:
     return player.result()
 
 
-def resting_state(tape: Tape, candidate: Candidate, rank: int = 0) -> Rest:
+def resting_state(tape: Tape, candidate: Candidate, rank: int | None = None) -> Rest:
     """Return what a rank of the shard axis holds between steps, whatever the batch.
 
-    That is all but inputs of blocks, and memory that later micro-batches are reduced to.
+    That is all but inputs of blocks, and memory that later micro-batches are reduced to. ``rank``
+    None is the one that holds the most.
     """
     weights, offloading = weigh(tape.units, candidate, rank), Offloading(candidate)
     away = offloading.away(weights, num_reductions=1)

@@ -1,0 +1,189 @@
+"""Optimizers that read whole matrices: each rank steps those that it owns, as plain tensors.
+
+Note [A step of whole matrices]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Layout ``matrices`` lays each matrix whole on one rank. There an optimizer that reads it (Muon,
+Shampoo, SOAP) can step as in one process: nothing has to be sent. But to such an optimizer a
+sharded tensor with no elements on this rank is not an empty one, as it has the global shape, and
+operations on it would have to answer on the other ranks too. So the optimizer's own code gets a
+copy of the optimizer, with the same class and options: matrices of this rank are plain tensors
+there, over the same memory, with their gradients and state; those of other ranks are not in it; all
+other parameters are as ever. What it leaves in state and options is handed on afterwards. So state
+of a matrix is on its owner alone.
+
+Optimizers that are known to work element by element need none of this: they step a slice without
+elements as they do with layout ``flat``, and have state for it on every rank. Nor does L-BFGS,
+whose parameters are one vector to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+
+from shardwise.engine.apart import optimizer_like
+from shardwise.engine.overlap import is_elementwise
+from shardwise.layout.placements import local_of
+from shardwise.unit.partial import PartialGrad
+from shardwise.unit.plain_state import PLAIN_SCALARS, owner_of
+from shardwise.unit.unit import Unit
+
+_HOOKS = "_shardwise_whole_hooks"  # on an optimizer, by number: before its step, and after
+_STEP = "_shardwise_whole_step"  # on the copy of it that steps
+
+
+def step_matrices_whole(units: Iterable[Unit]) -> None:
+    """Let optimizers of units with matrices that have an owner step these as plain tensors.
+
+    See Note [A step of whole matrices].
+    """
+    if any(param.cut.owner is not None for unit in units for param in unit.params if param.cut):
+        _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
+    torch_optimizer.register_optimizer_step_pre_hook(_prepare)
+
+
+def _prepare(optimizer: Any, *_: Any) -> None:
+    """Let the last hook before a step make the copy, and the first one after it hand on."""
+    if torch.compiler.is_compiling() or is_elementwise(optimizer):
+        return
+    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "optimizers"):
+        return  # of which each steps its own
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if all(owning_rank(param) is None for param in params):
+        return
+    if _HOOKS not in vars(optimizer):
+        before = optimizer.register_step_pre_hook(_take_apart)
+        after = optimizer.register_step_post_hook(_hand_on)
+        vars(optimizer)[_HOOKS] = before.id, after.id
+    first, last = vars(optimizer)[_HOOKS]
+    optimizer._optimizer_step_pre_hooks.move_to_end(first)
+    optimizer._optimizer_step_post_hooks.move_to_end(last, last=False)
+
+
+def owning_rank(param: Any) -> int | None:
+    """Return the rank of the shard axis that has all of a parameter, by its layout."""
+    cut = None if owner_of(param) is None else getattr(param, "_cut", None)
+    return None if cut is None else cut.owner
+
+
+def _take_apart(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    step = _WholeStep(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return (step.copy, *args[1:]), kwargs
+    if len(args) > 1:
+        return (step.copy, step.around(closure), *args[2:]), kwargs
+    return (step.copy,), {**kwargs, "closure": step.around(closure)}
+
+
+def _hand_on(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    step: _WholeStep | None = vars(args[0]).get(_STEP) if args else None
+    if step is not None:
+        step.hand_on(optimizer)
+
+
+class _WholeStep:
+    """One step: ``copy`` is the optimizer that takes it."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._here: list[tuple[Any, torch.Tensor]] = []  # parameters, and what stands for each
+        self._elsewhere: list[Any] = []
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        for group, made in zip(optimizer.param_groups, groups, strict=True):
+            for param in group["params"]:
+                owner = owning_rank(param)
+                if owner is None:
+                    made["params"].append(param)
+                elif owner == param._cut.comm.axes.shard.rank:
+                    stand_in = local_of(param).detach().requires_grad_(param.requires_grad)
+                    self._here.append((param, stand_in))
+                    made["params"].append(stand_in)
+                else:
+                    self._elsewhere.append(param)
+        self._bring_grads()
+        state: defaultdict[Any, Any] = defaultdict(dict, optimizer.state)
+        for param in self._elsewhere:
+            state.pop(param, None)
+        self._before: dict[int, Mapping[str, Any]] = {}
+        for param, stand_in in self._here:
+            self._before[id(param)] = state.pop(param, {})
+            if self._before[id(param)]:
+                state[stand_in] = {k: _plain(v) for k, v in self._before[id(param)].items()}
+        self._given = {id(stand_in): dict(state.get(stand_in, {})) for _, stand_in in self._here}
+        self.copy = optimizer_like(optimizer, groups, state)
+        vars(self.copy)[_STEP] = self
+
+    def _bring_grads(self) -> None:
+        """Take the gradients, on all ranks alike: to read one completes its reduction."""
+        grads = [param.grad for param in (*self._elsewhere, *(p for p, _ in self._here))]
+        for grad in grads:
+            if isinstance(grad, PartialGrad):
+                grad.to_local()  # which says that the window is open
+        for param, stand_in in self._here:
+            grad = param.grad
+            stand_in.grad = None if grad is None else local_of(grad)
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that brings the gradients it has left."""
+
+        def closure_and_grads() -> Any:
+            self._count_changes()
+            found = closure()
+            self._bring_grads()
+            return found
+
+        return closure_and_grads
+
+    def _count_changes(self) -> None:
+        """Let full copies count as stale on all ranks, or those would not gather together."""
+        stepped = [*self._elsewhere, *(param for param, _ in self._here)]
+        torch.autograd.graph.increment_version([local_of(param) for param in stepped])
+
+    def hand_on(self, optimizer: Any) -> None:
+        """Hand on what the copy has left in state, options and attributes."""
+        self._count_changes()
+        made, state = vars(self.copy), self.copy.state
+        del made[_STEP]  # no cycle, which would keep the gradients
+        for param, stand_in in self._here:
+            found = state.pop(stand_in, None)
+            if found is not None:
+                optimizer.state[param] = {
+                    key: self._kept(param, stand_in, key, value) for key, value in found.items()
+                }
+        for param in self._elsewhere:
+            optimizer.state.pop(param, None)
+        for key, value in state.items():
+            optimizer.state[key] = value
+        for group, copied in zip(optimizer.param_groups, self.copy.param_groups, strict=True):
+            group.update({key: value for key, value in copied.items() if key != "params"})
+        own = ("param_groups", "state")
+        vars(optimizer).update({key: value for key, value in made.items() if key not in own})
+
+    def _kept(self, param: Any, stand_in: torch.Tensor, key: Any, value: Any) -> Any:
+        """Return one value of the state as it is to be kept: the tensor that was there, or new."""
+        given = self._given[id(stand_in)].get(key)
+        if isinstance(value, torch.Tensor) and value is given:
+            return self._before[id(param)][key]
+        is_alike = type(value) is torch.Tensor and value.shape == param.shape
+        if not is_alike or key in PLAIN_SCALARS:
+            return value
+        return owner_of(param).form.like(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return this rank's elements of sharded state, in lists and dicts too: on an owner, all."""
+    if isinstance(value, DTensor):
+        return local_of(value)
+    if type(value) is dict:
+        return {key: _plain(each) for key, each in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,133 @@
+"""Several optimizers as one: Muon for the matrices, AdamW for the rest.
+
+Schedules, loss scalers, clipping and checkpoints take one optimizer. So `Mixed` has the groups of
+all its optimizers, the very dicts, and one dict of state that they share.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Takes = Callable[[str, nn.Parameter], bool]
+
+
+class Mixed(torch.optim.Optimizer):
+    """Step several optimizers, each with parameters of its own, as one.
+
+    Its groups are theirs, the first one's first; a change of a group is seen by who steps it.
+
+    **State** that of the optimizers, in one dict that they share: save and load this one alone.
+
+    **Raises** ConfigError for no optimizers, for `optim.AdamW`, whose moments are not saved as they
+    are kept, and for a parameter that two of them have.
+    """
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        if not optimizers:
+            raise ConfigError("Mixed: expected optimizers of torch, got none")
+        if any(hasattr(each, "saved_state") for each in optimizers):
+            raise ConfigError(
+                "Mixed: shardwise.optim.AdamW cannot be one of several; use torch.optim.AdamW"
+            )
+        groups = [group for each in optimizers for group in each.param_groups]
+        held = [param for group in groups for param in group["params"]]
+        if len({id(param) for param in held}) < len(held):
+            raise ConfigError("Mixed: two of its optimizers have the same parameter")
+        super().__init__(groups, {})
+        self.optimizers = list(optimizers)
+        for each in optimizers:
+            self.state.update(each.state)
+        self._share()
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, matrices: Make, rest: Make, takes: Takes | None = None
+    ) -> "Mixed":
+        """Make two optimizers of a model's trained parameters: of its matrices, and of all else.
+
+        ``takes(name, parameter)`` tells which are matrices. Otherwise they are those of two dims
+        that are no embedding's, nor of the shape of the largest embedding's, as a head is.
+
+        **Raises** ConfigError where one of the two would have no parameters.
+        """
+        params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        takes = takes or _hidden_matrices(model)
+        chosen = {name for name, param in params if takes(name, param)}
+        both = [[p for n, p in params if (n in chosen) is taken] for taken in (True, False)]
+        if not all(both):
+            which = "matrices" if not both[0] else "others"
+            raise ConfigError(f"Mixed.of: the model has no parameters that are {which}")
+        return cls(matrices(both[0]), rest(both[1]))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups that come later. **Raises** ConfigError."""
+        if "optimizers" in vars(self):
+            raise ConfigError(
+                "Mixed: a group belongs to one of its optimizers; add it there first, and make "
+                "Mixed anew"
+            )
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every optimizer in turn; return what ``closure`` does, which is called once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state as torch has them, when steps in the background are over."""
+        self._finish()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take groups and state, as `state_dict` gives them."""
+        self._finish()
+        super().load_state_dict(state_dict)
+
+    def _finish(self) -> None:
+        """Wait for what `overlap` does behind the optimizers, as each waits by itself."""
+        for each in self.optimizers:
+            for hook in each._optimizer_state_dict_pre_hooks.values():
+                hook(each)
+
+    def _share(self) -> None:
+        """Give the optimizers the groups and the state that are here."""
+        groups = iter(self.param_groups)
+        for each in self.optimizers:
+            own = list(islice(groups, len(each.param_groups)))
+            each.__setstate__({"param_groups": own, "state": self.state})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy is made of."""
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups and state, as loads and copies do."""
+        super().__setstate__(state)
+        self._share()
+
+
+def _hidden_matrices(model: nn.Module) -> Takes:
+    embeddings = [m.weight for m in model.modules() if isinstance(m, _EMBEDDINGS)]
+    largest = max((tuple(weight.shape) for weight in embeddings), default=())
+    held = {id(weight) for weight in embeddings}
+
+    def takes(name: str, param: nn.Parameter) -> bool:
+        is_matrix = param.ndim == 2 and param.numel() > 0 and id(param) not in held
+        return is_matrix and tuple(param.shape) != largest
+
+    return takes
+
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
