@@ -48,9 +48,11 @@ def run_processes(
     num_ranks: int,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 600,
+    prefix: Callable[[int], Sequence[str]] = lambda rank: (),
 ) -> list[dict[str, Any]]:
     """Run ``script --worker JSON`` once per rank; return what each rank wrote, by rank.
 
+    ``prefix`` are words before a rank's command, which runs it somewhere.
     The worker finds ``rank``, ``num_ranks``, ``rendezvous`` and ``result`` in its config.
     **Raises** CaseFailed when a rank fails or the time is over.
     """
@@ -69,7 +71,7 @@ def run_processes(
             with open(logs[rank], "w") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(script), "--worker", json.dumps(mine)],
+                        [*prefix(rank), sys.executable, str(script), "--worker", json.dumps(mine)],
                         env=_child_env(env or {}),
                         stdout=log,
                         stderr=subprocess.STDOUT,

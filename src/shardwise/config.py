@@ -7,8 +7,17 @@ from typing import Literal
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, OffloadLike, resolve_offload
-from shardwise.precisions import PRECISION_DTYPES, nearest_precision, plain_precision
+from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload
+from shardwise.precisions import (
+    BLOCK_MULTIPLE,
+    GATHER_BITS,
+    PRECISION_DTYPES,
+    Coding,
+    GatherName,
+    nearest_precision,
+    plain_precision,
+)
+from shardwise.spelling import did_you_mean
 from shardwise.stages import DEFAULT_BUCKET_BYTES, STAGES, ReduceEvery, Stage
 
 LayoutName = Literal["rows", "flat", "matrices"]
@@ -21,13 +30,22 @@ class Precision:
     ``param`` is the dtype of the full parameters that the layers compute with, ``master`` that of
     the trainable shards which the optimizer updates (frozen parameters keep their own), ``reduce``
     that in which gradients are summed over ranks and micro-batches. With ``cast_inputs``,
-    floating-point inputs of a unit's forward are cast to ``param``.
+    floating-point inputs of a unit's forward are cast to ``param``. With ``gather``, matrices (and
+    tensors of more dims) travel in that format, each ``block`` elements with a scale of their own,
+    and the layers compute with what arrives; what is stored and stepped stays as it is.
     """
 
     param: torch.dtype | None = None
     master: torch.dtype | None = None
     reduce: torch.dtype | None = None
     cast_inputs: bool = True
+    gather: GatherName | None = None
+    block: int = 256
+
+    @property
+    def coding(self) -> Coding | None:
+        """How gathers are encoded; None where parameters travel as they are computed with."""
+        return None if self.gather is None else Coding(self.gather, self.block)
 
 
 def _precision(names: Iterable[str | None]) -> Precision:
@@ -88,7 +106,7 @@ def resolve_config(
             f"layout={layout!r}: expected 'rows' (cut along dim 0), 'flat' (ranges of elements) or "
             "'matrices' (each matrix whole on one rank)"
         )
-    precision = _resolve_precision(precision)
+    precision = resolve_precision(precision)
     if reduce_every not in (None, "step", "micro_batch"):
         raise ConfigError(
             f"reduce_every={reduce_every!r}: expected 'step' (one reduction, more memory), "
@@ -104,7 +122,9 @@ def resolve_config(
             f"bucket_bytes={bucket_bytes!r}: expected 0 (each unit alone) or more bytes, as a "
             "number"
         )
-    row = STAGES[int(stage)]
+    row, homes = STAGES[int(stage)], resolve_offload(offload)
+    if precision.gather is not None:
+        check_coded(precision.gather, row, homes, layout)
     return ShardConfig(
         stage=row,
         layout=layout,  # type: ignore[arg-type]
@@ -112,12 +132,15 @@ def resolve_config(
         reduce_every=reduce_every or row.reduce_every,  # type: ignore[arg-type]
         prefetch_bytes=prefetch_bytes,
         bucket_bytes=bucket_bytes,
-        offload=resolve_offload(offload),
+        offload=homes,
     )
 
 
-def _resolve_precision(precision: PrecisionLike) -> Precision:
-    """Return what a name, or the dtype to compute in, stands for."""
+def resolve_precision(precision: PrecisionLike) -> Precision:
+    """Return what a name, or the dtype to compute in, stands for.
+
+    **Raises** ConfigError, naming the field, what came and what would do.
+    """
     name = plain_precision(precision)
     if isinstance(name, str) and name in PRECISIONS:
         return PRECISIONS[name]
@@ -133,6 +156,17 @@ def _resolve_precision(precision: PrecisionLike) -> Precision:
                 f"precision.{field}={dtype!r}: expected a floating-point dtype, such as "
                 "torch.bfloat16, or None for the parameter's own"
             )
+    gather, block = precision.gather, precision.block
+    if gather is not None and gather not in GATHER_BITS:
+        raise ConfigError(
+            f"precision.gather={gather!r}: expected {', '.join(map(repr, GATHER_BITS))}, or None "
+            "to gather in the dtype of computation" + did_you_mean(str(gather), GATHER_BITS)
+        )
+    if not _is_size(block) or block != int(block) or block < 1 or block % BLOCK_MULTIPLE:
+        raise ConfigError(
+            f"precision.block={block!r}: expected a multiple of {BLOCK_MULTIPLE}, the elements "
+            "that share one scale, such as 256"
+        )
     return precision
 
 

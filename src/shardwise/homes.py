@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
+from shardwise.stages import Stage
 
 LOAD_BYTES = 128 << 20  # of what passes the device at once: long copies, and little memory there
 NUM_BUFFERS = 3  # of a disk: one is read into, one stepped, one written
@@ -121,6 +122,30 @@ def resolve_offload(asked: OffloadLike, *, names_folders: bool = True) -> Offloa
     if asked.moves_state:
         return replace(asked, grads=asked.grads or "cpu", step_on=asked.step_on or "host")
     return Offload(activations="cpu") if asked.activations == "cpu" else None
+
+
+def check_coded(gather: str, stage: Stage, offload: Offload | None, layout: str) -> None:
+    """Check that gathers can be encoded: that there are some, from slices and no cast copy of them.
+
+    **Raises** ConfigError, naming what would do.
+    """
+    if not stage.shards_state:
+        raise ConfigError(
+            f"precision.gather={gather!r}: nothing is gathered at stage {stage.number}; use stage "
+            "1, 2 or 3, or leave gather= out"
+        )
+    if layout == "matrices":
+        raise ConfigError(
+            f"precision.gather={gather!r}: with layout='matrices' each matrix is broadcast by its "
+            "owner, as it is computed with; use layout 'rows' or 'flat', or leave gather= out"
+        )
+    moves = offload is not None and offload.moves_state
+    if moves and stage.frees_after_backward and offload.params == "device":  # type: ignore[union-attr]
+        raise ConfigError(
+            f"precision.gather={gather!r}: offload with params='device' keeps a copy of the slices "
+            f"in the dtype of computation at stage {stage.number}, which gathers read; let params= "
+            "rest where optimizer= does, use stage 1 or 2, or leave gather= out"
+        )
 
 
 def _tier(place: object, names_folders: bool) -> str | None:

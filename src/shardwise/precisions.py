@@ -3,11 +3,15 @@
 Without torch: a plan starts without it.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.spelling import did_you_mean
 
 FloatName = Literal["float32", "bfloat16", "float16"]
+GatherName = Literal["int8", "fp8", "int4"]
+GATHER_BITS: dict[str, int] = {"int8": 8, "fp8": 8, "int4": 4}  # of an element on the wire
+BLOCK_MULTIPLE = 16  # of a block's elements
 
 # Dtypes of full parameters, of trained shards, and of sums; None is each parameter's own.
 PRECISION_DTYPES: dict[str, tuple[FloatName | None, FloatName | None, FloatName | None]] = {
@@ -21,6 +25,21 @@ _OURS = {
     "fp16": ("float16", "half"),
 }
 _NAMES = {name: ours for ours, others in _OURS.items() for name in (ours, *others)}
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How matrices are encoded to be gathered: the format, and the elements that share a scale."""
+
+    format: str
+    block: int
+
+    def __str__(self) -> str:
+        return f"{self.format}, blocks of {self.block}"
+
+    def code_bytes(self, numel: int) -> int:
+        """Return the bytes of one block's codes; two elements of 4 bits share one."""
+        return -(-numel * GATHER_BITS[self.format] // 8)
 
 
 def plain_precision(value: object) -> object:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from checking_device import CheckingDevice, StreamError
 from models import Stack
 from ranks import run_ranks, run_sizes
-from shardwise import Offload, accumulate, gathered, optim, overlap, shard
+from shardwise import Offload, Precision, accumulate, gathered, optim, overlap, shard
 from shardwise.comm import coalesced, collectives, point_to_point
 from shardwise.comm.collectives import Comm
 from shardwise.device import follow_current
@@ -292,6 +292,11 @@ matrices_away = {"layout": "matrices", "precision": "bf16"}
 add("slices at home, matrices, bf16", partial(at_home, **matrices_away))
 add("matrices stepped whole", partial(sharded, layout="matrices", make_optimizer=muon))
 add("a reduction per unit", partial(sharded, bucket_bytes=1, make_optimizer=adamw))
+for stage, kind in ((1, "int4"), (2, "fp8"), (3, "int8")):
+    coded = {"stage": stage, "precision": Precision(torch.bfloat16, torch.float32, gather=kind)}
+    add(f"stage {stage}, gathered as {kind}", partial(sharded, **coded))
+    add(f"stage {stage}, slices at home, gathered as {kind}", partial(at_home, **coded))
+add("by block, gathered as fp8", partial(by_block, mp_policy=Precision(gather="fp8")))
 for stage in (0, 3):
     add(f"stage {stage}, replicas", partial(hybrid, replicas=2, stage=stage))
 add("no prefetch", partial(sharded, prefetch_bytes=0))

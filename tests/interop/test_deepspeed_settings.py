@@ -71,6 +71,21 @@ def test_a_config_becomes_the_arguments_of_a_loop() -> None:
         settings.gradient_clipping = 1.0  # type: ignore[misc]
 
 
+def test_quantized_weights_are_encoded_gathers_at_the_stage_where_deepspeed_has_them() -> None:
+    for stage in (3, 2):
+        block = {"zero_quantized_weights": True, "stage": stage}
+        settings = from_deepspeed({"zero_optimization": block, "bf16": {"enabled": True}})
+        precision = settings.shard["precision"]
+        if stage == 3:
+            assert precision == Precision(
+                torch.bfloat16, torch.float32, torch.float32, gather="int8"
+            )
+            assert settings.shard.keys() == {"stage", "precision"}
+        else:
+            assert precision == "bf16"
+            assert "zero_optimization.zero_quantized_weights" in settings.report.ignored
+
+
 def leaves(block: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key, value in block.items():

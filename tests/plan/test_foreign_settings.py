@@ -57,6 +57,15 @@ def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path: Path
     }
 
 
+def test_quantized_weights_are_planned(tmp_path: Path) -> None:
+    block = {"zero_quantized_weights": True, "stage": 3}
+    assert read_deepspeed(write_json(tmp_path, {"zero_optimization": block})).values == {
+        "precision": "fp32",
+        "stage": 3,
+        "gather": "int8",
+    }
+
+
 def test_every_key_is_planned_or_listed_with_a_reason(tmp_path: Path) -> None:
     found = read_deepspeed(write_json(tmp_path, ZERO3_OFFLOAD))
     assert set(found.ignored) == {

@@ -26,7 +26,7 @@ from shardwise.plan.step.play import play, resting_state
 from shardwise.unit import ahead
 from shardwise.unit.home import Home
 from shardwise.unit.storage import Storage
-from test_play_ranks import Net, Unused, loss_of, make_batch
+from test_play_ranks import Net, Unused, loss_of, make_batch, precision_of
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
@@ -99,7 +99,7 @@ def make_run(name: str, candidate: Candidate, folder: Path) -> tuple[Any, Any]:
     model = shard(
         make_model(name),
         stage=candidate.stage,
-        precision=candidate.precision,
+        precision=precision_of(candidate),
         layout=candidate.layout,
         reduce_every=candidate.reduce_every,
         offload=in_folder(candidate.offload, folder),
@@ -219,7 +219,12 @@ WAYS = [
 
 def traffic_cases(num_ranks: int) -> list[tuple[str, Candidate]]:
     pairs = cases(num_ranks)[:: 1 if num_ranks == 1 else 2]
-    return [(name, replace(c, **WAYS[n // 5 % 4])) for n, (name, c) in enumerate(pairs)]
+    found = [(name, replace(c, **WAYS[n // 5 % 4])) for n, (name, c) in enumerate(pairs)]
+    for number, (name, candidate) in enumerate(found[::3]):
+        kept = candidate.stage == 3 and candidate.offload.params == "device"
+        if candidate.stage and not kept:  # encoded where slices rest
+            found.append((name, replace(candidate, gather=("int8", "int4")[number % 2])))
+    return found
 
 
 def traffic(rank: int, num_ranks: int, folder: Path) -> list[dict[str, int]]:

@@ -218,6 +218,34 @@ def test_the_optimizer_of_a_run_is_planned_and_written(
     assert momentum / 2 < state_bytes("optimizer_options: {moments: 8bit}") < 0.6 * momentum
 
 
+def test_a_format_of_gathers_is_planned_written_and_read_again(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    path = tmp_path / "train.yaml"
+    sent = {}
+    for kind in ("", "int8", "int4"):
+        flags = ["demo", "--ranks", "2", "--json", *(["--gather", kind] if kind else [])]
+        assert run_plan([*flags, "--write", str(path)]) == 0
+        assert load_config(path, {}).gather == (kind or None)
+        traffic = json.loads(capsys.readouterr().out)["traffic"]
+        sent[kind] = traffic["sent_bytes"]["shard.all_gather"]
+    assert sent["int4"] < 0.3 * sent[""]
+    assert sent["int8"] < 0.55 * sent[""]
+    assert run_plan([str(path), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["candidate"]["gather"] == "int4"
+    assert "gathers in int4" in again["label"]
+    assert "nothing is gathered at stage 0" in refused(
+        run_plan, "demo", "--gather", "int8", "--stage", "0"
+    )
+    assert "gathers: it limits a search" in refused(run_plan, "demo", "--gathers", "int8")
+    both = ("demo", "--search", "--gathers", "int8", "--gather", "int8")
+    assert "leave out --gather" in refused(run_plan, *both)
+    assert "params='device'" in refused(
+        run_plan, "demo", "--gather", "int8", "--offload-optimizer", "cpu"
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "moments"), [("adamw_bf16_moments", "bf16"), ("adamw_8bit", "8bit")]
 )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from allocator import AllocatorTrace, traced
 from models import OddModel
 from ranks import run_ranks
-from shardwise import accumulate, shard, stats
+from shardwise import Precision, accumulate, shard, stats
+from shardwise.config import PRECISIONS
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import Tape
 from shardwise.plan.model.tracing import trace
@@ -110,6 +112,11 @@ def mesh_of(candidate: Candidate) -> Any:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
 
+def precision_of(candidate: Candidate) -> Precision:
+    coded = {"gather": candidate.gather, "block": candidate.gather_block}
+    return replace(PRECISIONS[candidate.precision], **coded)
+
+
 def make_model(name: str) -> nn.Module:
     if name == "net":
         return Net()
@@ -162,7 +169,7 @@ def measure(
         model = shard(
             plain,
             stage=candidate.stage,
-            precision=candidate.precision,
+            precision=precision_of(candidate),
             layout=candidate.layout,
             mesh=mesh_of(candidate),
             reduce_every=candidate.reduce_every,
@@ -284,6 +291,24 @@ def test_matrices_whole_on_one_rank(num_ranks: int) -> None:
         {"precision": "bf16", "accumulation": 2, "reduce_every": "step"},
     ]
     check(num_ranks, [("tall net", cpu(num_ranks, layout="matrices", **s)) for s in settings])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_encoded_gathers_send_and_hold_what_is_planned(num_ranks: int) -> None:
+    """Shares with padding between scales and elements, blocks that cuts go through."""
+    check(
+        num_ranks,
+        [
+            ("net", cpu(num_ranks, stage=s, layout=layout, precision=p, gather=kind, **more))
+            for s, layout, p, kind, more in (
+                (1, "rows", "fp32", "int8", {}),
+                (3, "flat", "bf16", "int4", {}),
+                (3, "rows", "bf16", "fp8", {"gather_block": 64, "accumulation": 2}),
+                (2, "flat", "fp32", "int4", {}),
+            )
+        ]
+        + [("frozen", cpu(num_ranks, precision="bf16", gather="int4"))],
+    )
 
 
 def test_accumulation_with_one_or_many_reductions() -> None:

@@ -93,6 +93,19 @@ def test_no_plan_beats_one_of_the_front_and_one_of_the_front_beats_each_other(
     assert [p.step_s for p in front] == sorted(p.step_s for p in front)
 
 
+def test_formats_of_gathers_are_tried_where_they_are_named_and_can_be(
+    whole: SearchResult,
+) -> None:
+    assert not any(p.candidate.gather for p in whole.pareto)
+    space = replace(SPACE, gathers=(None, "int8"), offloads=(Offload(), Offload(optimizer="cpu")))
+    found = search(MODEL, CLUSTER, space)
+    met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
+    coded = {c for c in met if c.gather is not None}
+    assert {c.stage for c in coded} == {1, 2, 3}
+    assert not any(c.stage == 3 and c.offload.moves_state for c in coded)
+    assert {replace(c, gather=None) for c in coded} <= set(met)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
 def test_with_less_memory_the_winner_is_the_fastest_of_those_that_fit(
     share: float, by_hand: dict[Candidate, Plan]

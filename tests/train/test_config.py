@@ -81,6 +81,17 @@ def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, dump_config(config)), {}) == config
 
 
+def test_a_format_of_gathers_is_known_and_needs_gathers() -> None:
+    assert load_config(None, {"gather": "fp8", "gather_block": "64"}).gather_block == 64
+    for flags, told in (
+        ({"gather": "int8", "stage": 0}, "nothing is gathered at stage 0"),
+        ({"gather": "int9"}, "int9"),
+        ({"gather": "int8", "gather_block": 24}, "multiple of 16"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load_config(None, flags)
+
+
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 12), (2, 6), (3, 4), (4, 3)])
 def test_a_global_batch_decides_accumulation(world_size: int, accumulation: int) -> None:
     config = resolve_batch(TrainConfig(micro_batch=2, global_batch=24), world_size)

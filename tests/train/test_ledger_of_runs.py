@@ -28,7 +28,19 @@ def run(rank: int, world_size: int, flags: dict[str, Any]) -> None:
 def test_the_engines_memory_is_that_of_the_plan_line_by_line(
     stage: int, world_size: int, accumulation: int, tmp_path: Path
 ) -> None:
-    flags = {**FLAGS, "stage": stage, "accumulation": accumulation, "output": tmp_path / "run"}
+    check({"stage": stage, "accumulation": accumulation}, world_size, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("stage", "gather"), [(1, "int8"), (3, "fp8"), (3, "int4")])
+def test_so_it_is_with_encoded_gathers(
+    stage: int, gather: str, world_size: int, tmp_path: Path
+) -> None:
+    check({"stage": stage, "gather": gather, "precision": "bf16"}, world_size, tmp_path)
+
+
+def check(more: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+    flags = {**FLAGS, **more, "output": tmp_path / "run"}
     run_ranks(run, world_size, {**flags, "data": write_text(tmp_path)})
     record = read_run(tmp_path / "run")
     (line,) = (line for _, line in record.lines("memory", 0))

@@ -56,6 +56,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
         | {"optimizer_options": {"moments": "8bit", "block": 64}},
     ),
     (3, {"stage": 2, "precision": "fp32", "layout": "flat", "reduce_every": "step"}),
+    (3, {"stage": 3, "precision": "bf16", "gather": "int4", "gather_block": 32}),
     (1, {"precision": "fp32", "optimizer": "sgd", "warmup_steps": 0, "schedule": "WarmupLR"}),
     (
         2,

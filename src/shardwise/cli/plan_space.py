@@ -14,6 +14,7 @@ from shardwise.plan.candidate import Kernels, LossKind
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.space import Limits, Space
+from shardwise.precisions import GatherName
 
 if TYPE_CHECKING:
     from shardwise.config import LayoutName
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
 _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
 
 
-def space_of(setup: Setup, *, to_train: bool = False) -> Space:
+def space_of(
+    setup: Setup, *, to_train: bool = False, gathers: tuple[GatherName | None, ...] | None = None
+) -> Space:
     """Return what a search varies: every setting that the user did not decide.
 
-    ``to_train``: no offloading, and no degrees that `shardwise train` refuses.
+    ``gathers``: formats to compare; without, the user's. ``to_train``: no offloading, and no
+    degrees that `shardwise train` refuses.
 
     **Raises** ConfigError where it refuses all of them.
     """
@@ -43,6 +47,7 @@ def space_of(setup: Setup, *, to_train: bool = False) -> Space:
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
         bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
+        gathers=gathers or (base.gather,),
         activation_checkpointing=(
             (base.activation_checkpointing,)
             if "activation_checkpointing" in given

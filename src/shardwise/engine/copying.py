@@ -98,7 +98,8 @@ def _copy_chunk(param: ShardedParam) -> torch.Tensor:
 def _copy_storage(storage: Storage, unit: Unit, ledger: FullParamLedger) -> Storage:
     dtypes = storage.master.dtype, storage.full.dtype
     stage, home = unit.settings.stage, unit.home
-    made = Storage(storage.layout, storage.rank, stage, dtypes, storage.full.device, ledger, home)
+    where = storage.full.device, ledger, home
+    made = Storage(storage.layout, storage.rank, stage, dtypes, *where, storage.coding)
     made.master.copy_(storage.master)
     return made
 

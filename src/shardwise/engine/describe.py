@@ -67,11 +67,17 @@ class UnitDescription:
     layout: str
     params: tuple[ParamDescription, ...] = ()
     home: str = ""  # where state rests, if not on the device
+    gather: str = ""  # how parameters travel, if not as they are computed with
 
     @property
     def resting(self) -> str:
         """Say where state rests, if not on the device."""
         return f"; {self.home}" if self.home else ""
+
+    @property
+    def travelling(self) -> str:
+        """Say how parameters travel, if not as they are computed with."""
+        return f"; gathered as {self.gather}" if self.gather else ""
 
     @property
     def padding_share(self) -> float:
@@ -131,7 +137,7 @@ class Description:
             f"{branch}{label} [{unit.class_name}]  {unit.num_params} parameters, "
             f"{format_count(unit.numel)} elements, {unit.dtype}, {unit.layout}: "
             f"{format_bytes(unit.full_bytes)} full, {format_bytes(unit.rank_bytes)} per rank, "
-            f"padding {padding}, stage {self.stage}" + unit.resting
+            f"padding {padding}, stage {self.stage}" + unit.resting + unit.travelling
         )
 
 
@@ -183,7 +189,17 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         layout=unit.storages[0].layout.kind if unit.storages else "-",
         params=tuple(_describe_param(param) for param in unit.params),
         home=str(unit.home or ""),
+        gather=_describe_gather(unit),
     )
+
+
+def _describe_gather(unit: Unit) -> str:
+    """Say how parameters are encoded, and what part of the bytes is sent so; "" where none is."""
+    coding = next((s.coding for s in unit.storages if s.coding is not None), None)
+    if coding is None:
+        return ""
+    sent, whole = (sum(each) for each in zip(*(s.gather_bytes for s in unit.storages), strict=True))
+    return f"{coding}" + (f": {sent / whole:.3f} x the bytes" if whole else "")
 
 
 def _describe_param(param: ShardedParam) -> ParamDescription:

@@ -35,7 +35,7 @@ from shardwise.comm.control import Control
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import find_engine, shard
 from shardwise.engine.parts import Model, Parts, modules_of
-from shardwise.engine.stage_gradients import check_shape, of_all_stages, share_weights
+from shardwise.engine.stage_gradients import check_exact, check_shape, of_all_stages, share_weights
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
 from shardwise.unit.plain_state import owner_of
@@ -184,11 +184,11 @@ def check_gradients(
     **Cost** a plain model and its gradients on every rank, and one gradient in full at a time.
 
     **Raises** GradientError on all ranks where any gradient is wrong, with which, by how much, and
-    what the factor may be; ConfigError for batches that cannot be shared.
+    what the factor may be; ConfigError for batches that cannot be shared, and for encoded gathers.
     """
     plain = make_model()
     composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
-    stages = modules_of(composed)
+    stages = check_exact(modules_of(composed))
     control = _control_of(stages)
     _take_weights(plain, stages, control)
     rank, num_ranks, degrees = _places(mesh, micro_batches)

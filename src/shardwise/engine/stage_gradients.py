@@ -1,13 +1,30 @@
-"""What stages of a pipeline tell each other, so that gradients are checked as one model's."""
+"""What stages of a pipeline tell each other, so that gradients are checked as one model's.
+
+And which models cannot be checked so.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.comm.control import Control, exchange_any
+from shardwise.engine.api import find_engine
 from shardwise.errors import ConfigError
+
+Stages = TypeVar("Stages", bound=Sequence[torch.nn.Module])
+
+
+def check_exact(stages: Stages) -> Stages:
+    """Return stages that compute with the weights that they keep. **Raises** ConfigError."""
+    engines = (find_engine(each) for each in stages)
+    if any(u.precision.gather for engine in engines if engine is not None for u in engine.units):
+        raise ConfigError(
+            "compose: its gathers are encoded (Precision(gather=)), so its gradients are those of "
+            "other weights than one process has; leave gather= out for the check"
+        )
+    return stages
 
 
 @torch.no_grad()

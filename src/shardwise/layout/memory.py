@@ -4,7 +4,8 @@ Note [Where the shard lies]
 Where the full copy is kept and has the master dtype (stages 0 to 2 in fp32, and any stage on one
 rank), the shard *is* a slice of the full buffer. Otherwise the shard has a buffer of its own and
 the gather copies, or casts, this rank's share into the full buffer first. There is no separate
-low-precision shard, but where the masters are away and the parameters are to stay.
+low-precision shard, but where the masters are away and the parameters are to stay. Where gathers
+are encoded the full copy has other values than the shard, on one rank too, so it is always apart.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from shardwise.layout.segments import Layout
+from shardwise.layout.segments import Layout, Segment
+from shardwise.layout.wire import Wire
+from shardwise.precisions import Coding
 from shardwise.stages import Stage
 
 P = TypeVar("P")
@@ -43,7 +46,8 @@ class Memory:
 
     ``master_size`` and ``full_size`` are bytes of an element; ``casts``: the two dtypes differ;
     ``is_away``: the slices live elsewhere than the full copy; ``stays``: and a copy of them in the
-    dtype of the full one does not. ``rank`` is the one whose memory it is: shares may differ.
+    dtype of the full one does not. ``coding``: how gathers are encoded, where they are. ``rank`` is
+    the one whose memory it is: shares may differ.
     """
 
     layout: Layout
@@ -53,13 +57,27 @@ class Memory:
     casts: bool
     is_away: bool = False
     stays: bool = False
+    coding: Coding | None = None
     rank: int = 0
+
+    @cached_property
+    def wire(self) -> Wire | None:
+        """How the parameters travel encoded; None where none of them does."""
+        made = None if self.coding is None else Wire(self.layout, self.coding, self.full_size)
+        return made if made is not None and made.has_codes else None
+
+    @property
+    def gathered_segments(self) -> list[tuple[Segment, int]]:
+        """The segments that are gathered, each with the bytes of its elements."""
+        if self.wire is not None:
+            return [(segment, 1) for segment in self.wire.segments]
+        return [(segment, self.full_size) for segment in self.layout.segments]
 
     @cached_property
     def aliased(self) -> bool:
         """Tell whether the slices lie inside the full copy; see Note [Where the shard lies]."""
         keeps = not self.stage.frees_after_backward or self.layout.num_ranks == 1
-        return keeps and not self.casts and not self.is_away
+        return keeps and not self.casts and not self.is_away and self.wire is None
 
     @cached_property
     def frees(self) -> bool:
@@ -80,12 +98,13 @@ class Memory:
     @cached_property
     def fills_first(self) -> bool:
         """Tell whether a gather casts or fetches this rank's share into the full copy first."""
-        return not self.aliased and (self.casts or self.is_away) and not self.copy_bytes
+        casts = (self.casts or self.is_away) and self.wire is None
+        return not self.aliased and casts and not self.copy_bytes
 
     @cached_property
     def gathers_in_place(self) -> bool:
         """Tell whether a gather finds this rank's share in its place."""
-        return self.aliased or self.fills_first
+        return self.aliased or self.fills_first or self.wire is not None
 
     @cached_property
     def own_numel(self) -> int:

@@ -103,6 +103,8 @@ def owned_bytes(
     for unit in parts.units:
         if unit.pending is not None:
             blocks.add("device", "gather_staging", unit.name, tensors_in(unit.pending.holds))
+        coded = [s.coded_memory for s in unit.storages if s.coded_memory is not None]
+        blocks.add("device", "gather_staging", unit.name, coded)
     for engine in parts.engines:
         for held in engine.reductions.held:
             name = join_units(held.units)

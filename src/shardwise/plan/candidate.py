@@ -5,9 +5,10 @@ from math import prod
 from typing import Literal
 
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload, OffloadLike, resolve_offload, tier_of
-from shardwise.precisions import plain_precision
+from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload, tier_of
+from shardwise.precisions import Coding, GatherName, plain_precision
 from shardwise.quantities import format_bytes
+from shardwise.stages import STAGES
 
 Transport = Literal["coalesced", "point_to_point"]  # NCCL-like, gloo-like
 PipelineSchedule = Literal["1f1b", "gpipe"]
@@ -53,6 +54,8 @@ class Candidate:
     num_shards: int = 1
     num_replicas: int = 1
     precision: str = "bf16"
+    gather: GatherName | None = None
+    gather_block: int = 256
     layout: Literal["rows", "flat", "matrices"] = "rows"
     units: tuple[str, ...] | None = None
     reduce_every: Literal["step", "micro_batch"] | None = None
@@ -81,8 +84,15 @@ class Candidate:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", plain_precision(self.precision))
         object.__setattr__(self, "offload", planned_offload(self.offload))
+        if self.gather is not None:
+            check_coded(self.gather, STAGES[self.stage], self.offload, self.layout)
         if self.step_in_backward and self.accumulation > 1:
             raise ConfigError(f"step_in_backward: {no_window(self.accumulation)}")
+
+    @property
+    def coding(self) -> Coding | None:
+        """How gathers are encoded; None where parameters travel as they are computed with."""
+        return None if self.gather is None else Coding(self.gather, self.gather_block)
 
     @property
     def data_parallel(self) -> int:
@@ -133,6 +143,8 @@ class Candidate:
             parts.append(f"{self.num_shards} shards x {self.num_replicas} replicas")
         if self.layout != "rows":
             parts.append(self.layout)
+        if self.coding is not None:
+            parts.append(f"gathers in {self.gather}")
         if self.units is not None:
             parts.append(f"units {', '.join(self.units) or 'none'}")
         if self.activation_checkpointing != "none":

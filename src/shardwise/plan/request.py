@@ -19,7 +19,7 @@ from shardwise.plan.candidate import (
     PipelineSchedule,
     planned_offload,
 )
-from shardwise.precisions import plain_precision
+from shardwise.precisions import GatherName, plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
@@ -88,6 +88,14 @@ def parse_positive(value: Any) -> Any:
     return value
 
 
+def _formats(value: Any) -> Any:
+    """Return formats of gathers that are written with commas between; "none" is without."""
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, list | tuple):
+        return value
+    return tuple(None if word in ("none", None) else str(word).strip() for word in words)
+
+
 _Count = Annotated[int | None, BeforeValidator(_read_count)]
 _Place = Annotated[str | None, BeforeValidator(lambda place: "cpu" if place == "host" else place)]
 _Offload = Annotated[str | dict[str, Any] | None, BeforeValidator(_read_offload)]
@@ -126,6 +134,12 @@ class ModelRequest(BaseModel):
         None,
         "Sharding",
         "fp32, bf16, fp16, or zero_paper: the ZeRO paper's 16 bytes; unset: bf16",
+    )
+    gather: GatherName | None = key(
+        None, "Sharding", "what matrices travel as to be gathered; unset: as they are computed with"
+    )
+    gather_block: int = key(
+        256, "Sharding", "elements that share a scale, with gather", gt=0, multiple_of=16
     )
     layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
     units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
@@ -224,6 +238,8 @@ class ModelRequest(BaseModel):
             raise ValueError("accumulation: leave it out beside tokens_per_step, which decides it")
         if self.pp > 1 and self.accumulation_order == "breadth_first":
             raise ValueError("accumulation_order: leave it out with pp, which has pp_schedule")
+        if self.gather is not None and self.stage == 0:
+            raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         if self.deepspeed is not None and self.accelerate is not None:
             raise ValueError("deepspeed: give it or accelerate, not both")
         return self
@@ -244,6 +260,11 @@ class PlanRequest(ModelRequest):
         None, "Search", "tokens per second that a plan has to reach", gt=0
     )
 
+    gathers: Annotated[tuple[GatherName | None, ...] | None, BeforeValidator(_formats)] = key(
+        None,
+        "Search",
+        "formats of gathers to compare, e.g. none,int8; they change what is computed",
+    )
     degrees: tuple[tuple[int, int, int], ...] | None = key(
         None, "Search", "tensor x pipeline x context degrees to compare, e.g. 1x1x1,8x1x1,8x4x1"
     )
@@ -269,10 +290,12 @@ class PlanRequest(ModelRequest):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        for name in ("max_memory", "target_tokens_per_s", "degrees"):
+        for name in ("max_memory", "target_tokens_per_s", "degrees", "gathers"):
             if getattr(self, name) is not None and not self.search:
                 raise ValueError(f"{name}: it limits a search; add --search")
         alone = sorted({"tp", "pp", "cp"} & self.model_fields_set)
+        if self.gathers is not None and self.gather is not None:
+            raise ValueError("gathers: it has the formats to compare, so leave out --gather")
         if self.degrees is not None and alone:
             raise ValueError(f"degrees: it has all three, so leave out {flag_of(alone[0])}")
         if self.params is not None:

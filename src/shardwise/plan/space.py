@@ -1,13 +1,13 @@
 """What a search varies, and what its plans have to keep to."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.homes import Offload
+from shardwise.homes import Offload, check_coded
 from shardwise.plan.candidate import (
     ALL_DEGREES,
     DEGREES,
@@ -18,6 +18,7 @@ from shardwise.plan.candidate import (
 )
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.planning import Model
+from shardwise.precisions import GatherName
 from shardwise.stages import STAGES
 
 _MAY_BE_EMPTY = ("num_shards", "micro_batches")
@@ -27,6 +28,7 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
     "units": "units",
     "bucket_bytes": "bucket_bytes",
     "reduce_every": "reduce_every",
+    "gather": "gathers",
 }
 KNOBS = ("layouts", "units", "bucket_bytes", "reduce_every", "prefetch_units")
 
@@ -47,6 +49,7 @@ class Space:
     prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
     bucket_bytes: Sequence[int] = (1 << 20,)
     reduce_every: Sequence[Literal["step", "micro_batch"] | None] = (None,)
+    gathers: Sequence[GatherName | None] = (None,)  # formats change what is computed
     activation_checkpointing: Sequence[str] = ("none", "full")
     micro_batches: Sequence[int] = ()
     offloads: Sequence[Offload] = (Offload(),)
@@ -152,6 +155,8 @@ def _variants(
     tried = product(offloads, *(getattr(space, name) for name in _TRIED.values()))
     for (offload, *values), ahead in product(tried, space.prefetch_units):
         settings: dict[str, Any] = dict(zip(_TRIED, values, strict=True))
+        if settings["gather"] is not None and not _can_be_coded(settings, offload):
+            continue
         candidate = replace(
             base, num_shards=sizes[0], num_replicas=sizes[1], offload=offload, **settings
         )
@@ -162,6 +167,15 @@ def _variants(
         gathers = candidate.has_shards and stage.shards_state
         if gathers or ahead == space.prefetch_units[0]:
             yield candidate, ahead
+
+
+def _can_be_coded(settings: Mapping[str, Any], offload: Offload) -> bool:
+    """Tell whether gathers can be encoded, as `shardwise.homes.check_coded` has it."""
+    try:
+        check_coded("", STAGES[settings["stage"]], offload, settings["layout"])
+    except ConfigError:
+        return False
+    return True
 
 
 def _splits(ranks: int, ranks_per_node: int) -> list[int]:
@@ -175,5 +189,5 @@ def turned(space: Space, best: Candidate) -> Iterator[tuple[Candidate, int | Non
     values = [getattr(space, name) for name in KNOBS]
     for number, (*settings, ahead) in enumerate(product(*values)):
         turned = {names[name]: value for name, value in zip(KNOBS, settings, strict=False)}
-        if number:
+        if number and (best.gather is None or turned["layout"] != "matrices"):
             yield replace(best, **turned), ahead

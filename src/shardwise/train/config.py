@@ -66,6 +66,12 @@ class TrainConfig(ModelKeys):
     precision: Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(plain_precision)] = key(
         "fp32", "Sharding", "compute dtype"
     )
+    gather: Literal["int8", "fp8", "int4"] | None = key(
+        None, "Sharding", "what matrices travel as to be gathered; unset: as they are computed with"
+    )
+    gather_block: int = key(
+        256, "Sharding", "elements that share a scale, with gather", gt=0, multiple_of=16
+    )
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"
     )
@@ -226,6 +232,8 @@ class TrainConfig(ModelKeys):
                 "accumulation_order: expected depth_first with pp, as pp_schedule is the order of "
                 "a pipeline's passes, got breadth_first"
             )
+        if self.gather is not None and self.stage == 0:
+            raise ValueError(f"gather: nothing is gathered at stage 0, got {self.gather}")
         if self.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps: expected at most steps {self.steps}, got {self.warmup_steps}"

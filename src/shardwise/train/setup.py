@@ -17,7 +17,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch import nn
 import shardwise
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
+from shardwise.config import PRECISIONS
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
@@ -162,6 +163,11 @@ def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
         return Decoder(config, config.vocab or tokenizer.vocab)
 
 
+def _precision(config: TrainConfig) -> shardwise.Precision:
+    """Return the dtypes of a run, and how its gathers are encoded."""
+    return replace(PRECISIONS[config.precision], gather=config.gather, block=config.gather_block)
+
+
 def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Module:
     """Spread a decoder over the ranks as the keys of a run say; return this rank's stage of it."""
     spread_decoder(spread_experts(model, axes), axes)
@@ -172,7 +178,7 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
     model = shardwise.shard(
         model,
         stage=config.stage,
-        precision=config.precision,
+        precision=_precision(config),
         layout=config.layout,
         reduce_every=config.reduce_every,
         offload=config.offloaded,

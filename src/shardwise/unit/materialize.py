@@ -240,7 +240,7 @@ class Materializer:
         stage, comm, axis = self._config.stage, unit.comm, unit.comm.axes.shard
         layout, dims = self._layout_of(params, axis)
         args = layout, axis.rank, stage, dtypes, self._device, self._ledger, unit.home
-        storage = Storage(*args)
+        storage = Storage(*args, unit.precision.coding)
         if any(param.param.requires_grad for param in params):
             storage.reserve_means()
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):

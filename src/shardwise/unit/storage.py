@@ -16,9 +16,11 @@ import torch
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.memory import Memory
 from shardwise.layout.segments import Layout
+from shardwise.precisions import Coding
 from shardwise.stages import Stage
 from shardwise.trace import FullParamLedger
 from shardwise.unit.ahead import FileSlices
+from shardwise.unit.coded import CodedGather
 from shardwise.unit.home import Home
 
 
@@ -38,14 +40,15 @@ class Storage:
         device: torch.device,
         ledger: FullParamLedger,
         home: Home | None = None,
+        coding: Coding | None = None,
     ) -> None:
         master_dtype, compute_dtype = dtypes
-        self.layout = layout
-        self.rank = rank
+        self.layout, self.rank = layout, rank
         casts = master_dtype != compute_dtype
         sizes = master_dtype.itemsize, compute_dtype.itemsize
         stays = home is not None and home.leaves_copy
-        self._memory = Memory(layout, stage, *sizes, casts, home is not None, stays, rank)
+        coding = coding if compute_dtype.is_floating_point else None
+        self._memory = Memory(layout, stage, *sizes, casts, home is not None, stays, coding, rank)
         self.shards_state = stage.shards_state
         self.aliased = self._memory.aliased
         self.frees = self._memory.frees
@@ -62,13 +65,13 @@ class Storage:
             numel = self._memory.own_numel
             if self.home is None:
                 self.master = torch.zeros(numel, dtype=master_dtype, device=device)
+            elif self.home.files.params is not None:
+                self._file = self.home.slices_in_files.pop(0)
+                self.master = self._file.mapped
             else:
-                if self.home.files.params is not None:
-                    self._file = self.home.slices_in_files.pop(0)
-                    self.master = self._file.mapped
-                else:
-                    self.master = self.home.lasting(numel, master_dtype)
+                self.master = self.home.lasting(numel, master_dtype)
         self._full_data, self._master_data = self.full.data, self.master.data
+        self._coded = CodedGather.of(self._memory.wire, rank, self._full_data)
         self._copy: torch.Tensor | None = None  # of the slices, where these are away
         self._copied_version: int | None = None
         if self._memory.copy_bytes:
@@ -170,9 +173,13 @@ class Storage:
             self._gathered_version = None
 
     def prepare_gather(self) -> Sequence[GatherItem]:
-        """Allocate the full copy and cast this rank's shares into it; list what to gather."""
+        """Allocate the full copy, cast (or encode) this rank's shares; list what to gather."""
         self.allocate()
         self._gathered_version = self.master._version
+        if self._coded is not None:
+            slices = self._master_data if self._file is None else self._file.take(self.version)
+            self._fetch = self._coded.start(slices, self.home)
+            return self._coded.items
         if not self.shards_state:
             if not self.aliased:
                 self._fill_full([self._full_data], [self._master_data])
@@ -211,11 +218,16 @@ class Storage:
             if self._file is not None:
                 self._file.release()
 
+    def finish_gather(self) -> None:
+        """Make the full copy of what has arrived, where gathers are encoded."""
+        if self._coded is not None:
+            self._coded.finish()
+
     def _plan_gather(self) -> None:
         """Make the views that every gather uses, once; they outlive the memory under them."""
         self._shares: list[torch.Tensor] = []
         self._gather_items: list[GatherItem] = []
-        if not self.shards_state:
+        if not self.shards_state or self._coded is not None:
             return
         for segment in self.layout.segments:
             (begin, end), full = segment.share(self.rank), segment.full_offset
@@ -299,12 +311,36 @@ class Storage:
         numel = piece.numel if self.shards_state else self.layout.params[index].numel
         if self._copy is not None:
             memory, begin = self._copy, self._places[index]
-        elif self.home is not None and not (self.frees or self.needs_gather):
+        elif self.home is not None and self.has_values_of_slices:
             memory = self._full_data
             begin = self.layout.full_offset(index) + (piece.lo if self.shards_state else 0)
         else:
             return None
         return memory[begin : begin + numel]
+
+    @property
+    def has_values_of_slices(self) -> bool:
+        """Tell whether the full copy stays, and is this rank's slices but for a cast."""
+        return not (self.frees or self.needs_gather) and self._coded is None
+
+    @property
+    def gather_bytes(self) -> tuple[int, int]:
+        """Bytes that a rank sends to each other one in a gather, and what they would be as cast."""
+        segments = self._memory.gathered_segments
+        if not self.needs_gather:
+            return 0, 0
+        whole = self.layout.shard_numel(self.rank) * self.full.element_size()
+        return sum(segment.share_numel(self.rank) * size for segment, size in segments), whole
+
+    @property
+    def coded_memory(self) -> torch.Tensor | None:
+        """The memory that encoded bytes arrive in, empty between gathers; None without any."""
+        return None if self._coded is None else self._coded.memory
+
+    @property
+    def coding(self) -> Coding | None:
+        """How gathers are encoded, where they are."""
+        return None if self._coded is None else self._memory.coding
 
     @property
     def mirrored_version(self) -> int | None:

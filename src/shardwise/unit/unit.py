@@ -187,6 +187,8 @@ class Unit:
             with self.comm.tracer.span("wait_unshard", self.name):
                 self.pending.wait()
             self.pending = None
+        for storage in self.storages:
+            storage.finish_gather()
         self._enter(ParamState.FULL)
         if self.settings.stands_while_full:
             self._complete()

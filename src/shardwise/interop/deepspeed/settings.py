@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,12 +113,19 @@ class DeepSpeedSettings:
     def shard(self) -> dict[str, Any]:
         """Arguments of ``shard()``: ``shard(model, **settings.shard)``."""
         arguments: dict[str, Any] = dict(self.zero)
+        gather = arguments.pop("gather", None)
         if self.precision.bf16_master:
             import torch
 
             from shardwise.config import Precision
 
-            arguments["precision"] = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+            dtype = torch.bfloat16
+            arguments["precision"] = Precision(dtype, dtype, dtype, gather=gather)
+        elif gather is not None:
+            from shardwise.config import PRECISIONS
+
+            named = PRECISIONS[self.precision.name or "fp32"]
+            arguments["precision"] = replace(named, gather=gather)
         elif self.precision.name is not None:
             arguments["precision"] = self.precision.name
         return arguments

@@ -19,6 +19,8 @@ _SCRIPT = "the script's: model, data and loop are not in such a file"
 _NO_KEY = "DeepSpeed has no such key"
 _NOT_DEEPSPEEDS = {
     "layout": "DeepSpeed cuts flat ranges",
+    "gather": "DeepSpeed has zero_quantized_weights, int8, at stage 3 alone",
+    "gather_block": _NO_KEY,
     "reduce_every": _NO_KEY,
     "activation_checkpointing": "call deepspeed.checkpointing in the model",
     "dp_replicate": "DeepSpeed has no hybrid shards; zero_hpz_partition_size is another thing",
@@ -30,6 +32,8 @@ _NOT_DEEPSPEEDS = {
 _NOT_ACCELERATES = {
     "accumulation": "give gradient_accumulation_steps to Accelerator()",
     "layout": "fully_shard cuts rows",
+    "gather": "torch's fully_shard has none; Shardwise's takes Precision(gather=)",
+    "gather_block": "as gather",
     "reduce_every": "accelerate's no_sync decides it",
     "dp_replicate": "give parallelism_config to Accelerator()",
     "prefetch_bytes": "FSDP2 gathers the next unit ahead",
@@ -73,6 +77,10 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     note("grad_clip", "gradient_clipping")
     out["zero_optimization"] = _zero(config)
     note("stage", "zero_optimization.stage")
+    if _is_quantized(config):
+        text = "zero_optimization.zero_quantized_weights, in blocks of its own"
+        note("gather", text)
+        note("gather_block", "DeepSpeed chooses its blocks", "ignored")
     offloads, lost = blocks_of(config.offloaded, config.stage)
     out["zero_optimization"] |= offloads
     named = " and ".join(f"zero_optimization.{name}" for name in offloads) or "left out: none"
@@ -94,8 +102,15 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     return out, note.report(source, _NOT_DEEPSPEEDS, _SCRIPT)
 
 
+def _is_quantized(config: TrainConfig) -> bool:
+    """Tell whether DeepSpeed has such gathers."""
+    return config.gather == "int8" and config.stage == 3
+
+
 def _zero(config: TrainConfig) -> dict[str, Any]:
     block: dict[str, Any] = {"stage": config.stage}
+    if _is_quantized(config):
+        block["zero_quantized_weights"] = True
     if config.prefetch_bytes is not None:
         elements = config.prefetch_bytes // _COMPUTE_BYTES[config.precision]
         block["stage3_prefetch_bucket_size"] = elements

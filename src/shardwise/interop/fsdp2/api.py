@@ -15,6 +15,7 @@ from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.axes import Axes
+from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
 from shardwise.engine.module_state import note_managed
@@ -43,7 +44,10 @@ _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 _KINDS = {
     "mesh": (DeviceMesh | Axes | None, "shardwise.Axes, torch's DeviceMesh or None"),
-    "mp_policy": (MixedPrecisionPolicy, "torch's MixedPrecisionPolicy"),
+    "mp_policy": (
+        MixedPrecisionPolicy | Precision,
+        "torch's MixedPrecisionPolicy or shardwise.Precision",
+    ),
     "offload_policy": (
         OffloadPolicy | Offload | None,
         "shardwise.Offload, torch's OffloadPolicy or None",
@@ -77,7 +81,7 @@ def fully_shard(
     mesh: DeviceMesh | Axes | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = _NO_CASTS,
+    mp_policy: MixedPrecisionPolicy | Precision = _NO_CASTS,
     offload_policy: OffloadPolicy | Offload | None = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: "DataParallelMeshDims | None" = None,
@@ -87,7 +91,8 @@ def fully_shard(
     It means what ``torch.distributed.fsdp.fully_shard`` means, and takes torch's policy objects:
     call it from the inside out, last on the model. Parameters become DTensors, every rank keeping
     its chunk of its own values. ``offload_policy`` may be a `shardwise.Offload` too, for its
-    ``activations``; any call of a model says it for the whole model.
+    ``activations``; any call of a model says it for the whole model. ``mp_policy`` may be a
+    `shardwise.Precision` too, for its ``gather``.
 
     **Cost** nothing is sent.
 
@@ -96,6 +101,7 @@ def fully_shard(
     """
     _check_container(module)
     offload, moves = _state_and_activations(offload_policy)
+    mp, precision = _policy_and_precision(mp_policy)
     warn_if_untested("torch")
     spread = spread_over(mesh or default_mesh(), dp_mesh_dims)
     modules = (module,) if isinstance(module, nn.Module) else tuple(_get_root_modules(module))
@@ -105,7 +111,8 @@ def fully_shard(
     managed = list(_managed_modules(modules, ignored_params))
     params = list(_managed_params(managed, ignored_params or set()))
     _move(managed, params, device)
-    asked = Asked(device, mp_policy, offload, reshard_after_forward is None, moves)
+    coded = precision.gather, precision.block
+    asked = Asked(device, mp, offload, reshard_after_forward is None, moves, *coded)
     units: dict[ShardingMesh, Unit] = {}
     uses = _uses_of(modules, params)
 
@@ -128,6 +135,25 @@ def fully_shard(
     state.attach(modules, list(units.values()), asked)
     _mark(managed, modules)
     return module
+
+
+def _policy_and_precision(
+    policy: MixedPrecisionPolicy | Precision,
+) -> tuple[MixedPrecisionPolicy, Precision]:
+    """Return torch's policy and ours, of which the other says how gathers are encoded.
+
+    **Raises** ConfigError for masters of another dtype than the parameters'.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy, Precision()
+    asked = resolve_precision(policy)
+    if asked.master is not None:
+        raise ConfigError(
+            f"mp_policy.master={asked.master!r}: fully_shard keeps the parameters' own dtype as "
+            "the masters'; cast the model to it first and leave master= out, or use shard()"
+        )
+    casts = asked.cast_inputs and asked.param is not None
+    return MixedPrecisionPolicy(asked.param, asked.reduce, cast_forward_inputs=casts), asked
 
 
 def _state_and_activations(

@@ -22,6 +22,7 @@ from shardwise.interop.fsdp2.meshes import ShardingMesh, sharded_spec
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
+from shardwise.precisions import GatherName
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
@@ -46,6 +47,7 @@ _SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15
 class Asked:
     """What one call asks for, beside what its units hold.
 
+    ``gather`` and ``block``: how gathers are encoded, as `Precision` has it.
     ``frees_unless_root``: whether the root's parameters are freed after forward was left open.
     ``moves_activations``: inputs of checkpointed blocks rest in host memory.
     """
@@ -55,6 +57,14 @@ class Asked:
     offload: CPUOffloadPolicy | None
     frees_unless_root: bool = False
     moves_activations: bool = False
+    gather: GatherName | None = None
+    block: int = 256
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of a unit, whose inputs are cast by the call."""
+        mp, coded = self.mp, (self.gather, self.block)
+        return Precision(mp.param_dtype, None, mp.reduce_dtype, False, *coded)
 
 
 def make_unit(
@@ -69,7 +79,7 @@ def make_unit(
     ``frees``: after forward. ``nearby``: over these ranks the full parameters stay spread until
     backward.
     """
-    axes, mp = spread.axes, asked.mp
+    axes = spread.axes
     comm = Comm(axes, asked.device, lambda: control_over(axes))
     stage = replace(STAGES[3], frees_after_forward=frees)
     home = None
@@ -83,7 +93,7 @@ def make_unit(
         comm,
         None,
         UnitSettings(stage, keeps_last=False, stands_while_full=True),
-        Precision(mp.param_dtype, None, mp.reduce_dtype, cast_inputs=False),
+        asked.precision,
         BackendSum(divisor=spread.divisor, in_param_dtype=_SUMS_IN_OWN_DTYPE),
         transport=Packed(),
         home=home,
@@ -162,7 +172,8 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
         layout = build_layout("rows", shapes, axis.size)
         dtypes = master, compute
         device = unit.comm.device
-        storage = Storage(layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home)
+        args = layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home
+        storage = Storage(*args, unit.precision.coding)
         for index, param in enumerate(params):
             cut = cut_along(param.shape, layout, index, unit.comm, param.dim)
             param.cut = cut if param.form.outer is None else cut_piece(cut, param.form.outer)

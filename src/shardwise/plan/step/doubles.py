@@ -80,13 +80,16 @@ class UnitDouble:
         meter, issue, weight = self._context.meter, self._context.issue, self.weight
         before, meter.phase = meter.phase, "unshard"
         meter.add("param_full", weight.freed_bytes)
-        fetched = weight.fetched_bytes + (0 if self._has_copy else weight.copied_bytes)
+        copied = 0 if self._has_copy else weight.copied_bytes
+        fetched = weight.fetched_bytes + copied
         self._has_copy = True
         if fetched:
             meter.touch({"gather_staging": weight.fetch_staging})
-            self._context.offloading.fetch(fetched, self.index, issue)
+            read = weight.read_bytes + copied
+            self._context.offloading.fetch(fetched, read, self.index, issue)
         self._staging = message.staging
         meter.add("gather_staging", self._staging)
+        meter.touch({"gather_staging": weight.coding_bytes})
         meter.phase = before
         issue.move(message.before, self._context.dtype, self.index, "unshard")
         if message.num_messages or message.payload:

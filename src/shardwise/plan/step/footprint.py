@@ -24,6 +24,7 @@ from shardwise.layout.segments import build_layout, even_segment
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
+from shardwise.plan.step.coding import CodingWork, coding_work
 from shardwise.plan.step.messages import (
     Message,
     gather_message,
@@ -33,7 +34,7 @@ from shardwise.plan.step.messages import (
     scattered_message,
 )
 from shardwise.plan.step.owners import owners_in
-from shardwise.precisions import PRECISION_DTYPES
+from shardwise.precisions import PRECISION_DTYPES, Coding
 from shardwise.stages import STAGES, Stage
 
 # Shape, dtype, whether it is trained, whether it gets a gradient, owner.
@@ -54,6 +55,7 @@ class Setting:
     rank: int
     stays: bool  # where the slices rest elsewhere, a copy of them stays on the device
     is_away: bool = False
+    coding: Coding | None = None  # how gathers are encoded
 
 
 def setting_of(candidate: Candidate, rank: int = 0) -> Setting:
@@ -68,6 +70,7 @@ def setting_of(candidate: Candidate, rank: int = 0) -> Setting:
         candidate.optimizer,
         rank,
         candidate.offload.params == "device",
+        coding=candidate.coding,
     )
 
 
@@ -103,7 +106,7 @@ class Footprint:
     ``copy_bytes`` are what stays of them on the device, ``means_bytes`` what reduced gradients take
     beside them; a gather fetches ``fetched_bytes``, the first one after a step ``copied_bytes`` as
     well, through ``fetch_staging`` on the device; ``is_mirrored``: a step on the device leaves
-    nothing to fetch.
+    nothing to fetch. ``coding_bytes`` are held while an encoded gather is encoded or decoded.
     ``updated`` are the elements and the dtype of each slice that the optimizer steps.
     ``num_updated`` of the ``num_trained`` parameters get a gradient, and so what the optimizer
     holds and steps, ``local_numel`` and the like, is theirs; ``padding_bytes`` are what a rank's
@@ -135,8 +138,10 @@ class Footprint:
     copy_bytes: int
     means_bytes: int
     fetched_bytes: int
+    read_bytes: int
     copied_bytes: int
     fetch_staging: int
+    coding_bytes: int
     is_mirrored: bool
     updated: tuple[tuple[int, DtypeName], ...]
 
@@ -189,7 +194,8 @@ def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
         layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards, owners)
         sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
         place = setting.is_away, setting.is_away and setting.stays
-        memory = Memory(layout, setting.stage, *sizes, master != compute, *place, setting.rank)
+        whose = setting.coding if "float" in compute else None, setting.rank
+        memory = Memory(layout, setting.stage, *sizes, master != compute, *place, *whose)
         trained = tuple(m[2] for m in members)
         updated = tuple(m[2] and m[3] for m in members)
         reduce = DTYPE_BYTES[master if own else row.reduce]
@@ -200,8 +206,7 @@ def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
 @cache
 def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     groups = _groups(params, setting)
-    sharded = setting.stage.shards_state
-    exchanges = sharded and setting.num_shards > 1
+    exchanges = setting.stage.shards_state and setting.num_shards > 1
     memories = [g.memory for g in groups]
     stale = [
         g
@@ -211,6 +216,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     trains = [g for g in groups if any(g.trained)]
     locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
     numels = [prod(shape) for _, shape in locals_]
+    grads = [n * g.memory.full_size for g in trains for n in _updated_numels(g)]
     table = OPTIMIZERS[setting.optimizer]
     sums_apart = any(g.memory.full_size != g.reduce for g in trains)
     keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
@@ -226,16 +232,14 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
         ),
         kept_bytes=sum(m.beside_bytes for m in memories if not m.frees),
         freed_bytes=sum(m.full_bytes for m in memories if m.frees),
-        padding_bytes=sum(map(_padding, memories)) if sharded else 0,
+        padding_bytes=sum(map(_padding, memories)) if setting.stage.shards_state else 0,
         state_bytes=sum(table.tensor_bytes(s, g.master_name) for g, s in locals_),
         largest_local=max(
             (n * g.memory.master_size for n, (g, _) in zip(numels, locals_, strict=True)), default=0
         ),
         local_numel=sum(numels),
-        written_grads=sum(n * g.memory.full_size for g in trains for n in _updated_numels(g)),
-        largest_grad=max(
-            (n * g.memory.full_size for g in trains for n in _updated_numels(g)), default=0
-        ),
+        written_grads=sum(grads),
+        largest_grad=max(grads, default=0),
         gather=_gather(stale, setting) if stale else None,
         reduce=_reduce(trains, setting, False) if trains else None,
         reduce_sums=_reduce(trains, setting, True) if trains else None,
@@ -250,20 +254,36 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
             g.memory.own_numel * (g.reduce if keeps_compute_shard else g.memory.master_size)
             for g in trains
         ),
-        fetched_bytes=sum(g.memory.own_numel * n for g, n in sizes if not g.memory.copy_bytes),
+        fetched_bytes=sum(_fetched(g.memory, n) for g, n in sizes if not g.memory.copy_bytes),
+        read_bytes=sum(g.memory.own_numel * n for g, n in sizes if not g.memory.copy_bytes),
         copied_bytes=sum(
             g.memory.own_numel * n for g, n in sizes if g.memory.copy_bytes and any(g.updated)
         ),
         fetch_staging=0 if keeps_compute_shard else max(map(_fetch_staging, away), default=0),
-        is_mirrored=not any(g.memory.frees or g.memory.needs_gather for g in away),
+        coding_bytes=max((_coded(g.memory, setting).working for g in stale), default=0),
+        is_mirrored=not any(_comes_and_goes(g.memory) for g in away),
         updated=tuple((n, g.master_name) for n, (g, _) in zip(numels, locals_, strict=True)),
     )
+
+
+def _comes_and_goes(memory: Memory) -> bool:
+    """Tell whether what is stepped on the device is not what stays there in full."""
+    return memory.frees or memory.needs_gather or memory.wire is not None
+
+
+def _coded(memory: Memory, setting: Setting) -> CodingWork:
+    return coding_work(memory, setting.on_cpu, setting.is_away)
+
+
+def _fetched(memory: Memory, size: int) -> int:
+    """Return what a fetch brings: slices of elements of ``size`` bytes, or their encoded share."""
+    return memory.own_numel * size if memory.wire is None else memory.wire.share_bytes
 
 
 def _fetch_staging(group: _Group) -> int:
     """Return what a fetch takes on the device to be cast there: one piece, and the next one."""
     memory = group.memory
-    if not memory.casts:
+    if not memory.casts or memory.wire is not None:
         return 0
     pieces = [segment.share_numel(memory.rank) for segment in memory.layout.segments]
     if memory.copy_bytes or not memory.stage.shards_state:
@@ -309,15 +329,18 @@ def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, 
 
 
 def _gather(groups: Sequence[_Group], setting: Setting) -> Message:
-    """Describe the gather of a unit: casts, copies, messages."""
+    """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
     memories = [group.memory for group in groups]
-    casts = [m for m in memories if m.casts and not m.copy_bytes]
+    works = [_coded(memory, setting) for memory in memories]
+    casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
     before = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
+    before += sum(work.before for work in works)
+    after, staging = sum(work.after for work in works), sum(work.staging for work in works)
     if not setting.stage.shards_state or setting.num_shards == 1:
-        return Message(before=before)
-    items = [(s, m.full_size, m.gathers_in_place) for m in memories for s in m.layout.segments]
+        return Message(before=before + after, staging=staging)
+    items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
     message = gather_message(items, setting.num_shards, setting.on_cpu)
-    return message._replace(before=message.before + before)
+    return merge([message, Message(before=before, after=after, staging=staging)])
 
 
 def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Reduce:

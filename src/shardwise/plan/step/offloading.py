@@ -113,11 +113,11 @@ class Offloading:
         return regions_of([part for part in parts if part]).num_bytes
 
     # -- copies
-    def fetch(self, num_bytes: int, unit: int, issue: Issuer) -> None:
-        """Bring so many bytes of a unit's slices to the device for a gather."""
+    def fetch(self, num_bytes: int, read_bytes: int, unit: int, issue: Issuer) -> None:
+        """Bring so many bytes of a unit's slices to the device for a gather, from so many."""
         after = issue.inputs
         if (self._params if self._papers else self._masters) == "nvme":
-            after = (issue.transfer("disk_read", num_bytes, unit, ()),)
+            after = (issue.transfer("disk_read", read_bytes, unit, ()),)
         issue.before_collective(issue.transfer("to_device", num_bytes, unit, after))
 
     def send_grads(self, weight: Footprint, unit: int, issue: Issuer) -> None:

@@ -1,0 +1,188 @@
+"""The encoded gather of one storage: its bytes on the wire, from slices, and into the full copy.
+
+Note [What every rank reads]
+Every rank decodes what all ranks have sent, its own share among it, so the full copy has the same
+bits everywhere. A rank that is alone encodes and decodes too: it computes as many ranks would. The
+slices that the optimizer steps are only read.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from shardwise.comm.pending import GatherItem, Pending
+from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Plain, Run, Wire
+from shardwise.unit.codes import decode, encode
+from shardwise.unit.home import Home
+
+
+class _Blocks(NamedTuple):
+    """Views of blocks: codes, scales, and the elements that they are made of, or are made to."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    values: torch.Tensor
+
+
+class CodedGather:
+    """The wire of one storage. Its memory is there from `start` until `finish`.
+
+    **Cost** a byte (half a byte: 4 bits) per element of the full copy, and the scales; while it is
+    encoded or decoded, copies of some elements in float32.
+    """
+
+    def __init__(self, wire: Wire, rank: int, full: torch.Tensor) -> None:
+        self._wire, self._rank, self._full = wire, rank, full
+        self._kind = wire.coding.format
+        self._most = ON_CPU_AT_A_TIME if full.device.type == "cpu" else AT_A_TIME
+        self._bytes = torch.empty(wire.num_bytes, dtype=torch.uint8, device=full.device)
+        self._shares = self._lay_out_shares(self._bytes, rank, wire.layout.num_ranks)
+        self.items = [
+            GatherItem(segment, share, self._all_of(number), True)
+            for number, (segment, share) in enumerate(zip(wire.segments, self._shares, strict=True))
+        ]
+        self._arriving, self._plain = self._lay_out_arriving()
+        self._is_arriving = False
+        self._own: list[_Blocks] = []  # of slices that stay where they are
+        self._own_plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._staged: torch.Tensor | None = None
+        self._free()
+
+    @classmethod
+    def of(cls, wire: Wire | None, rank: int, full: torch.Tensor) -> "CodedGather | None":
+        """Return the gather of a wire; None where there is none."""
+        return None if wire is None else cls(wire, rank, full)
+
+    @torch.no_grad()
+    def start(self, slices: torch.Tensor, home: Home | None) -> Pending | None:
+        """Encode this rank's slices into its shares; return the copy of what was encoded away."""
+        self._bytes.untyped_storage().resize_(self._bytes.numel())
+        self._is_arriving = True
+        if home is None:
+            if not self._own and not self._own_plain:
+                self._own, self._own_plain = self._lay_out_own(slices, self._shares)
+            self._encode(self._own, self._own_plain)
+            return None
+        self._staged = home.memory(self._wire.share_bytes, torch.uint8)
+        staged = self._lay_out_shares(self._staged, 0, 1)
+        self._encode(*self._lay_out_own(slices, staged))
+        return home.start_fetch(self._shares, staged)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Write what has arrived into the full copy; nothing where no gather was started."""
+        if not self._is_arriving:
+            return
+        self._is_arriving, self._staged = False, None
+        with torch._C._DisableFuncTorch():
+            scratch = self._make_scratch()
+            for codes, scales, values in self._arriving:
+                decode(codes, scales, values, self._kind, scratch)
+            if self._plain:
+                torch._foreach_copy_([to for to, _ in self._plain], [by for _, by in self._plain])
+        self._free()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What bytes arrive in; empty between gathers."""
+        return self._bytes
+
+    def _free(self) -> None:
+        self._bytes.untyped_storage().resize_(0)
+
+    def _make_scratch(self) -> torch.Tensor | None:
+        """Return where numbers are float32 before they are cast; only the CPU is faster with it."""
+        full = self._full
+        if full.dtype == torch.float32 or full.device.type != "cpu" or not self._arriving:
+            return None
+        most = max(blocks.values.numel() for blocks in self._arriving)
+        return torch.empty(most, dtype=torch.float32, device=full.device)
+
+    def _encode(
+        self, blocks: list[_Blocks], plain: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        for codes, scales, values in blocks:
+            encode(values, codes, scales, self._kind)
+        if plain:
+            torch._foreach_copy_([to for to, _ in plain], [values for _, values in plain])
+
+    # -- views, which outlive the memory under them
+    def _lay_out_shares(self, memory: torch.Tensor, rank: int, ranks: int) -> list[torch.Tensor]:
+        """Return the places of a rank's shares, of several ranks' or of its own alone."""
+        begins = [
+            segment.shard_offset * ranks + segment.shard_numel * rank
+            for segment in self._wire.segments
+        ]
+        sizes = [segment.shard_numel for segment in self._wire.segments]
+        return [memory[begin:][:size] for begin, size in zip(begins, sizes, strict=True)]
+
+    def _all_of(self, number: int) -> torch.Tensor:
+        segment = self._wire.segments[number]
+        size = segment.shard_numel * self._wire.layout.num_ranks
+        return self._bytes[segment.full_offset :][:size]
+
+    def _lay_out_own(
+        self, slices: torch.Tensor, shares: list[torch.Tensor]
+    ) -> tuple[list[_Blocks], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return the blocks of this rank's slices, and (place, elements) of those sent as cast."""
+        found, plain = [], []
+        for number, place in enumerate(shares):
+            share = self._wire.share(number, self._rank)
+            for run in share.runs:
+                for num, begin in self._parts(run, 1):
+                    elements = slices[run.shard + begin * run.width :][: num * run.width]
+                    codes, scales = self._blocks_at(place, run, 1, begin, num)
+                    found.append(_Blocks(codes[0], scales[0], elements.view(num, run.width)))
+            for each in share.plain:
+                sent = self._plain_at(place, each)
+                plain.append((sent, slices[each.shard :][: each.numel]))
+        return found, plain
+
+    def _lay_out_arriving(self) -> tuple[list[_Blocks], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return the blocks of all ranks, and (place, elements) of what was sent as cast."""
+        found, plain = [], []
+        for number, item in enumerate(self.items):
+            size = item.segment.shard_numel
+            for first, ranks, run in self._wire.runs_of_all(number):
+                place = item.full[first * size : (first + ranks) * size]
+                for num, begin in self._parts(run, ranks):
+                    at = run.full + begin * run.width
+                    shape, stride = (ranks, num, run.width), (run.num * run.width, run.width, 1)
+                    values = self._full.as_strided(shape, stride, at)
+                    found.append(_Blocks(*self._blocks_at(place, run, ranks, begin, num), values))
+            for rank in range(self._wire.layout.num_ranks):
+                place = item.full[rank * size : (rank + 1) * size]
+                for each in self._wire.share(number, rank).plain:
+                    to = self._full[each.full :][: each.numel]
+                    plain.append((to, self._plain_at(place, each)))
+        return found, plain
+
+    def _parts(self, run: Run, ranks: int) -> Iterator[tuple[int, int]]:
+        """Yield (number, first) of the blocks that are worked on at a time."""
+        most = max(self._most // (run.width * ranks), 1)
+        for begin in range(0, run.num, most):
+            yield min(most, run.num - begin), begin
+
+    def _blocks_at(
+        self, place: torch.Tensor, run: Run, ranks: int, begin: int, num: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the scales of some blocks in ``place``, of one or several ranks."""
+        size, share = self._wire.coding.code_bytes(run.width), place.numel() // ranks
+        origin = place.storage_offset()
+        shape, stride = (ranks, num, size), (share, size, 1)
+        codes = place.as_strided(shape, stride, origin + run.codes + begin * size)
+        at = (origin + run.scales) // SCALE_BYTES + begin
+        numbers = _as_elements(place, torch.float32)
+        scales = numbers.as_strided((ranks, num, 1), (share // SCALE_BYTES, 1, 1), at)
+        return codes, scales
+
+    def _plain_at(self, place: torch.Tensor, plain: Plain) -> torch.Tensor:
+        num_bytes = plain.numel * self._full.element_size()
+        return place[plain.at :][:num_bytes].view(self._full.dtype)
+
+
+def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the whole storage under bytes, as numbers."""
+    whole = memory.as_strided((memory.untyped_storage().nbytes(),), (1,), 0)
+    return whole.view(dtype)

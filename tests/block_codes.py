@@ -1,0 +1,68 @@
+"""What an encoded gather must give, said number by number: the oracle of the tests.
+
+Written from docs/numerics.md in plain Python and numpy; it shares no line with the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+LEVELS = {"int8": 127, "fp8": 448, "int4": 7}
+SMALLEST = np.float32(2.0**-126)
+
+
+def fp8_numbers() -> list[float]:
+    """All finite numbers of e4m3 that are not negative: 4 bits of exponent, 3 of fraction."""
+    found = [fraction * 2.0**-9 for fraction in range(8)]  # below the smallest normal one
+    for exponent in range(1, 16):
+        found += [(1 + f / 8) * 2.0 ** (exponent - 7) for f in range(8 if exponent < 15 else 7)]
+    return found
+
+
+_FP8 = fp8_numbers()
+
+
+def nearest_fp8(value: float) -> float:
+    """Return the nearest number of e4m3; of two as near, that with an even fraction."""
+    size = abs(value)
+    above = next((i for i, number in enumerate(_FP8) if number >= size), len(_FP8) - 1)
+    below = max(above - 1, 0)
+    down, up = size - _FP8[below], _FP8[above] - size
+    is_above = size >= _FP8[-1] or up < down or (up == down and above % 2 == 0)
+    chosen = above if is_above else below
+    return math.copysign(_FP8[chosen], value)
+
+
+def nearest_whole(value: float) -> float:
+    """Return the nearest whole number; of two as near, the even one."""
+    return float(round(value))
+
+
+def decoded_block(values: Sequence[float], kind: str) -> np.ndarray:
+    """Return what arrives of one block, in float32."""
+    block = np.asarray(values, dtype=np.float32)
+    if not np.isfinite(block).all():
+        return np.full(len(block), np.nan, dtype=np.float32)
+    factor = np.float32(1 / LEVELS[kind] * (1 - 2.0**-22))
+    scale = max(np.float32(np.max(np.abs(block), initial=0) * factor), SMALLEST)
+    rounded = nearest_fp8 if kind == "fp8" else nearest_whole
+    quotients = [rounded(float(np.float32(value / scale))) for value in block]
+    return np.array([np.float32(np.float32(q) * scale) for q in quotients], dtype=np.float32)
+
+
+def decoded(values: np.ndarray, kind: str, block: int, cuts: Sequence[int] = ()) -> np.ndarray:
+    """Return what arrives of one parameter, flat; ``cuts`` are where another rank's part begins."""
+    ends = sorted({*range(0, len(values), block), *cuts, len(values)})
+    parts = [decoded_block(values[lo:hi], kind) for lo, hi in pairwise(ends) if hi > lo]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
+
+
+def wire_bytes(numel: int, kind: str, block: int, cuts: Sequence[int] = ()) -> int:
+    """Return the bytes of codes and scales of one parameter."""
+    ends = sorted({*range(0, numel, block), *(c for c in cuts if 0 < c < numel), numel})
+    sizes = [hi - lo for lo, hi in pairwise(ends) if hi > lo]
+    return sum(4 + (-(-size // 2) if kind == "int4" else size) for size in sizes)

@@ -1,0 +1,177 @@
+"""Blocks as codes and scales: to the bit against `block_codes`, and within each format's bound."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from block_codes import decoded, decoded_block, fp8_numbers, wire_bytes
+from shardwise.layout.segments import build_layout
+from shardwise.layout.wire import Wire
+from shardwise.precisions import Coding
+from shardwise.unit.codes import decode, encode
+
+KINDS = ("int8", "fp8", "int4")
+LARGEST = float(np.finfo(np.float32).max)
+EXTREMES = st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 1e-30, 1.0, -3e38, LARGEST])
+NUMBERS = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False), st.floats(-4, 4, width=32), EXTREMES
+)
+BLOCKS = st.lists(NUMBERS, min_size=1, max_size=33)
+
+
+def there_and_back(
+    values: list[float], kind: str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    block = torch.tensor([values], dtype=torch.float32)
+    codes = torch.empty(1, Coding(kind, 16).code_bytes(len(values)), dtype=torch.uint8)
+    scales, out = torch.empty(1, 1), torch.empty(1, len(values), dtype=dtype)
+    encode(block, codes, scales, kind)
+    decode(codes, scales, out, kind)
+    by_scratch = torch.empty_like(out)
+    decode(codes, scales, by_scratch, kind, torch.empty(200))
+    assert torch.equal(out.isnan(), by_scratch.isnan())
+    assert torch.equal(out.nan_to_num(), by_scratch.nan_to_num())
+    return out[0]
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    return values.view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(values=BLOCKS)
+def test_what_arrives_is_what_the_page_says_to_the_bit(kind: str, values: list[float]) -> None:
+    """And is the same by both ways of decoding, in every dtype of computation."""
+    wanted = torch.from_numpy(decoded_block(values, kind))
+    assert bits(there_and_back(values, kind) + 0.0) == bits(wanted + 0.0)  # zeros of any sign
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(there_and_back(values, kind, dtype), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(values=BLOCKS)
+def test_no_number_moves_by_more_than_the_formats_bound(kind: str, values: list[float]) -> None:
+    """Half a step of the largest magnitude, and for fp8 a sixteenth of the number itself."""
+    largest = max(abs(v) for v in values)
+    levels = {"int8": 127, "fp8": 448, "int4": 7}[kind]
+    scale = max(largest / levels, 2.0**-126) * (1 + 2.0**-20)
+    slack = levels * scale * 2.0**-20
+    for value, came in zip(values, there_and_back(values, kind).tolist(), strict=True):
+        bound = scale / 2 if kind != "fp8" else max(abs(value) / 16, scale * 2.0**-10)
+        assert math.isfinite(came)
+        assert abs(came) <= largest + 2.0**-149 or largest < 2.0**-119
+        assert abs(came - value) <= bound + slack, (value, came)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@settings(max_examples=30, deadline=None)
+@given(values=BLOCKS, place=st.integers(0, 40))
+def test_a_block_with_one_number_that_is_not_finite_has_none(
+    kind: str, bad: float, values: list[float], place: int
+) -> None:
+    values = [*values]
+    values[place % len(values)] = bad
+    assert there_and_back(values, kind).isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_and_numbers_below_the_smallest_normal_one_stay_small(kind: str) -> None:
+    assert there_and_back([0.0, -0.0, 0.0], kind).abs().tolist() == [0.0] * 3
+    assert there_and_back([1e-45, -1e-40, 0.0], kind).abs().max() <= 2.0**-126
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_huge_outlier_costs_its_own_block_alone(kind: str) -> None:
+    values = torch.cat([torch.tensor([LARGEST]), torch.linspace(-1, 1, 31)])
+    block = values.reshape(2, 16)
+    codes = torch.empty(2, Coding(kind, 16).code_bytes(16), dtype=torch.uint8)
+    scales, out = torch.empty(2, 1), torch.empty(2, 16)
+    encode(block, codes, scales, kind)
+    decode(codes, scales, out, kind)
+    assert out[0].isfinite().all()
+    assert (out[0, 1:] == 0).all()
+    assert torch.equal(out[1], torch.from_numpy(decoded_block(block[1].tolist(), kind)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_of_fp8_stand_for_what_torchs_own_cast_gives(dtype: torch.dtype) -> None:
+    """All but those of NaN, which are in blocks whose scale is NaN alone."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    wanted = codes.view(torch.float8_e4m3fn).to(dtype)
+    out = torch.empty(1, 256, dtype=dtype)
+    decode(codes[None], torch.ones(1, 1), out, "fp8")
+    there = ~wanted.isnan()
+    assert int(there.sum()) == 254
+    assert torch.equal(out[0][there], wanted[there])
+    decode(codes[None], torch.full((1, 1), torch.nan), out, "fp8")
+    assert out.isnan().all()
+
+
+def test_every_code_of_fp8_is_its_own_image() -> None:
+    numbers = fp8_numbers()
+    assert there_and_back([*numbers, 448.0], "fp8")[-1] == pytest.approx(448.0, rel=2**-21)
+    scaled = there_and_back(numbers, "fp8") / (448.0 / numbers[-1])
+    assert torch.allclose(scaled, torch.tensor(numbers), rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=80, deadline=None)
+@given(
+    shapes=st.lists(
+        st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple), min_size=1, max_size=5
+    ),
+    num_ranks=st.integers(1, 7),
+    layout=st.sampled_from(["rows", "flat"]),
+    block=st.sampled_from([16, 32, 256]),
+)
+def test_shares_cover_every_element_once_and_nothing_overlaps(
+    kind: str, shapes: list[tuple[int, ...]], num_ranks: int, layout: str, block: int
+) -> None:
+    wire = Wire(build_layout(layout, shapes, num_ranks), Coding(kind, block), 2)  # type: ignore[arg-type]
+    seen = np.zeros(wire.layout.full_numel, dtype=int)
+    for number, segment in enumerate(wire.segments):
+        longest = 0
+        for rank in range(num_ranks):
+            share = wire.share(number, rank)
+            taken = np.zeros(share.num_bytes, dtype=int)
+            for run in share.runs:
+                assert run.scales % 4 == 0
+                seen[run.full : run.full + run.num * run.width] += 1
+                taken[run.scales : run.scales + 4 * run.num] += 1
+                size = run.num * Coding(kind, block).code_bytes(run.width)
+                taken[run.codes : run.codes + size] += 1
+            for plain in share.plain:
+                seen[plain.full : plain.full + plain.numel] += 1
+                taken[plain.at : plain.at + 2 * plain.numel] += 1
+            assert taken.max(initial=0) <= 1
+            assert (taken == 0).sum() < 4  # between elements and scales
+            lo, hi = segment.bounds(rank)
+            assert hi - lo >= share.num_bytes
+            longest = max(longest, share.num_bytes)
+        assert longest <= segment.shard_numel < longest + 8
+    assert seen.sum() == wire.layout.numel
+    assert seen.max(initial=0) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio"), [("int8", 0.5078125), ("fp8", 0.5078125), ("int4", 0.2578125)]
+)
+def test_blocks_of_256_take_these_parts_of_bf16(kind: str, ratio: float) -> None:
+    shapes = [(1024, 512), (512, 1024)]
+    wire = Wire(build_layout("rows", shapes, 4), Coding(kind, 256), 2)
+    assert wire.num_bytes == ratio * 2 * wire.layout.full_numel
+    assert wire.num_bytes == 2 * wire_bytes(1024 * 512, kind, 256)
+
+
+def test_the_oracle_knows_a_cut_block() -> None:
+    values = np.array([1.0, 2.0, 100.0, 3.0], dtype=np.float32)
+    whole, cut = decoded(values, "int4", 16), decoded(values, "int4", 16, [2])
+    assert whole[0] == 0
+    assert cut[0] == pytest.approx(6 / 7, rel=1e-6) or cut[0] == pytest.approx(8 / 7, rel=1e-6)
