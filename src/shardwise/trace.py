@@ -38,8 +38,8 @@ class Recorder(Protocol):
         stream until its end is told, None if the device has no part in it.
         """
 
-    def wait_for(self, peer: int, seconds: float) -> None:
-        """Note that this rank has waited so long for messages from or to another one."""
+    def wait_for(self, group: Any, peer: int, seconds: float) -> None:
+        """Note that this rank has waited so long for messages from or to another one of a group."""
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Look at what the model was called with."""

@@ -59,13 +59,18 @@ class Meeting:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the global ranks that must begin it."""
-        return self.members or tuple(dist.get_process_group_ranks(self.group))
+        return self.members or ranks_of(self.group)
 
 
 def text_of(key: str) -> str:
     """Return the name for people of a collective of this key."""
     _, axis, kind, index, unit = key.split(_SEPARATOR, 4)
     return Meeting(kind, unit, int(index), axis, None).text
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a group. **Raises** KeyError where there is no such group now."""
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

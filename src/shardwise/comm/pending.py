@@ -128,7 +128,7 @@ class Pending:
 
     def _wait_for_each(self, recorder: Recorder) -> None:
         """Wait, and tell for whom: who is first to be waited for hides others as late as it is."""
-        ranks, seconds = self._meeting.ranks, dict.fromkeys(self._peers, 0.0)
+        seconds = dict.fromkeys(self._peers, 0.0)
         before = time.perf_counter()
         for peer, work in zip(self._peers, self._works, strict=True):
             work.wait()
@@ -136,7 +136,7 @@ class Pending:
             seconds[peer] += now - before
             before = now
         for peer, waited in seconds.items():
-            recorder.wait_for(ranks[peer], waited)
+            recorder.wait_for(self._meeting.group, peer, waited)
 
     def __del__(self) -> None:
         for copy in self._copies:  # which end soon; what is kept is theirs until then

@@ -16,13 +16,16 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from heapq import nlargest
+from operator import itemgetter
 from typing import Any, Protocol
 
 from shardwise.comm.control import Control, exchange_any
+from shardwise.comm.meeting import ranks_of
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     BAD_VALUES,
@@ -107,7 +110,7 @@ class Gatherer:
         self._batches: queue.SimpleQueue[list[ObservedStep] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._line = Sampler(every)
-        self._waited_for: Counter[int] = Counter()
+        self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
         self._values: dict[str, float] = {}
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
@@ -227,7 +230,9 @@ class Gatherer:
         told[BAD_VALUES] = sum(not math.isfinite(value) for value in step.values.values())
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
         self._line.take(told, lambda: self._look_at(step), is_rare or bool(self._left_open))
-        self._waited_for.update(recorded.waited_for)
+        for (group, peer), seconds in recorded.waited_for.items():
+            with suppress(KeyError, ValueError):  # a group that is gone
+                self._waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(step.values)
         for moments in step.memory:
             self._write_own(kind="memory", step=step.step, **moments)
@@ -262,9 +267,9 @@ class Gatherer:
             return
         num_steps = self._line.num_steps
         mine = {**self._line.mean(), **self._standing.read(num_steps)}
-        longest = self._waited_for.most_common(_MAX_WAITED_FOR)
+        longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=itemgetter(1))
         told = {"metrics": mine, "waited_for": {r: 1e3 * s / num_steps for r, s in longest}}
-        self._waited_for = Counter()
+        self._waited_for.clear()
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
         metrics = over_ranks([row["metrics"] for row in rows])
         self._line.begin_line(metrics[STEP_S].max)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -45,7 +46,7 @@ T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
 # Whether gradients are finite is asked every so many steps, twice; then only for so small a share
 # of the time, but where that is seldom as often as this.
-_CHECKED_EVERY, _CHECKED_SHARE, _CHECKED_S = 10, 0.002, 2.0
+_CHECKED_EVERY, _CHECKED_SHARE, _CHECKED_S = 10, 0.001, 2.0
 _TIMED_EVERY = 10  # steps: an accelerator's own time is asked for, which costs events
 _MOMENTS = ("forward", "backward", "recompute", "step")  # memory is looked at as each begins, ends
 _MAX_RANKS_WITH_LINES = 64  # ranks beyond these write no lines of their own
@@ -339,13 +340,17 @@ class Observation:
         self._moments.append({"phase": phase, "unit": unit, "owned": now})
 
 
+@cache
+def _kinds_of_devices() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
 def _casts_to_half() -> bool:
     """Tell whether torch.autocast is on, for any device, and casts to float16."""
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
     return any(
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        for kind in kinds
+        for kind in _kinds_of_devices()
     )
 
 

@@ -46,8 +46,11 @@ class Span(NamedTuple):
 
 
 # A phase of a unit is entered or left: when, whether it is entered, line, phase, unit, and the
-# moment of the device. A plain tuple, as the thread that trains makes hundreds in a step.
+# moment of the device. The thread that trains makes hundreds in a step, and they are kept for a
+# while: so they lie one behind another in a list. Tuples of their own would be work for Python's
+# garbage collector.
 Event = tuple[float, bool, str, str, str, "DeviceMoment | None"]
+_FIELDS = 6
 
 
 class Work(NamedTuple):
@@ -68,10 +71,10 @@ class Recorded:
 
     begin_s: float
     end_s: float
-    events: Sequence[Event]
+    told: Sequence[Any]  # the fields of all events
     works: Sequence[Work]
     num_tokens: int
-    waited_for: Mapping[int, float] = field(default_factory=dict)  # seconds, by global rank
+    waited_for: Mapping[tuple[Any, int], float] = field(default_factory=dict)  # seconds: (group, r)
     first: DeviceMoment | None = None  # of the device, where it is timed
     last: DeviceMoment | None = None
 
@@ -81,9 +84,19 @@ class Recorded:
         return self.end_s - self.begin_s
 
     @property
+    def events(self) -> Iterator[Event]:
+        """What was entered and left, in order."""
+        return _events(self.told)
+
+    @property
     def has_other_lines(self) -> bool:
         """Tell whether a thread in the background has begun or ended something."""
-        return any(event[2] != MAIN for event in self.events)
+        return any(line != MAIN for line in self.told[2::_FIELDS])
+
+
+def _events(told: Sequence[Any]) -> Iterator[Event]:
+    fields = iter(told)
+    return zip(*[fields] * _FIELDS, strict=True)
 
 
 class SpanRecorder:
@@ -105,11 +118,11 @@ class SpanRecorder:
         self._paused_s = 0.0  # in all; the recorder's time stands still meanwhile
         self._stopped_s: float | None = None  # when the pause began that is under way
         self._device = device
-        self._events: list[Event] = []
+        self._told: list[Any] = []
         self._works: list[Work] = []
         self._begin_s = self._clock()
         self._num_tokens = 0
-        self._waited_for: dict[int, float] = defaultdict(float)
+        self._waited_for: dict[tuple[Any, int], float] = defaultdict(float)
         self._first: DeviceMoment | None = None
         self.on_error: Callable[[BaseException, str, str], None] | None = None  # left by an error
         self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
@@ -141,7 +154,7 @@ class SpanRecorder:
         if self._stopped_s is None and self._first is None and self.on_main is None:
             # As a rule, and for each phase of each unit, so without more calls.
             at_s = self._host_clock() - self._paused_s
-            self._events.append((at_s, True, line, phase, unit, None))
+            self._told.extend((at_s, True, line, phase, unit, None))
             return
         self._note(True, line, phase, unit)
         if self.on_main is not None and line == MAIN and not self.is_paused:
@@ -153,7 +166,7 @@ class SpanRecorder:
             self.on_error(error, phase, unit)
         if self._stopped_s is None and self._first is None and self.on_main is None:
             at_s = self._host_clock() - self._paused_s
-            self._events.append((at_s, False, line, phase, unit, None))
+            self._told.extend((at_s, False, line, phase, unit, None))
             return
         self._note(False, line, phase, unit)
         if self.on_main is not None and line == MAIN and not self.is_paused:
@@ -165,7 +178,7 @@ class SpanRecorder:
             if self._stopped_s is not None:  # other threads go on, and end what they began
                 return
             moment = self._now()
-        self._events.append((self._clock(), enters, line, phase, unit, moment))
+        self._told.extend((self._clock(), enters, line, phase, unit, moment))
 
     def _now(self) -> DeviceMoment | None:
         return None if self._device is None or self._first is None else self._device.now()
@@ -173,20 +186,20 @@ class SpanRecorder:
     @property
     def has_begun(self) -> bool:
         """Tell whether a forward pass has begun since the last cut."""
-        return any(phase == "forward" for _, _, _, phase, _, _ in self._events)
+        return "forward" in self._told[3::_FIELDS]
 
     def now_in(self) -> tuple[str, str]:
         """Return the phase and the unit that the main line is in."""
         stack: list[tuple[str, str]] = []
-        for _, enters, line, phase, unit, _ in self._events:
+        for _, enters, line, phase, unit, _ in _events(self._told):
             if line == MAIN:
                 _follow(stack, enters, (phase, unit))
         return stack[-1] if stack else (OUTSIDE, "")
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
         """Note that a collective or a copy begins; call what is returned when it is over."""
-        is_paused, begin_s = self.is_paused, self._clock()
-        began = None if works is None else self._now()
+        is_paused, begin_s = self._stopped_s is not None, self._clock()
+        began = None if works is None or self._first is None else self._now()
         ended = None
         if began is not None and works and self._device is not None:
             ended = self._device.when_over(works)
@@ -199,9 +212,9 @@ class SpanRecorder:
 
         return over
 
-    def wait_for(self, peer: int, seconds: float) -> None:
+    def wait_for(self, group: Any, peer: int, seconds: float) -> None:
         """Add up how long each other rank was waited for."""
-        self._waited_for[peer] += seconds
+        self._waited_for[group, peer] += seconds
 
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Count the tokens of what the model is called with."""
@@ -212,11 +225,11 @@ class SpanRecorder:
     def cut(self, times_device: bool = False) -> Recorded:
         """Return what was told since the last cut; from now on time the device, or not."""
         end_s, last = self._clock(), self._now()
-        events, self._events = self._events, []
+        told, self._told = self._told, []
         works, self._works = self._works, []
         tokens, self._num_tokens = self._num_tokens, 0
         waited_for, self._waited_for = self._waited_for, defaultdict(float)
-        found = Recorded(self._begin_s, end_s, events, works, tokens, waited_for, self._first, last)
+        found = Recorded(self._begin_s, end_s, told, works, tokens, waited_for, self._first, last)
         self._begin_s = end_s
         timed = times_device and self._device is not None
         self._first = self._device.now() if timed and self._device is not None else None
