@@ -16,7 +16,7 @@ from shardwise.engine.api import engine_of
 from shardwise.layout.units import partition_into_units
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import ParamFacts, UnitFacts
-from shardwise.plan.step.footprint import footprint, setting_of
+from shardwise.plan.step.footprint import weigh
 from trainer import events_of, full_parameters
 
 peft = pytest.importorskip("peft", reason="peft is in the test extra")
@@ -110,22 +110,18 @@ def check_plan(
     candidate = Candidate(
         num_shards=world_size, precision="fp32", transport="point_to_point", **setting
     )
-    weighed = [
-        footprint(
-            UnitFacts(
-                unit.name,
-                type(unit.module).__name__,
-                tuple(
-                    ParamFacts(
-                        s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad
-                    )
-                    for s in unit.params
-                ),
+    units = [
+        UnitFacts(
+            unit.name,
+            type(unit.module).__name__,
+            tuple(
+                ParamFacts(s.name, s.cut.shape, str(s.sharded.dtype)[6:], s.sharded.requires_grad)
+                for s in unit.params
             ),
-            setting_of(candidate),
         )
         for unit in engine_of(model).units
     ]
+    weighed = weigh(units, candidate)
     assert sum(w.shard_bytes for w in weighed) == stats(model).param_shard_bytes
     assert sum(w.reduce.out for w in weighed if w.reduce) == stats(model).grad_shard_bytes
     state = [t for s in optimizer.state.values() for t in s.values()]
