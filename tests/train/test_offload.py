@@ -1,7 +1,10 @@
 """Runs with state in host memory, and with steps behind the next forward pass, change no bit."""
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -9,6 +12,8 @@ from ranks import run_ranks
 from resumes import lines_of, train, write_text
 from shardwise import Offload
 from shardwise.errors import ConfigError
+from shardwise.offload import disk
+from shardwise.offload.files import System
 from shardwise.train.checks import check_run
 from shardwise.train.config import load_config
 
@@ -55,6 +60,26 @@ def test_a_run_has_the_same_bits_wherever_its_state_rests_and_its_step_goes_on(
         assert figures(tmp_path / str(number) / "overlap") == plain
         theirs = [row for row in figures(tmp_path / str(number) / "host") if "bytes" not in row[1]]
         assert theirs == [row for row in plain if "bytes" not in row[1]]
+
+
+class WritesLate(System):
+    """A disk that takes its time, so that whoever does not wait for a write reads old bytes."""
+
+    def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
+        time.sleep(0.05)
+        return super().write(fd, at, data)
+
+
+def replay_on_slow_disk(rank: int, world_size: int, folder: Path) -> None:
+    flags = {**FLAGS[3], "data": folder / "text.txt", "steps": 4, "replay_every": 1}
+    with mock.patch.object(disk, "System", WritesLate):
+        train(rank, world_size, {**flags, "output": folder, "offload": f"nvme:{folder}"})
+
+
+def test_a_step_computed_twice_waits_for_codes_on_their_way_to_a_slow_disk(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    run_ranks(replay_on_slow_disk, 1, tmp_path)
+    assert len([row for row in lines_of(tmp_path) if "loss" in row]) == 4
 
 
 def test_inputs_move_where_blocks_are_checkpointed(tmp_path: Path) -> None:

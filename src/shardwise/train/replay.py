@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.checkpoint.container import memory_of
 from shardwise.checkpoint.digest import digest_of
 from shardwise.checkpoint.generators import read_generators, set_generators
+from shardwise.engine.parts import Parts
 from shardwise.errors import StateError
 from shardwise.layout.placements import local_of
 from shardwise.train.setup import Run, of_all_ranks
@@ -80,6 +81,7 @@ def raise_difference(run: Run, step: int, difference: int, numbers: dict[str, fl
 
 def _state_tensors(run: Run) -> dict[str, Tensor]:
     """Return all tensors that a step changes on this rank, each by its name."""
+    _rest(run)
     found: dict[str, Tensor] = {}
     for name, param in run.model.named_parameters():
         found[f"parameter '{name}'"] = local_of(param)
@@ -100,8 +102,18 @@ def _digests(run: Run, numbers: dict[str, float]) -> dict[str, str]:
     return {**found, last: numbers[last].hex()}
 
 
+def _rest(run: Run) -> None:
+    """Wait for a step that goes on in the background: codes of moments do not wait by themselves.
+
+    See `BackgroundStep`, which the slices that a step changes wait for, and `StoredStep`, for which
+    the state in files does.
+    """
+    Parts(run.model).rest("computing a step twice")
+
+
 @torch.no_grad()
 def _copy(run: Run) -> _Snapshot:
+    _rest(run)
     model, optimizer = run.model, run.optimizer
     return _Snapshot(
         [local_of(tensor).clone() for tensor in (*model.parameters(), *model.buffers())],
