@@ -66,7 +66,7 @@ class WritesLate(System):
     """A disk that takes its time, so that whoever does not wait for a write reads old bytes."""
 
     def write(self, fd: int, at: int, data: Sequence[Any]) -> int:
-        time.sleep(0.05)
+        time.sleep(0.01)
         return super().write(fd, at, data)
 
 
