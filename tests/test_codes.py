@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from block_codes import decoded, decoded_block, fp8_numbers, wire_bytes
+from shardwise.comm.codes import decode, encode
 from shardwise.layout.segments import build_layout
 from shardwise.layout.wire import Wire
 from shardwise.precisions import Coding
-from shardwise.unit.codes import decode, encode
 
 KINDS = ("int8", "fp8", "int4")
 LARGEST = float(np.finfo(np.float32).max)

@@ -12,8 +12,10 @@ from shardwise.precisions import (
     BLOCK_MULTIPLE,
     GATHER_BITS,
     PRECISION_DTYPES,
+    REDUCE_FORMATS,
     Coding,
     GatherName,
+    ReduceName,
     nearest_precision,
     plain_precision,
 )
@@ -32,12 +34,14 @@ class Precision:
     that in which gradients are summed over ranks and micro-batches. With ``cast_inputs``,
     floating-point inputs of a unit's forward are cast to ``param``. With ``gather``, matrices (and
     tensors of more dims) travel in that format, each ``block`` elements with a scale of their own,
-    and the layers compute with what arrives; what is stored and stepped stays as it is.
+    and the layers compute with what arrives; what is stored and stepped stays as it is. With
+    ``reduce="int8-a2a"`` (or fp8, int4, bf16) gradients of matrices travel in that format, encoded
+    once, and every rank sums what it gets in float32, in rank order.
     """
 
     param: torch.dtype | None = None
     master: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    reduce: torch.dtype | ReduceName | None = None
     cast_inputs: bool = True
     gather: GatherName | None = None
     block: int = 256
@@ -46,6 +50,22 @@ class Precision:
     def coding(self) -> Coding | None:
         """How gathers are encoded; None where parameters travel as they are computed with."""
         return None if self.gather is None else Coding(self.gather, self.block)
+
+    @property
+    def reduce_coding(self) -> Coding | None:
+        """How gradients are encoded; None where they travel in the dtype that they come in."""
+        name = self.reduce_name
+        return None if name is None else Coding(REDUCE_FORMATS[name], self.block)
+
+    @property
+    def reduce_name(self) -> ReduceName | None:
+        """The format of encoded gradients."""
+        return self.reduce if isinstance(self.reduce, str) else None
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype of the sums; None is the parameter's own."""
+        return torch.float32 if isinstance(self.reduce, str) else self.reduce
 
 
 def _precision(names: Iterable[str | None]) -> Precision:
@@ -151,6 +171,13 @@ def resolve_precision(precision: PrecisionLike) -> Precision:
         )
     for field in ("param", "master", "reduce"):
         dtype = getattr(precision, field)
+        if field == "reduce" and isinstance(dtype, str):
+            if dtype in REDUCE_FORMATS:
+                continue
+            raise ConfigError(
+                f"precision.reduce={dtype!r}: expected a floating-point dtype, or one of "
+                f"{', '.join(map(repr, REDUCE_FORMATS))}" + did_you_mean(dtype, REDUCE_FORMATS)
+            )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
                 f"precision.{field}={dtype!r}: expected a floating-point dtype, such as "

@@ -10,7 +10,12 @@ from shardwise.spelling import did_you_mean
 
 FloatName = Literal["float32", "bfloat16", "float16"]
 GatherName = Literal["int8", "fp8", "int4"]
+ReduceName = Literal["int8-a2a", "fp8-a2a", "int4-a2a", "bf16-a2a"]
 GATHER_BITS: dict[str, int] = {"int8": 8, "fp8": 8, "int4": 4}  # of an element on the wire
+REDUCE_FORMATS: dict[str, str] = {  # what gradients are encoded as, to be summed in float32
+    **{f"{name}-a2a": name for name in GATHER_BITS},
+    "bf16-a2a": "bf16",
+}
 BLOCK_MULTIPLE = 16  # of a block's elements
 
 # Dtypes of full parameters, of trained shards, and of sums; None is each parameter's own.
@@ -29,13 +34,18 @@ _NAMES = {name: ours for ours, others in _OURS.items() for name in (ours, *other
 
 @dataclass(frozen=True)
 class Coding:
-    """How matrices are encoded to be gathered: the format, and the elements that share a scale."""
+    """How matrices are encoded to be sent: the format, and the elements that share a scale."""
 
     format: str
     block: int
 
     def __str__(self) -> str:
-        return f"{self.format}, blocks of {self.block}"
+        return f"{self.format}, blocks of {self.block}" if self.has_scales else self.format
+
+    @property
+    def has_scales(self) -> bool:
+        """Tell whether elements are codes; bfloat16 are numbers by themselves."""
+        return self.format in GATHER_BITS
 
     def code_bytes(self, numel: int) -> int:
         """Return the bytes of one block's codes; two elements of 4 bits share one."""

@@ -5,7 +5,7 @@ that the layers use; all segments of a unit go out as one group. Segments with a
 broadcast from it, and reduced to it, one by one behind the group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,32 @@ def start_reduce_scatter(
             torch._foreach_div_(means, float(divisor))
 
     return Pending(meeting, works, finish, (items, owned, inputs, totals))
+
+
+def start_all_to_all(
+    received: tuple[torch.Tensor, Sequence[int]],
+    sent: tuple[torch.Tensor, Sequence[int]],
+    axis: Axis,
+    collective: CollectiveId,
+    traffic: Traffic,
+    finish: Callable[[], None],
+    keep: object,
+) -> Pending:
+    """Send each rank its part of ``sent``, receive one from each; both are in rank order."""
+    meeting = meeting_of(collective, axis)
+    (into, into_sizes), (out, out_sizes) = received, sent
+    traffic.add(
+        f"{axis.name}.{collective.kind}", collective.unit, sum(out_sizes) - out_sizes[axis.rank]
+    )
+    works = []
+    if axis.size > 1:
+        with collective_errors(meeting):
+            works.append(
+                axis.group.alltoall_base(
+                    into, out, list(into_sizes), list(out_sizes), dist.AllToAllOptions()
+                )
+            )
+    return Pending(meeting, works, finish, (received, sent, keep))
 
 
 def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:

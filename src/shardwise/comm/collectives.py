@@ -12,7 +12,7 @@ import torch.distributed as dist
 # first optimizer step, and gloo's threads then outlive destroy_process_group and abort at exit.
 import torch.distributed.nn.functional
 
-from shardwise.comm import coalesced, point_to_point
+from shardwise.comm import coalesced, encoded, point_to_point
 from shardwise.comm.control import Control, SoloControl, control_over
 from shardwise.comm.pending import (
     CollectiveId,
@@ -26,6 +26,7 @@ from shardwise.comm.watch import WATCH
 from shardwise.device import time_of
 from shardwise.layout.segments import even_segment
 from shardwise.mesh import Axis, DataAxes
+from shardwise.precisions import Coding
 from shardwise.trace import Tracer, Traffic
 
 # Message tags have 31 bits: model, unit, kind (2) and piece (8).
@@ -109,10 +110,16 @@ class Comm:
     def start_reduce_scatter(
         self, items: Sequence[ReduceItem], axis: Axis, collective: CollectiveId, divisor: float
     ) -> Pending:
-        """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``."""
-        pending: Pending = self._transports[axis.name].start_reduce_scatter(
-            items, axis, collective, self.traffic, divisor
-        )
+        """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``.
+
+        Where a part is to be encoded, all travel as bytes, and the sums are those of `encoded`.
+        """
+        by, asked = self._transports[axis.name], (items, axis, collective, self.traffic, divisor)
+        pending: Pending
+        if any(coding is not None for item in items for coding in item.codings):
+            pending = encoded.start_reduce_scatter(*asked, by.start_all_to_all)
+        else:
+            pending = by.start_reduce_scatter(*asked)
         return self.follow(pending, axis, collective)
 
     def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:
@@ -123,9 +130,17 @@ class Comm:
         return pending
 
     def all_reduce(
-        self, buffer: torch.Tensor, axis: Axis, collective: CollectiveId, divisor: float
+        self,
+        buffer: torch.Tensor,
+        axis: Axis,
+        collective: CollectiveId,
+        divisor: float,
+        codings: Sequence[tuple[int, int, Coding]] = (),
     ) -> None:
         """Replace a flat buffer by its sum over ``axis``, divided by ``divisor``.
+
+        ``codings`` are (begin, end, how), ascending: elements that are encoded to be summed. The
+        sums travel as they are.
 
         **Cost** sends 2 x numel x (ranks - 1) / ranks; one share of temporary memory per peer.
         """
@@ -136,10 +151,14 @@ class Comm:
             padded = buffer.new_zeros(share * axis.size)
             padded[: buffer.numel()].copy_(buffer)
         out = buffer.new_empty(share)
-        part = (0, padded)
-        self.start_reduce_scatter(
-            [ReduceItem(segment, (part,), out)], axis, collective, divisor
-        ).wait()
+        cuts, at = list[tuple[int, int, Coding | None]](), 0
+        for begin, end, coding in (*codings, (padded.numel(), padded.numel(), None)):
+            cuts += [(at, begin, None)] if begin > at else []
+            cuts += [(begin, end, coding)] if end > begin else []
+            at = end
+        parts = tuple((begin, padded[begin:end]) for begin, end, _ in cuts)
+        item = ReduceItem(segment, parts, out, tuple(coding for _, _, coding in cuts))
+        self.start_reduce_scatter([item], axis, collective, divisor).wait()
         lo, hi = segment.bounds(axis.rank)
         padded[lo:hi].copy_(out[: hi - lo])
         own = padded[axis.rank * share : (axis.rank + 1) * share]

@@ -14,6 +14,7 @@ from shardwise.device import Event
 from shardwise.errors import CollectiveError
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
+from shardwise.precisions import Coding
 from shardwise.trace import Recorder
 
 
@@ -44,11 +45,13 @@ class ReduceItem:
     """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
 
     ``parts`` are (offset in the segment, flat tensor); what no part covers is left undefined.
+    ``codings`` say how each part is encoded on the wire; empty: none is.
     """
 
     segment: Segment
     parts: tuple[tuple[int, torch.Tensor], ...]
     out: torch.Tensor
+    codings: tuple[Coding | None, ...] = ()
 
 
 # What was dropped before it was waited for (a model that is deleted with reductions in flight). The

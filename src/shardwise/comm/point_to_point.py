@@ -129,6 +129,31 @@ def _length(item: GatherItem, rank: int) -> int:
     return hi - lo
 
 
+def start_all_to_all(
+    received: tuple[torch.Tensor, Sequence[int]],
+    sent: tuple[torch.Tensor, Sequence[int]],
+    axis: Axis,
+    collective: CollectiveId,
+    traffic: Traffic,
+    finish: Callable[[], None],
+    keep: object,
+) -> Pending:
+    """Send each peer its part of ``sent``, receive one from each; both are in rank order.
+
+    A rank's own part is not copied.
+    """
+    exchange = _Exchange(collective, axis)
+    into, out = received[0].split(list(received[1])), sent[0].split(list(sent[1]))
+    meeting = meeting_of(collective, axis)
+    with collective_errors(meeting):
+        for step in range(1, axis.size):
+            to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
+            exchange.receive(frm, into[frm])
+            exchange.send(to, out[to])
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
+    return Pending(meeting, exchange.works, finish, (into, out, keep), exchange.peers)
+
+
 @dataclass
 class _Sum:
     """One range of this rank's share: its own addend, the peers', and where the mean goes.

@@ -68,6 +68,7 @@ class UnitDescription:
     params: tuple[ParamDescription, ...] = ()
     home: str = ""  # where state rests, if not on the device
     gather: str = ""  # how parameters travel, if not as they are computed with
+    reduce: str = ""  # how gradients travel, if they are encoded
 
     @property
     def resting(self) -> str:
@@ -76,8 +77,9 @@ class UnitDescription:
 
     @property
     def travelling(self) -> str:
-        """Say how parameters travel, if not as they are computed with."""
-        return f"; gathered as {self.gather}" if self.gather else ""
+        """Say how parameters travel, if not as they are computed with; and gradients."""
+        gather = f"; gathered as {self.gather}" if self.gather else ""
+        return gather + (f"; gradients sent as {self.reduce}" if self.reduce else "")
 
     @property
     def padding_share(self) -> float:
@@ -190,6 +192,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         params=tuple(_describe_param(param) for param in unit.params),
         home=str(unit.home or ""),
         gather=_describe_gather(unit),
+        reduce=str(unit.precision.reduce_coding or ""),
     )
 
 

@@ -184,7 +184,7 @@ def check_gradients(
     **Cost** a plain model and its gradients on every rank, and one gradient in full at a time.
 
     **Raises** GradientError on all ranks where any gradient is wrong, with which, by how much, and
-    what the factor may be; ConfigError for batches that cannot be shared, and for encoded gathers.
+    what the factor may be; ConfigError for batches that cannot be shared, for encoded messages.
     """
     plain = make_model()
     composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
@@ -392,5 +392,5 @@ def _tolerance(composed: nn.Module) -> float:
     dtypes = {p.dtype for p in composed.parameters() if p.is_floating_point() or p.is_complex()}
     engine = find_engine(composed)
     for unit in () if engine is None else engine.units:
-        dtypes |= {d for d in (unit.precision.param, unit.precision.reduce) if d is not None}
+        dtypes |= {d for d in (unit.precision.param, unit.precision.reduce_dtype) if d is not None}
     return sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))

@@ -36,14 +36,6 @@ _HINTS = {
 }
 
 
-_NOT_SUMMED_SO = {
-    "reduce_scatter": "it would sum in another order",
-    "after_reduce": "they have no place for a hook",
-    "all_reduces": "they are summed over shards and replicas at once; keep them on the ranks until "
-    "the last micro-batch, with accumulate(model, last=False) or set_requires_gradient_sync(False)",
-}
-
-
 class ShardState(ModuleState):
     """The units that `shard` made for one module."""
 
@@ -85,20 +77,6 @@ class ShardState(ModuleState):
                 "parameters stay there; shard(model, stage=3) frees them"
             )
         super().free_after_forward(frees)
-
-    def change_sums(self, method: str, **changes: Any) -> None:
-        """Replace what can be replaced in sums in rank order; they never do anything but sum."""
-        has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
-        if changes.get("all_reduces", True) or not has_replicas:
-            changes.pop("all_reduces", None)
-        for name, why in _NOT_SUMMED_SO.items():
-            if changes.pop(name, None) is not None:
-                raise ConfigError(
-                    f"{method}(): gradients of shard() are summed in rank order, and {why}. Or use "
-                    "shardwise.fully_shard"
-                )
-        changes.pop("sums_only", None)
-        super().change_sums(method, **changes)
 
 
 class ShardedModule(FSDPModule):

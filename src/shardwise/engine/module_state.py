@@ -19,10 +19,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from shardwise.engine.pipelining import end_schedule
 from shardwise.engine.runtime import Engine
+from shardwise.errors import ConfigError
+from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.unit import Unit
 
 # torch's pipelining asks torch's own function for a module's state
 _FULLY_SHARD = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
+
+
+_NOT_SUMMED_SO = {
+    "reduce_scatter": "it would sum in another order",
+    "after_reduce": "they have no place for a hook",
+    "all_reduces": "they are summed over shards and replicas at once; keep them on the ranks until "
+    "the last micro-batch, with accumulate(model, last=False) or set_requires_gradient_sync(False)",
+}
 
 
 class ModuleState(_State):
@@ -89,7 +99,21 @@ class ModuleState(_State):
             unit.settings = replace(unit.settings, stage=stage)
 
     def change_sums(self, method: str, **changes: Any) -> None:
-        """Replace fields of the way in which the units' gradients are summed, for ``method``."""
+        """Replace fields of the way in which the units' gradients are summed, for ``method``.
+
+        **Raises** ConfigError for what sums in rank order cannot do.
+        """
+        if any(isinstance(unit.sums, RankOrderSum) for unit in self.units):
+            has_replicas = any(unit.comm.axes.replicate is not None for unit in self.units)
+            if changes.get("all_reduces", True) or not has_replicas:
+                changes.pop("all_reduces", None)
+            for name, why in _NOT_SUMMED_SO.items():
+                if changes.pop(name, None) is not None:
+                    raise ConfigError(
+                        f"{method}(): gradients of shard(), and encoded ones, are summed in rank "
+                        f"order, and {why}. Or use shardwise.fully_shard, with a dtype as reduce="
+                    )
+            changes.pop("sums_only", None)
         for unit in self.units:
             unit.sums = replace(unit.sums, **changes)  # type: ignore[type-var]
 

@@ -17,9 +17,15 @@ Stages = TypeVar("Stages", bound=Sequence[torch.nn.Module])
 
 
 def check_exact(stages: Stages) -> Stages:
-    """Return stages that compute with the weights that they keep. **Raises** ConfigError."""
+    """Return stages whose weights and gradients travel as they are. **Raises** ConfigError."""
     engines = (find_engine(each) for each in stages)
-    if any(u.precision.gather for engine in engines if engine is not None for u in engine.units):
+    asked = [u.precision for engine in engines if engine is not None for u in engine.units]
+    if any(each.reduce_coding for each in asked):
+        raise ConfigError(
+            "compose: its reductions are encoded (Precision(reduce=)), so its gradients are "
+            "rounded more than one process's; ask for a dtype as reduce= for the check"
+        )
+    if any(each.gather for each in asked):
         raise ConfigError(
             "compose: its gathers are encoded (Precision(gather=)), so its gradients are those of "
             "other weights than one process has; leave gather= out for the check"

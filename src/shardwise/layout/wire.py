@@ -73,7 +73,7 @@ class Wire:
     @property
     def has_codes(self) -> bool:
         """Tell whether any parameter is encoded."""
-        return self.plain_size > 1 and any(map(_is_coded, (p.shape for p in self.layout.params)))
+        return self.plain_size > 1 and any(map(is_coded, (p.shape for p in self.layout.params)))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -107,15 +107,15 @@ class Wire:
     def share(self, number: int, rank: int) -> Share:
         """Say what ``rank`` sends of a segment; see Note [Shares of bytes]."""
         pieces = [(index, self.layout.piece(index, rank)) for index in self._params_of[number]]
-        coded = [_is_coded(self.layout.params[index].shape) for index, _ in pieces]
+        coded = [is_coded(self.layout.params[index].shape) for index, _ in pieces]
         at, plain = 0, []
         cuts: list[tuple[int, int, int, int]] = []
-        for (index, piece), is_coded in zip(pieces, coded, strict=True):
+        for (index, piece), has_codes in zip(pieces, coded, strict=True):
             begin = self.layout.full_offset(index)
-            if is_coded:
+            if has_codes:
                 cuts += [
                     (begin + lo, piece.shard_offset + lo - piece.lo, num, width)
-                    for lo, num, width in _blocks(piece.lo, piece.hi, self.coding.block)
+                    for lo, num, width in blocks_of(piece.lo, piece.hi, self.coding.block)
                 ]
             elif piece.numel:
                 plain.append(Plain(begin + piece.lo, piece.shard_offset, piece.numel, at))
@@ -157,7 +157,7 @@ class Wire:
         )
 
 
-def _blocks(lo: int, hi: int, block: int) -> Iterator[tuple[int, int, int]]:
+def blocks_of(lo: int, hi: int, block: int) -> Iterator[tuple[int, int, int]]:
     """Yield (first element, number of blocks, width): the cut block, whole ones, the last."""
     first = min(-(-lo // block) * block, hi)
     last = max(hi // block * block, first)
@@ -169,7 +169,8 @@ def _blocks(lo: int, hi: int, block: int) -> Iterator[tuple[int, int, int]]:
         yield last, 1, hi - last
 
 
-def _is_coded(shape: tuple[int, ...]) -> bool:
+def is_coded(shape: tuple[int, ...]) -> bool:
+    """Tell whether a parameter of this shape is encoded: see Note [Blocks of a gather]."""
     return len(shape) > 1
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.comm.codes import decode, encode
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Plain, Run, Wire
-from shardwise.unit.codes import decode, encode
 from shardwise.unit.home import Home
 
 

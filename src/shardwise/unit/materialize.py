@@ -213,7 +213,7 @@ class Materializer:
         shapes = [tuple(spec.param.shape) for spec in params]
         layout = build_layout("rows", shapes, axis.size)
         policy = MixedPrecisionPolicy(
-            precision.param, precision.reduce, cast_forward_inputs=precision.cast_inputs
+            precision.param, precision.reduce_dtype, cast_forward_inputs=precision.cast_inputs
         )
         made = []
         for number, (spec, shape) in enumerate(zip(params, shapes, strict=True)):

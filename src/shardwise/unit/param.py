@@ -229,7 +229,7 @@ class ShardedParam:
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype that gradients are summed in; None is that in which they come."""
-        asked: torch.dtype | None = self.unit.precision.reduce
+        asked: torch.dtype | None = self.unit.precision.reduce_dtype
         if asked is None and self.unit.sums.in_param_dtype:
             asked = self.sharded.dtype
         return asked

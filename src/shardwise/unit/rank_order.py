@@ -12,6 +12,8 @@ import torch
 
 from shardwise.comm.pending import GatherItem, Pending, ReduceItem
 from shardwise.layout.segments import Segment, even_segment
+from shardwise.layout.wire import is_coded
+from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
@@ -114,7 +116,8 @@ class _Running:
                 full = segment.full_numel(layout.num_ranks)
                 full_segments.append((segment, out[segment.full_offset :][:full]))
             parts = tuple((layout.params[index].offset, by_index[index]) for index in inside)
-            items.append(ReduceItem(segment, parts, out[begin:][:numel]))
+            codings = tuple(_coding_of(unit, layout.params[index].shape) for index in inside)
+            items.append(ReduceItem(segment, parts, out[begin:][:numel], codings))
         if num_counts:
             items.append(self._count(params, counts))
         self._parts.append(_Part(unit, storage, params, out, counts, full_segments))
@@ -202,8 +205,9 @@ class _Running:
             summed.append(part.counts)
         else:  # the counts lie behind the slices
             summed = [part.out.as_strided((part.out.numel() + part.counts.numel(),), (1,))]
-        for each in summed:
-            self._comm.all_reduce(each, axis, collective, self._divisor)
+        for number, each in enumerate(summed):
+            codings = _codings_between(part, number)
+            self._comm.all_reduce(each, axis, collective, self._divisor, codings)
 
     def _start_gather(self, part: _Part) -> Pending:
         axis = self._comm.axes.shard
@@ -236,3 +240,31 @@ class _Running:
     def nbytes(self) -> int:
         """Bytes of the means."""
         return sum(part.out.nbytes for part in self._parts)
+
+
+def _coding_of(unit: Any, shape: tuple[int, ...]) -> Coding | None:
+    """Return how a parameter's gradient is encoded: matrices alone are, as they are to be gathered.
+
+    See Note [Blocks of a gather] in `wire`.
+    """
+    coding: Coding | None = unit.precision.reduce_coding
+    return coding if is_coded(shape) else None
+
+
+def _codings_between(part: _Part, number: int) -> list[tuple[int, int, Coding]]:
+    """Return what replicas encode, of the slices, or of the segment with this number at stage 0.
+
+    (begin, end, how) of its elements, ascending. Behind the last segment are the counts.
+    """
+    layout, rank = part.storage.layout, part.storage.rank
+    inside = [segment for segment, _ in part.full_segments[number : number + 1]]
+    found = []
+    for param in part.params:
+        coding = _coding_of(part.unit, layout.params[param.index].shape)
+        piece = layout.piece(param.index, rank)
+        segment = layout.segments[layout.params[param.index].segment]
+        is_here = segment in inside or part.storage.shards_state
+        if coding is not None and piece.numel and is_here:
+            begin = piece.shard_offset - (segment.shard_offset if inside else 0)
+            found.append((begin, begin + piece.numel, coding))
+    return sorted(found, key=lambda each: each[0])

@@ -92,7 +92,7 @@ def fully_shard(
     call it from the inside out, last on the model. Parameters become DTensors, every rank keeping
     its chunk of its own values. ``offload_policy`` may be a `shardwise.Offload` too, for its
     ``activations``; any call of a model says it for the whole model. ``mp_policy`` may be a
-    `shardwise.Precision` too, for its ``gather``.
+    `shardwise.Precision` too, for its ``gather`` and encoded ``reduce``.
 
     **Cost** nothing is sent.
 
@@ -111,7 +111,7 @@ def fully_shard(
     managed = list(_managed_modules(modules, ignored_params))
     params = list(_managed_params(managed, ignored_params or set()))
     _move(managed, params, device)
-    coded = precision.gather, precision.block
+    coded = precision.gather, precision.reduce_name, precision.block
     asked = Asked(device, mp, offload, reshard_after_forward is None, moves, *coded)
     units: dict[ShardingMesh, Unit] = {}
     uses = _uses_of(modules, params)
@@ -153,7 +153,7 @@ def _policy_and_precision(
             "the masters'; cast the model to it first and leave master= out, or use shard()"
         )
     casts = asked.cast_inputs and asked.param is not None
-    return MixedPrecisionPolicy(asked.param, asked.reduce, cast_forward_inputs=casts), asked
+    return MixedPrecisionPolicy(asked.param, asked.reduce_dtype, cast_forward_inputs=casts), asked
 
 
 def _state_and_activations(

@@ -22,7 +22,7 @@ from shardwise.interop.fsdp2.meshes import ShardingMesh, sharded_spec
 from shardwise.layout.segments import build_layout
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
-from shardwise.precisions import GatherName
+from shardwise.precisions import GatherName, ReduceName
 from shardwise.stages import STAGES, UnitSettings
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
@@ -35,7 +35,9 @@ from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.pieces import as_dtensor, cut_along, cut_piece
 from shardwise.unit.plain_state import FULLY_SHARD, OfFullyShard
+from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Storage
+from shardwise.unit.sums import Sum
 from shardwise.unit.unit import Unit
 
 # Without ``reduce_dtype`` torch sums in the dtype of computation before 2.15, and from 2.15 in that
@@ -47,7 +49,7 @@ _SUMS_IN_OWN_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15
 class Asked:
     """What one call asks for, beside what its units hold.
 
-    ``gather`` and ``block``: how gathers are encoded, as `Precision` has it.
+    ``gather``, ``reduce`` and ``block``: how both are encoded, as `Precision` has it.
     ``frees_unless_root``: whether the root's parameters are freed after forward was left open.
     ``moves_activations``: inputs of checkpointed blocks rest in host memory.
     """
@@ -58,13 +60,14 @@ class Asked:
     frees_unless_root: bool = False
     moves_activations: bool = False
     gather: GatherName | None = None
+    reduce: ReduceName | None = None
     block: int = 256
 
     @property
     def precision(self) -> Precision:
         """The dtypes of a unit, whose inputs are cast by the call."""
-        mp, coded = self.mp, (self.gather, self.block)
-        return Precision(mp.param_dtype, None, mp.reduce_dtype, False, *coded)
+        reduce = self.reduce or self.mp.reduce_dtype
+        return Precision(self.mp.param_dtype, None, reduce, False, self.gather, self.block)
 
 
 def make_unit(
@@ -82,6 +85,9 @@ def make_unit(
     axes = spread.axes
     comm = Comm(axes, asked.device, lambda: control_over(axes))
     stage = replace(STAGES[3], frees_after_forward=frees)
+    sums: Sum = BackendSum(divisor=spread.divisor, in_param_dtype=_SUMS_IN_OWN_DTYPE)
+    if asked.reduce is not None:
+        sums = RankOrderSum(spread.divisor or axes.num_ranks)
     home = None
     if asked.offload is not None:
         pins, tracer = asked.offload.pin_memory, comm.tracer
@@ -94,7 +100,7 @@ def make_unit(
         None,
         UnitSettings(stage, keeps_last=False, stands_while_full=True),
         asked.precision,
-        BackendSum(divisor=spread.divisor, in_param_dtype=_SUMS_IN_OWN_DTYPE),
+        sums,
         transport=Packed(),
         home=home,
         nearby=Nearby(nearby) if nearby is not None else None,

@@ -1,6 +1,6 @@
 """What encoding and decoding the gathers of one storage takes: bytes moved, and memory meanwhile.
 
-Counted from the passes of `unit.codes` over float32: a block's magnitudes, their largest, quotients
+Counted from the passes of `comm.codes` over float32: a block's magnitudes, their largest, quotients
 and roundings; codes to numbers, times scales. It runs on a few elements at a time.
 """
 

@@ -1,0 +1,269 @@
+"""Encoded reductions: each addend is encoded once, and summed in rank order in float32."""
+
+from itertools import accumulate as running_sums
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from block_codes import decoded, wire_bytes
+from ranks import run_ranks
+from shardwise import (
+    Precision,
+    accumulate,
+    check_gradients,
+    describe,
+    fully_shard,
+    shard,
+    stats,
+)
+from shardwise.comm import coalesced, collectives
+from shardwise.errors import ConfigError
+
+KINDS = ("int8", "fp8", "int4", "bf16")
+BLOCK = 16
+
+
+class Odd(nn.Module):
+    """Shapes that no number of ranks divides: one row, none, several dims, one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        shapes = {
+            "one_row": (1, 35),
+            "none": (0, 8),
+            "wide": (5, 33),
+            "deep": (3, 2, 7),
+            "even": (24, 16),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.norm = nn.Parameter(torch.randn(19))
+
+    def forward(self, rank: int) -> Tensor:
+        total = torch.zeros(())
+        for number, param in enumerate(self.parameters()):
+            generator = torch.Generator().manual_seed(100 * rank + number)
+            weights = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+            total = total + (param * weights).float().sum()
+        return total
+
+
+def gradients(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what one rank's gradients are, before anything is sent."""
+    model = Odd().to(dtype)
+    model(rank).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def cuts_of(layout: str, shapes: dict[str, tuple[int, ...]], num_ranks: int) -> dict[str, set[int]]:
+    """Say where other ranks' parts begin in each parameter, from what the layouts promise."""
+    if layout == "matrices":  # whole, and what is none, laid out flat
+        others = {n: s for n, s in shapes.items() if len(s) != 2}
+        return {name: set() for name in shapes} | cuts_of("flat", others, num_ranks)
+    if layout == "rows":
+        rows = {n: -(-s[0] // num_ranks) * prod(s[1:]) for n, s in shapes.items()}
+        return {n: {r * rows[n] for r in range(1, num_ranks)} for n in shapes}
+    ends = list(running_sums(prod(s) for s in shapes.values()))
+    share = -(-ends[-1] // num_ranks)
+    begins = dict(zip(shapes, [0, *ends[:-1]], strict=True))
+    return {n: {r * share - begins[n] for r in range(1, num_ranks)} for n in shapes}
+
+
+def encoded(grad: Tensor, kind: str, cuts: set[int]) -> Tensor:
+    """Return what arrives of one gradient, in float32."""
+    if grad.dim() < 2 or not grad.numel():
+        return grad.float()
+    if kind == "bf16":
+        return grad.bfloat16().float()
+    inside = sorted(cut for cut in cuts if 0 < cut < grad.numel())
+    flat = decoded(grad.reshape(-1).float().numpy(), kind, BLOCK, inside)
+    return torch.from_numpy(np.ascontiguousarray(flat)).view(grad.shape)
+
+
+def mean_of(
+    ranks: list[int], kind: str, layout: str, dtype: torch.dtype, num_shards: int
+) -> dict[str, Tensor]:
+    """Return the sum of what some ranks encode, in their order."""
+    sums: dict[str, Tensor] = {}
+    for rank in ranks:
+        grads = gradients(rank, dtype)
+        cuts = cuts_of(layout, {n: tuple(g.shape) for n, g in grads.items()}, num_shards)
+        for name, grad in grads.items():
+            addend = encoded(grad, kind, cuts[name])
+            sums[name] = sums[name] + addend if name in sums else addend
+    return sums
+
+
+CASES = [
+    (stage, layout, kind, dtype)
+    for stage, layout, dtype in (
+        *((0, "rows", torch.float32), (1, "flat", torch.float32), (2, "rows", torch.bfloat16)),
+        *((3, "flat", torch.bfloat16), (3, "matrices", torch.float32), (0, "flat", torch.float32)),
+    )
+    for kind in KINDS
+]
+
+
+def reduces(rank: int, num_ranks: int, is_nccl: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_nccl:
+            patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
+        for stage, layout, kind, dtype in CASES:
+            half = dtype if dtype is torch.bfloat16 else None
+            master = torch.float32 if half else None
+            precision = Precision(half, master, reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+            model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision)
+            model(rank).backward()
+            sums = mean_of([*range(num_ranks)], kind, layout, dtype, num_ranks)
+            for name, param in model.named_parameters():
+                expected = sums[name] / num_ranks
+                assert torch.equal(param.grad.full_tensor(), expected), (stage, layout, kind, name)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "is_nccl"), [(1, False), (2, False), (3, False), (7, False), (3, True)]
+)
+def test_a_mean_is_that_of_what_every_rank_encoded_to_the_bit(
+    num_ranks: int, is_nccl: bool
+) -> None:
+    run_ranks(reduces, num_ranks, is_nccl)
+
+
+def reduces_over_replicas(rank: int, num_ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for stage, layout, kind in ((3, "rows", "int8"), (1, "flat", "fp8"), (0, "rows", "int8")):
+        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+        model: Any = shard(Odd(), stage=stage, layout=layout, precision=precision, mesh=mesh)
+        model(rank).backward()
+        shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
+        within = [mean_of([2 * r, 2 * r + 1], kind, layout, torch.float32, 2) for r in (0, 1)]
+        for name, param in model.named_parameters():
+            exact = sum(each[name] for each in within) / num_ranks
+            error = (param.grad.full_tensor() - exact).abs().max() if exact.numel() else 0.0
+            step = max(each[name].abs().max() for each in within) if exact.numel() else 0.0
+            levels = 127 if kind == "int8" else 16  # half a step of the largest, of two addends
+            assert error <= step / levels / num_ranks * 1.01, (stage, layout, kind, name)
+            if len(shapes[name]) < 2:
+                assert error == 0
+
+
+def test_sums_over_replicas_are_encoded_once_more() -> None:
+    run_ranks(reduces_over_replicas, 4)
+
+
+def sends(rank: int, num_ranks: int) -> None:
+    shapes = {n: tuple(p.shape) for n, p in Odd().named_parameters()}
+    for kind in KINDS:
+        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+        model: Any = shard(Odd(), stage=3, layout="matrices", precision=precision)
+        model(rank).backward()
+        owned = {
+            n: p.grad.to_local().numel() == prod(s) and prod(s) > 0
+            for (n, p), s in zip(model.named_parameters(), shapes.values(), strict=True)
+        }
+        sent = stats(model).sent_bytes["shard.reduce_scatter"]
+        least = 0
+        for name, shape in shapes.items():
+            if len(shape) > 1 and not owned[name]:
+                numel = prod(shape)
+                least += 2 * numel if kind == "bf16" else wire_bytes(numel, kind, BLOCK)
+        others = 19 * 4 + len(shapes) * 4 * num_ranks + 16 * (len(shapes) + 3) * num_ranks
+        assert least <= sent <= least + others, (kind, sent, least)
+
+
+def test_what_is_sent_are_codes_scales_and_little_more() -> None:
+    run_ranks(sends, 2)
+
+
+def as_fully_shard(rank: int, num_ranks: int) -> None:
+    for kind in KINDS:
+        precision = Precision(reduce=f"{kind}-a2a", block=BLOCK)  # type: ignore[arg-type]
+        model: Any = fully_shard(Odd(), mp_policy=precision)
+        for _ in range(2):
+            model(rank).backward()
+        sums = mean_of([*range(num_ranks)], kind, "rows", torch.float32, num_ranks)
+        for name, param in model.named_parameters():
+            mean = sums[name] / num_ranks
+            assert torch.equal(param.grad.full_tensor(), mean + mean), (kind, name)
+        with pytest.raises(ConfigError, match=r"encoded ones, are summed in rank order"):
+            model.set_all_reduce_hook(print)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_fully_shard_encodes_its_reductions_alike(num_ranks: int) -> None:
+    run_ranks(as_fully_shard, num_ranks)
+
+
+def goes_with(rank: int, num_ranks: int) -> None:
+    precision = Precision(reduce="int8-a2a", block=BLOCK)
+    ranks = [*range(num_ranks)]
+    sums = mean_of(ranks, "int8", "rows", torch.float32, num_ranks)
+    away: Any = shard(Odd(), precision=precision, offload="cpu")
+    away(rank).backward()
+    for name, param in away.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), sums[name] / num_ranks), name
+    once: Any = shard(Odd(), stage=1, precision=precision)  # doubled first, and encoded once
+    with accumulate(once, last=False):
+        once(rank).backward()
+    with accumulate(once, last=True):
+        once(rank).backward()
+    for name, param in once.named_parameters():
+        assert torch.equal(param.grad.full_tensor(), 2 * sums[name] / num_ranks), name
+    assert "; gradients sent as int8, blocks of 16" in str(describe(once))
+    bad: Any = shard(Odd(), precision=precision)
+    (bad(rank) + torch.nan * bad.wide[0, 0] * (rank == num_ranks - 1)).backward()
+    grad = dict(bad.named_parameters())["wide"].grad.full_tensor().flatten()
+    assert grad[:BLOCK].isnan().all() and grad[BLOCK:].isfinite().all()
+    with pytest.raises(ConfigError, match="ask for a dtype as reduce= for the check"):
+        check_gradients(
+            lambda: nn.Linear(4, 4),
+            torch.ones(num_ranks, 4),
+            compose=lambda m: shard(m, precision=precision),
+        )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(
+    num_ranks: int,
+) -> None:
+    run_ranks(goes_with, num_ranks)
+
+
+def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    grads = []
+    for reduce in (None, "bf16-a2a"):
+        torch.manual_seed(1)
+        model: Any = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        shard(model, mesh=mesh["shard"], precision=Precision(reduce=reduce))  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(mesh["shard"].get_local_rank())
+        model(torch.randn(3, 8, generator=generator)).square().mean().backward()
+        grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    for name, exact in grads[0].items():
+        error, largest = (grads[1][name] - exact).abs().max(), exact.abs().max()
+        assert error <= 2.0**-8 * 2 * largest, name  # two addends, each rounded once
+        assert (error > 0) == (exact.dim() > 1), name
+
+
+def test_encoded_reductions_go_beside_tensor_parallelism() -> None:
+    run_ranks(beside_tensor_parallelism, 4)
+
+
+def test_a_format_that_is_not_known_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"precision\.reduce='int8-a2b': .*did you mean 'int8-a2a'"
+    ):
+        shard(nn.Linear(2, 2), precision=Precision(reduce="int8-a2b"))  # type: ignore[arg-type]
