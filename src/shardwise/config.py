@@ -189,7 +189,7 @@ def resolve_precision(precision: PrecisionLike) -> Precision:
             f"precision.gather={gather!r}: expected {', '.join(map(repr, GATHER_BITS))}, or None "
             "to gather in the dtype of computation" + did_you_mean(str(gather), GATHER_BITS)
         )
-    if not _is_size(block) or block != int(block) or block < 1 or block % BLOCK_MULTIPLE:
+    if type(block) is not int or block < 1 or block % BLOCK_MULTIPLE:
         raise ConfigError(
             f"precision.block={block!r}: expected a multiple of {BLOCK_MULTIPLE}, the elements "
             "that share one scale, such as 256"

@@ -436,6 +436,8 @@ def refuses(rank: int, num_ranks: int) -> None:
         (Precision(gather="int8", block=24), "block=24: expected a multiple of 16"),
         (Precision(gather="int8", block=0), "block=0"),
         (Precision(block=True), "block=True"),
+        (Precision(block=256.0), r"block=256\.0: expected a multiple of 16"),  # type: ignore[arg-type]
+        (Precision(block=float("inf")), "block=inf"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=match):
             shard(Net(), precision=wrong)
