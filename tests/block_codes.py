@@ -1,4 +1,4 @@
-"""What an encoded gather must give, said number by number: the oracle of the tests.
+"""What an encoded message must give, said number by number: the oracle of the tests.
 
 Written from docs/numerics.md in plain Python and numpy; it shares no line with the package.
 """
@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import prod
 
 import numpy as np
 
+ODD_SHAPES = {  # which no number of ranks divides
+    "one_row": (1, 35),
+    "none": (0, 8),
+    "wide": (5, 33),
+    "deep": (3, 2, 7),
+    "even": (24, 16),
+}
 LEVELS = {"int8": 127, "fp8": 448, "int4": 7}
 SMALLEST = np.float32(2.0**-126)
 
@@ -66,3 +74,29 @@ def wire_bytes(numel: int, kind: str, block: int, cuts: Sequence[int] = ()) -> i
     ends = sorted({*range(0, numel, block), *(c for c in cuts if 0 < c < numel), numel})
     sizes = [hi - lo for lo, hi in pairwise(ends) if hi > lo]
     return sum(4 + (-(-size // 2) if kind == "int4" else size) for size in sizes)
+
+
+def cuts_of(
+    layout: str, shapes: dict[str, tuple[int, ...]], num_ranks: int
+) -> dict[str, list[int]]:
+    """Say where other ranks' parts begin in each parameter, from what the layouts promise."""
+    if layout == "matrices":  # whole, and what is none, laid out flat
+        others = {n: s for n, s in shapes.items() if len(s) != 2}
+        return {n: [] for n in shapes} | cuts_of("flat", others, num_ranks)
+    if layout == "rows":
+        rows = {n: -(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for n, s in shapes.items()}
+        return {
+            n: [r * rows[n] for r in range(1, num_ranks) if r * rows[n] < prod(s)]
+            for n, s in shapes.items()
+        }
+    ends = list(accumulate(prod(s) for s in shapes.values()))
+    share = -(-ends[-1] // num_ranks)
+    begins = dict(zip(shapes, [0, *ends[:-1]], strict=True))
+    return {
+        n: [
+            r * share - begins[n]
+            for r in range(1, num_ranks)
+            if 0 < r * share - begins[n] < prod(s)
+        ]
+        for n, s in shapes.items()
+    }

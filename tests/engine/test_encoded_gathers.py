@@ -1,8 +1,6 @@
 """Gathers of encoded blocks: the values of every rank against `block_codes`, to the bit."""
 
 from collections.abc import Iterator
-from itertools import accumulate
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from block_codes import decoded
+from block_codes import ODD_SHAPES, cuts_of, decoded
 from ranks import run_ranks
 from shardwise import Precision, shard
 from shardwise.comm import coalesced, collectives
@@ -24,14 +22,7 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shapes = {
-            "one_row": (1, 35),
-            "none": (0, 8),
-            "wide": (5, 33),
-            "deep": (3, 2, 7),
-            "even": (24, 16),
-        }
-        for name, shape in shapes.items():
+        for name, shape in ODD_SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.norm = nn.Parameter(torch.randn(19))
         self.seen: dict[str, Tensor] = {}
@@ -39,29 +30,6 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = {n: p.detach().clone() for n, p in self.named_parameters(recurse=False)}
         return x * sum(p.sum() for p in self.parameters())
-
-
-def cuts_of(
-    layout: str, shapes: dict[str, tuple[int, ...]], num_ranks: int
-) -> dict[str, list[int]]:
-    """Say where other ranks' parts begin in each parameter, from what the layouts promise."""
-    if layout == "rows":
-        rows = {n: -(-(s[0] if s else 1) // num_ranks) * prod(s[1:]) for n, s in shapes.items()}
-        return {
-            n: [r * rows[n] for r in range(1, num_ranks) if r * rows[n] < prod(s)]
-            for n, s in shapes.items()
-        }
-    ends = list(accumulate(prod(s) for s in shapes.values()))
-    share = -(-ends[-1] // num_ranks)
-    begins = dict(zip(shapes, [0, *ends[:-1]], strict=True))
-    return {
-        n: [
-            r * share - begins[n]
-            for r in range(1, num_ranks)
-            if 0 < r * share - begins[n] < prod(s)
-        ]
-        for n, s in shapes.items()
-    }
 
 
 def seen_by_ranks(

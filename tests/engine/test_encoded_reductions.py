@@ -1,6 +1,5 @@
 """Encoded reductions: each addend is encoded once, and summed in rank order in float32."""
 
-from itertools import accumulate as running_sums
 from math import prod
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from block_codes import decoded, wire_bytes
+from block_codes import ODD_SHAPES, cuts_of, decoded, wire_bytes
 from ranks import run_ranks
 from shardwise import (
     Precision,
@@ -39,14 +38,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        shapes = {
-            "one_row": (1, 35),
-            "none": (0, 8),
-            "wide": (5, 33),
-            "deep": (3, 2, 7),
-            "even": (24, 16),
-        }
-        for name, shape in shapes.items():
+        for name, shape in ODD_SHAPES.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape)))
         self.norm = nn.Parameter(torch.randn(19))
 
@@ -66,28 +58,13 @@ def gradients(rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def cuts_of(layout: str, shapes: dict[str, tuple[int, ...]], num_ranks: int) -> dict[str, set[int]]:
-    """Say where other ranks' parts begin in each parameter, from what the layouts promise."""
-    if layout == "matrices":  # whole, and what is none, laid out flat
-        others = {n: s for n, s in shapes.items() if len(s) != 2}
-        return {name: set() for name in shapes} | cuts_of("flat", others, num_ranks)
-    if layout == "rows":
-        rows = {n: -(-s[0] // num_ranks) * prod(s[1:]) for n, s in shapes.items()}
-        return {n: {r * rows[n] for r in range(1, num_ranks)} for n in shapes}
-    ends = list(running_sums(prod(s) for s in shapes.values()))
-    share = -(-ends[-1] // num_ranks)
-    begins = dict(zip(shapes, [0, *ends[:-1]], strict=True))
-    return {n: {r * share - begins[n] for r in range(1, num_ranks)} for n in shapes}
-
-
-def encoded(grad: Tensor, kind: str, cuts: set[int]) -> Tensor:
+def encoded(grad: Tensor, kind: str, cuts: list[int]) -> Tensor:
     """Return what arrives of one gradient, in float32."""
     if grad.dim() < 2 or not grad.numel():
         return grad.float()
     if kind == "bf16":
         return grad.bfloat16().float()
-    inside = sorted(cut for cut in cuts if 0 < cut < grad.numel())
-    flat = decoded(grad.reshape(-1).float().numpy(), kind, BLOCK, inside)
+    flat = decoded(grad.reshape(-1).float().numpy(), kind, BLOCK, cuts)
     return torch.from_numpy(np.ascontiguousarray(flat)).view(grad.shape)
 
 

@@ -79,14 +79,11 @@ def start_reduce_scatter(
     **Cost** sends the parcels of all others; memory for all parcels of this rank's gradients, and
     for one from every peer; while it sums, some elements in float32.
     """
-    mine: tuple[list[_Addend], Parcel] = [], parcel_of([])
-    parcels = []
+    parcels = list[tuple[list[_Addend], Parcel]]()
     for rank in range(axis.size):
         addends = list(_addends(items, rank))
-        parcel = parcel_of([each.place for each in addends])
-        parcels.append((addends, parcel))
-        if rank == axis.rank:
-            mine = addends, parcel
+        parcels.append((addends, parcel_of([each.place for each in addends])))
+    mine, expected = parcels[axis.rank]
     device = next((item.out.device for item in items), torch.device("cpu"))
     sizes = [parcel.num_bytes for _, parcel in parcels]
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -94,15 +91,15 @@ def start_reduce_scatter(
     for box, (addends, parcel) in zip(boxes, parcels, strict=True):
         for packet in parcel.packets:
             _pack(packet, addends[packet.number], box)
-    counts = [mine[1].num_bytes] * axis.size
+    counts = [expected.num_bytes] * axis.size
     received = sent.new_empty(sum(counts))
     arriving = list(received.split(counts))
     own = boxes[axis.rank]
 
     def finish() -> None:
         by_rank = [own if r == axis.rank else box for r, box in enumerate(arriving)]
-        for packet in mine[1].packets:
-            _sum(packet, mine[0][packet.number], by_rank, divisor)
+        for packet in expected.packets:
+            _sum(packet, mine[packet.number], by_rank, divisor)
 
     return exchange(
         (received, counts), (sent, sizes), axis, collective, traffic, finish, (items, boxes)
