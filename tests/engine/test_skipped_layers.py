@@ -50,6 +50,57 @@ def draw_batch(random):
     return x, runs, task, torch.randint(3, (4,), generator=random)
 
 
+class Factor(nn.Module):
+    """Its gradient is what it is given, to the bit: numbers that bfloat16 has."""
+
+    def __init__(self, shape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class Factors(nn.Module):
+    """One that always runs, and two that a batch may leave out."""
+
+    def __init__(self, shape) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Factor(shape) for _ in range(3))
+
+    def forward(self, given, run):
+        return sum(factor(given).sum() for factor in self.each[: 3 if run else 1])
+
+
+def sums_of_windows(rank, world_size):
+    """Let all ranks but the first run the units in their last micro-batch alone."""
+    for stage, layout, shape in itertools.product((0, 1, 2), ("rows", "flat"), ((1, 3), (7,))):
+        model = Factors(shape)
+        shard(
+            model, stage=stage, layout=layout, units=[Factor], precision="bf16", reduce_every="step"
+        )
+        for zeroes in (False, True):  # a window that somebody ends half-way, and another one
+            for last, given in ((False, 256.0), (True, 1.0)):
+                with accumulate(model, last=last):
+                    x = torch.full(shape, given, dtype=torch.bfloat16)
+                    model(x, run=last or rank == 0).backward()
+                if zeroes and not last:
+                    model.zero_grad()
+            for name, grad in full_grads(model).items():
+                first = 256 * world_size if name == "each.0.weight" else 256
+                total = world_size if zeroes else first + world_size  # bfloat16 has no 257
+                mean = torch.full(shape, total / world_size)
+                assert torch.equal(grad, mean), f"{stage}, {layout}, {zeroes}: {name}"
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_unit_that_some_ranks_skip_until_the_last_micro_batch_is_summed_in_the_reduce_dtype(
+    num_ranks,
+):
+    run_ranks(sums_of_windows, num_ranks)
+
+
 UNITS = {"units": [nn.Linear]}
 STAYS_FULL = [{**options, **UNITS} for options in LAYOUTS if options["stage"] < 3]
 

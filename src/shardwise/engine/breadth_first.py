@@ -302,12 +302,13 @@ class _Leaves:
             ]
             for unit in units
         }
+        for unit in units:
+            unit.has_local_sum |= bool(self._params[unit.index])
 
     def change(self, units: Sequence[Unit]) -> None:
         """Let the units' layers read other leaves."""
         for unit in units:
             for param, _ in self._params[unit.index]:
-                unit.has_local_sum = True  # what is sent has the dtype of the sum
                 param.read_through(param.another_leaf())
 
     def put_back(self) -> None:

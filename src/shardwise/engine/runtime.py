@@ -327,6 +327,7 @@ class Engine:
         self._optional.end_backward(self.units)
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)
+            unit.has_local_sum |= self.window_open and not reduces
             left = reduces and unit.grad_state is GradState.PARTIAL
             if (self._passes.is_open(unit) or left) and not self._schedule.is_waiting(unit):
                 self._passes.close(unit)

@@ -78,7 +78,7 @@ class Unit:
         self.param_state = ParamState.SHARDED
         self.grad_state = GradState.EMPTY
         self.num_reducing = 0  # reductions under way; a gradient that comes late begins another
-        self.has_local_sum = False
+        self.has_local_sum = False  # see Note [Dtype of a sum]
         self.unreduced: torch.Tensor | None = None  # summed over shards, and not over replicas
         self.steps: list[BackgroundStep] = []  # that may be under way on another thread
         self.writes: list[BackgroundStep] = []  # of state that these have changed, to its file
@@ -358,12 +358,10 @@ class Unit:
         """Return to EMPTY when no parameter has a gradient any more."""
         if not any(param.keeps_grad for param in reversed(self.params)):
             self.enter_grad_state(GradState.EMPTY)
-            self.has_local_sum = False
 
     def keep_partials(self) -> None:
         """Keep the micro-batch's gradients on this rank, added to those of the window so far."""
         self.enter_grad_state(GradState.PARTIAL)
-        self.has_local_sum = True
         for param in self.params:
             param.keep_partial()
 
