@@ -120,12 +120,13 @@ SLIPS: list[tuple[Callable[[], Any], str]] = [
         "this Block is not in the model; the model has",
     ),
     (lambda: shardwise.shard(Net(), precision="bf-16"), "did you mean 'bf16'?"),
-    (lambda: shardwise.shard(Net(), precision=None), "precision=None: expected one of 'fp32',"),
     (lambda: shardwise.shard(Net(), precision=torch.int8), "precision=torch.int8: expected one of"),
     (
-        lambda: shardwise.shard(Net(), precision=Precision(param="bf16")),  # type: ignore[arg-type]
-        "precision.param='bf16': expected a floating-point dtype, such as torch.bfloat16",
+        lambda: Precision("bf16", gather="int8"),  # type: ignore[arg-type]
+        "'bf16' stands for Precision(torch.bfloat16, torch.float32, torch.float32)",
     ),
+    (lambda: Precision(gather="int7"), "precision.gather='int7': expected 'int8', 'fp8', 'int4'"),  # type: ignore[arg-type]
+    (lambda: Precision(block=100), "precision.block=100: expected a multiple of 16"),
     (lambda: shardwise.shard(Net(), stage="3"), "stage='3': expected 0, 1, 2 or 3"),
     (lambda: shardwise.shard(Net(), prefetch_bytes="1GB"), "expected 0 (blocking) or more bytes"),
     (lambda: shardwise.shard(Net(), bucket_bytes=None), "bucket_bytes=None: expected 0 (each"),
@@ -202,7 +203,7 @@ def test_a_slip_on_the_command_line_is_answered_without_torch(tmp_path: Path) ->
         "plan llama-3-8b --deepspeed typo.json": "did you mean 'stage'?",
         "simulate llama-3-8b --sweep a": "sweep: expected numbers of ranks",
         "doctor gone": "gone: there is no such folder",
-        "explain SW99": "'SW99' is no code of a finding",
+        "explain SW99": "'SW99' is not the code of a finding",
         "bench --calibrat": "No such option: --calibrat",
         "bench --output gone/x": "there is no folder gone",
     }

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from shardwise.homes import Offload as Offload
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
+    from shardwise.interop.streaming import stream as stream
     from shardwise.monitor.observer import observe as observe
     from shardwise.parallel.context import ContextParallel as ContextParallel
     from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
@@ -102,6 +103,7 @@ _HOMES = {
     "shard": "shardwise.engine.api",
     "spread_experts": "shardwise.parallel.experts",
     "stats": "shardwise.engine.api",
+    "stream": "shardwise.interop.streaming",
     "tie": "shardwise.engine.tying",
     "watch": "shardwise.comm.watch",
 }

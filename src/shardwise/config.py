@@ -37,6 +37,8 @@ class Precision:
     and the layers compute with what arrives; what is stored and stepped stays as it is. With
     ``reduce="int8-a2a"`` (or fp8, int4, bf16) gradients of matrices travel in that format, encoded
     once, and every rank sums what it gets in float32, in rank order.
+
+    **Raises** ConfigError for a value that a field does not take.
     """
 
     param: torch.dtype | None = None
@@ -45,6 +47,41 @@ class Precision:
     cast_inputs: bool = True
     gather: GatherName | None = None
     block: int = 256
+
+    def __post_init__(self) -> None:
+        """Check the values where they are written."""
+        for field in ("param", "master", "reduce"):
+            value = getattr(self, field)
+            known = isinstance(value, torch.dtype) and value.is_floating_point
+            is_name = isinstance(value, str)
+            if (
+                value is None
+                or known
+                or (field == "reduce" and is_name and value in REDUCE_FORMATS)
+            ):
+                continue
+            expected = (
+                "a floating-point dtype, such as torch.bfloat16, or None for the parameter's own"
+            )
+            hint = ""
+            if field == "reduce" and is_name:
+                expected = f"a floating-point dtype, or {', '.join(map(repr, REDUCE_FORMATS))}"
+                hint = did_you_mean(value, REDUCE_FORMATS)
+            elif is_name and (name := plain_precision(value)) in PRECISION_DTYPES:
+                dtypes = ", ".join(f"torch.{d}" if d else "None" for d in PRECISION_DTYPES[name])
+                hint = f"; {name!r} stands for Precision({dtypes})"
+            raise ConfigError(f"precision.{field}={value!r}: expected {expected}{hint}")
+        if self.gather is not None and self.gather not in GATHER_BITS:
+            raise ConfigError(
+                f"precision.gather={self.gather!r}: expected {', '.join(map(repr, GATHER_BITS))}, "
+                "or None to gather in the dtype of computation"
+                + did_you_mean(str(self.gather), GATHER_BITS)
+            )
+        if type(self.block) is not int or self.block < 1 or self.block % BLOCK_MULTIPLE:
+            raise ConfigError(
+                f"precision.block={self.block!r}: expected a multiple of {BLOCK_MULTIPLE}, the "
+                "elements that share one scale, such as 256"
+            )
 
     @property
     def coding(self) -> Coding | None:
@@ -76,7 +113,7 @@ def _precision(names: Iterable[str | None]) -> Precision:
 PRECISIONS = {name: _precision(dtypes) for name, dtypes in PRECISION_DTYPES.items()}
 
 
-PrecisionLike = str | torch.dtype | Precision
+PrecisionLike = str | torch.dtype | Precision | None
 
 
 @dataclass(frozen=True)
@@ -157,42 +194,19 @@ def resolve_config(
 
 
 def resolve_precision(precision: PrecisionLike) -> Precision:
-    """Return what a name, or the dtype to compute in, stands for.
+    """Return what a name, or the dtype to compute in, stands for; None keeps all dtypes.
 
-    **Raises** ConfigError, naming the field, what came and what would do.
+    **Raises** ConfigError, naming what came and what would do.
     """
+    if precision is None:
+        return Precision()
     name = plain_precision(precision)
     if isinstance(name, str) and name in PRECISIONS:
         return PRECISIONS[name]
     if not isinstance(precision, Precision):
         raise ConfigError(
             f"precision={precision!r}: expected one of {', '.join(map(repr, PRECISIONS))}, the "
-            f"dtype to compute in, or a shardwise.Precision{nearest_precision(precision)}"
-        )
-    for field in ("param", "master", "reduce"):
-        dtype = getattr(precision, field)
-        if field == "reduce" and isinstance(dtype, str):
-            if dtype in REDUCE_FORMATS:
-                continue
-            raise ConfigError(
-                f"precision.reduce={dtype!r}: expected a floating-point dtype, or one of "
-                f"{', '.join(map(repr, REDUCE_FORMATS))}" + did_you_mean(dtype, REDUCE_FORMATS)
-            )
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(
-                f"precision.{field}={dtype!r}: expected a floating-point dtype, such as "
-                "torch.bfloat16, or None for the parameter's own"
-            )
-    gather, block = precision.gather, precision.block
-    if gather is not None and gather not in GATHER_BITS:
-        raise ConfigError(
-            f"precision.gather={gather!r}: expected {', '.join(map(repr, GATHER_BITS))}, or None "
-            "to gather in the dtype of computation" + did_you_mean(str(gather), GATHER_BITS)
-        )
-    if type(block) is not int or block < 1 or block % BLOCK_MULTIPLE:
-        raise ConfigError(
-            f"precision.block={block!r}: expected a multiple of {BLOCK_MULTIPLE}, the elements "
-            "that share one scale, such as 256"
+            f"dtype to compute in, None, or a shardwise.Precision{nearest_precision(precision)}"
         )
     return precision
 

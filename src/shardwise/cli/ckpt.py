@@ -28,6 +28,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 app = typer.Typer(
     help="Inspect, verify, export and import checkpoints.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -78,7 +79,7 @@ def inspect(
 
 @app.command()
 def verify(path: _Path, as_json: _Json = False) -> None:
-    """Read every byte of a checkpoint, or of all of a run, and list all damage."""
+    """Verify every byte of a checkpoint, or of a run; list all damage."""
     with _told("verify"):
         from time import perf_counter
 
@@ -127,7 +128,7 @@ def export(
         Path | None, typer.Option(help="a model's folder: copy its config and tokenizer (hf only)")
     ] = None,
 ) -> None:
-    """Write a checkpoint in a format of others, every byte checked on the way."""
+    """Export a checkpoint to another format; every byte is checked."""
     with _told("export"):
         if to is _To.dcp and (dtype or max_shard_size or config_from):
             raise ConfigError("--dtype, --max-shard-size and --config-from are for --to hf only")

@@ -23,7 +23,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
     def explain(
         code: Annotated[
-            str | None, typer.Argument(help="such as SW020; without it, all are listed")
+            str | None, typer.Argument(help="such as SW020, or 20; without it, all are listed")
         ] = None,
         markdown: Annotated[
             bool, typer.Option("--markdown", help="the page of all findings, docs/findings.md")
@@ -41,16 +41,18 @@ def _explain(code: str | None, markdown: bool) -> int:
     if markdown:
         sys.stdout.write(page())
         return 0
-    if code is not None and code.upper() not in LESSONS:
-        raise ConfigError(
-            f"{code!r} is no code of a finding{did_you_mean(code.upper(), LESSONS)}; "
-            "`shardwise explain` lists them"
-        )
+    if code is not None:
+        given, code = code, f"SW{int(code):03d}" if code.isdecimal() else code.upper()
+        if code not in LESSONS:
+            raise ConfigError(
+                f"{given!r} is not the code of a finding{did_you_mean(code, LESSONS)}; "
+                "`shardwise explain` lists them"
+            )
     from shardwise.cli.tables import make_table, open_console
 
     console = open_console()
     if code is not None:
-        _show(console, LESSONS[code.upper()])
+        _show(console, LESSONS[code])
         return 0
     table = make_table("!code", "finding", "!severity")
     for lesson in LESSONS.values():

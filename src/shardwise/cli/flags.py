@@ -3,16 +3,21 @@
 import inspect
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
+from typer.core import TyperCommand
 
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of
 
 _BAD_CONFIG = 2
+_HELP_WIDTH, _HELP_COLUMN = 100, 30  # columns of the help at most; where the descriptions begin
+_MAX_METAVAR = 40  # columns; longer lists of choices stand in the description
 
 
 def run_with_flags(
@@ -57,9 +62,40 @@ def parsed_flags(
     return found.pop(argument.name, None), found
 
 
+class PanelCommand(TyperCommand):
+    """A command whose help is plain text, with its flags by panel; no name or choice is cut."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each panel, in the order in which the flags stand."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                is_flag = param.param_type_name == "option"
+                panel = getattr(param, "rich_help_panel", None) if is_flag else "Arguments"
+                panels.setdefault(panel or "Options", []).append(record)
+        indent = " " * _HELP_COLUMN
+        for panel, records in panels.items():
+            formatter.write(f"\n{panel}:\n")
+            for name, text in records:
+                wrapped = textwrap.fill(
+                    text,
+                    formatter.width,
+                    initial_indent=indent,
+                    subsequent_indent=indent,
+                    break_on_hyphens=False,
+                    break_long_words=False,
+                )
+                begin = f"  {name}"
+                if len(begin) + 2 > _HELP_COLUMN:
+                    formatter.write(f"{begin}\n{wrapped}\n")
+                else:
+                    formatter.write(f"{begin:{_HELP_COLUMN}}{wrapped.lstrip()}\n")
+
+
 def _program(command: Callable[..., Any]) -> Callable[..., Any]:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(command)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(cls=PanelCommand, context_settings={"max_content_width": _HELP_WIDTH})(command)
     return typer.main.get_command(app)
 
 
@@ -85,10 +121,13 @@ def _signature(keys: type[BaseModel], parameters: list[inspect.Parameter]) -> in
         extra = field.json_schema_extra
         panel = str(extra["panel"]) if isinstance(extra, dict) else None
         kind, metavar = _flag_type(field.annotation)
-        default = "unset" if field.default is None else field.default
+        text = str(field.description)
+        if metavar and len(metavar) > _MAX_METAVAR:
+            text, metavar = f"{text}: {', '.join(metavar.split('|'))}", "NAME"
+        default = "" if field.default is None else f" (default: {_shown(field.default)})"
         option = typer.Option(
             *([flag_of(key)] if key.endswith("_") else []),
-            help=f"{field.description} (default: {_shown(default)})",
+            help=text + default,
             metavar=metavar,
             show_default=False,
             rich_help_panel=panel,
@@ -122,7 +161,7 @@ def _flag_type(annotation: Any) -> tuple[Any, str | None]:
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
         return type(choices[0]), "|".join(str(choice) for choice in choices)
-    return annotation, None
+    return annotation, {str: "TEXT", Path: "PATH"}.get(annotation)
 
 
 def _shown(value: Any) -> str:

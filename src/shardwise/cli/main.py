@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Shard training state across ranks, with PyTorch.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
@@ -25,8 +27,27 @@ app = typer.Typer(
 app.add_typer(ckpt_app, name="ckpt")
 
 
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from platform import python_version
+
+        from shardwise import __version__
+        from shardwise.versions import installed_version
+
+        torch = installed_version("torch") or "missing"
+        typer.echo(f"shardwise {__version__} (torch {torch}, Python {python_version()})")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Shard training state across ranks, with PyTorch."""
 
 
@@ -42,23 +63,20 @@ def _runner(where: str) -> Callable[[typer.Context], None]:
 
 
 for _name, _where, _help in (
-    ("train", "train:run_command", "Train the built-in decoder on text, over local ranks or under "
-     "torchrun."),
-    ("convert", "convert:run_command", "Turn a DeepSpeed JSON or accelerate's YAML into a YAML of "
-     "`train`, or back."),
-    ("plan", "plan:run_plan", "Tell what fits, how fast it will be and why, before a run and "
-     "without a device."),
-    ("simulate", "plan:run_simulate", "Play a step on thousands of ranks: stragglers, noise, "
-     "failures, scaling curves."),
-    ("report", "report:run_command", "Draw observed runs as one HTML page: curves, memory, "
-     "timelines."),
-    ("top", "top:run_command", "Watch an observed run that goes on, in the terminal."),
-    ("doctor", "doctor:run_command", "Tell what is wrong with an observed run, why, and what to "
-     "change."),
+    ("train", "train:run_command", "Train a decoder on text, on local ranks or under torchrun."),
+    (
+        "convert",
+        "convert:run_command",
+        "Convert a DeepSpeed or accelerate file to a YAML, or back.",
+    ),
+    ("plan", "plan:run_plan", "Predict what fits and how fast it is, without a device."),
+    ("simulate", "plan:run_simulate", "Simulate steps on thousands of ranks, and failures."),
+    ("report", "report:run_command", "Draw observed runs as one HTML page."),
+    ("top", "top:run_command", "Watch an observed run in the terminal."),
+    ("doctor", "doctor:run_command", "Find what is wrong with an observed run, and remedies."),
     ("explain", "explain:run_command", "Explain a finding of `doctor` by its code."),
-    ("bench", "bench:run_command", "Measure this machine with all its ranks at once; the planner "
-     "takes what it writes."),
-):  # fmt: skip
+    ("bench", "bench:run_command", "Measure this machine with all its ranks, for the planner."),
+):
     _passed_on = app.command(_name, help=_help, add_help_option=False, context_settings=_PASSED_ON)
     _passed_on(_runner(_where))
 

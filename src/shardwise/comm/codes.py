@@ -3,9 +3,9 @@
 Note [Codes and scales]
 The scale of a block is its largest magnitude times 1/127 (int8), 1/448 (fp8, e4m3) or 1/7 (int4),
 in float32 and no smaller than the smallest normal number; codes are the quotients, rounded to the
-nearest, ties to even. That factor is taken a little smaller than it is, so that nothing that is
-finite becomes infinite on the way. A block with a NaN or an infinity has the scale NaN and arrives
-as NaN, all of it: what is not finite never arrives as a number. Zeros stay zeros, and so do
+nearest, ties to even. That factor is multiplied by 1 - 2^-22 and rounded once to float32, so that
+no finite value becomes infinite on the way. A block with a NaN or an infinity has the scale NaN and
+arrives as NaN, all of it: what is not finite never arrives as a number. Zeros stay zeros, and so do
 denormals (int8: below half the smallest normal number). What arrives is code times scale in
 float32, cast to the dtype of computation.
 

@@ -1,6 +1,6 @@
 """The collectives of the engine: which transport, and the few that both transports share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any, Protocol
@@ -216,6 +216,47 @@ class Comm:
         ):
             dist.broadcast(here, group=axis.group, group_src=owner)
         return here.to(values.device)
+
+    def hand_over(
+        self,
+        own: torch.Tensor,
+        places: Sequence[torch.Tensor],
+        takers: Collection[int],
+        axis: Axis,
+        collective: CollectiveId,
+        source: int | None = None,
+    ) -> None:
+        """Send this rank's elements to the ``takers`` along ``axis``, which receive all ranks'.
+
+        **Shapes** ``own`` is flat and contiguous, perhaps empty. On takers ``places[r]`` is as long
+        as rank r's, and is written. ``source``: the only rank that has elements, if it is known.
+
+        **Cost** sends ``own`` to each other taker; a broadcast if one rank has all and all take.
+        """
+        me, others = axis.rank, [rank for rank in takers if rank != axis.rank]
+        self.traffic.add(f"{axis.name}.stream", collective.unit, own.nbytes * len(others))
+        with (
+            self.tracer.span("exchange", collective.unit),
+            meets(meeting_of(collective, axis)),
+        ):
+            if source is not None and len(takers) == axis.size > 1:
+                sent = own if me == source else places[source]
+                dist.broadcast(sent, group=axis.group, group_src=source)
+            else:
+                works: list[dist.P2POp] = []
+                for step in range(1, axis.size):
+                    to, sender = (me + step) % axis.size, (me - step) % axis.size
+                    if me in takers and places[sender].numel():
+                        arrives = places[sender]
+                        works.append(
+                            dist.P2POp(dist.irecv, arrives, group=axis.group, group_peer=sender)
+                        )
+                    if to in others and own.numel():
+                        works.append(dist.P2POp(dist.isend, own, group=axis.group, group_peer=to))
+                for work in dist.batch_isend_irecv(works) if works else []:
+                    work.wait()
+        if me in takers and own.numel():
+            places[me].copy_(own)
 
     def broadcast(
         self,

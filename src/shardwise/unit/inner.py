@@ -41,6 +41,20 @@ def has_own_gather(local: torch.Tensor) -> bool:
     return has[0]
 
 
+def refuse_opaque(local: torch.Tensor, name: str) -> None:
+    """Refuse a parameter that wraps other tensors and does not say how it is gathered.
+
+    **Raises** ConfigError with the parameter's name and class.
+    """
+    if hasattr(local, "__tensor_flatten__") and not has_own_gather(local):
+        raise ConfigError(
+            f"parameter '{name}' is a {type(local).__name__}, a class that wraps other tensors and "
+            "does not define fsdp_pre_all_gather and fsdp_post_all_gather, so it cannot be cut and "
+            "gathered. Shard the model before it is quantized, or use weights whose parameters are "
+            "plain tensors (bitsandbytes' 4-bit linear layers)"
+        )
+
+
 def plain_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the plain tensors that a tensor is made of, by suffix; "" is the only one, alike.
 

@@ -40,7 +40,7 @@ from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import NO_FILES, Files, Home
-from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts
+from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, own_axes_of
 from shardwise.unit.rank_order import RankOrderSum
@@ -120,6 +120,7 @@ class Materializer:
         """Refuse what cannot be built, before anything is changed."""
         for spec in specs:
             for param in spec.params:
+                refuse_opaque(local_of(param.param), param.name)
                 if has_own_gather(local_of(param.param)):
                     self._check_own_gather(param)
                 if param.param.is_meta:

@@ -14,7 +14,7 @@ _MATRICES = "it needs whole matrices, and a rank holds slices"
 _NORMS = "it needs the norm of each whole parameter, and a rank holds slices"
 _ONE_BIT = "compressed communication is gone from DeepSpeed too"
 REFUSED = {
-    "muon": f"{_MATRICES}; AdamW works",
+    "muon": f"{_MATRICES}; shard(layout='matrices') with shardwise.optim.Mixed steps torch's Muon",
     "lamb": f"{_NORMS}, and torch has no Lamb; AdamW works",
     "lion": "torch has no Lion; make your own optimizer from model.parameters()",
     **dict.fromkeys(

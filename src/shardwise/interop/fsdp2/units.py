@@ -30,7 +30,7 @@ from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
-from shardwise.unit.inner import chunk_of, has_own_gather
+from shardwise.unit.inner import chunk_of, has_own_gather, refuse_opaque
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.pieces import as_dtensor, cut_along, cut_piece
@@ -134,6 +134,7 @@ def take(
 
 
 def _check(name: str, param: nn.Parameter, values: torch.Tensor, dim: int, num_ranks: int) -> None:
+    refuse_opaque(values, name)
     if not param.is_contiguous() or not values.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet: '{name}' has "

@@ -1,12 +1,11 @@
 """Write a sharded model of transformers as the folder that ``save_pretrained`` writes.
 
-Note [A layer at a time]
+Note [A part at a time]
 transformers writes parameters under the names of the hub, for which it may split one of ours (the
 experts of a mixture) or join several. It does so on the whole state at once. Here its function is
-run first on tensors without memory, which gives every file's header, then on one layer after the
-other: all ranks gather the layer's parameters one by one, and those that write convert them and put
-them where the header says. If the names of the layers apart are not those of the whole, a
-conversion goes across layers, and all of the state is taken as one.
+run first on tensors without memory, which gives every file's header, then on a part of the state
+after the other, gathered on the ranks that write. A part is one tensor, if the names that tensors
+have apart are those of the whole; else a layer; else, as a conversion goes across layers, all.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -36,16 +35,13 @@ from shardwise.checkpoint.container import (
 )
 from shardwise.convert.export import split_into_shards
 from shardwise.engine.api import engine_of
+from shardwise.engine.weights import FullWeights, State, named_weights, stream_weights
 from shardwise.errors import ConfigError, StateError
 from shardwise.quantities import parse_size
-from shardwise.unit.inner import gather_whole, plain_parts
-from shardwise.unit.plain_state import owner_of
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
-
-State = dict[str, torch.Tensor]
 
 
 def save_pretrained(
@@ -64,8 +60,8 @@ def save_pretrained(
     ``state_dict``, or inside ``gathered(model)``, its own method runs. Weights appear under their
     names when all of them are written.
 
-    **Cost** one all-gather per parameter; the parameters of one layer in host memory of the ranks
-    that write, of one parameter on the others.
+    **Cost** as of `shardwise.stream` to the ranks that write, on which one part of the state at a
+    time is in memory: one parameter, or those of a layer if the names of the hub ask for it.
 
     **Raises** ConfigError for what cannot be done; on all ranks when a write fails on one.
     """
@@ -83,7 +79,7 @@ def save_pretrained(
     options |= {"state_dict": {}, "is_main_process": writes}  # all but the weights
     with _no_progress_bar():  # of the weights, of which there are none
         on_all_ranks(engine.comm.control, lambda: stock(model, save_directory, **options))
-    _write(_Plan(model, max_bytes, save_original_format), save_directory, writes)
+    _write(Plan(model, max_bytes, save_original_format), save_directory, writes)
 
 
 def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
@@ -97,7 +93,7 @@ def save_weights(model: Any, folder: str | Path, *, writes: bool) -> None:
     engine_of(model).rest("save_weights()")
     if writes:
         Path(folder).mkdir(parents=True, exist_ok=True)
-    _write(_Plan(model, None, save_original_format=False), folder, writes)
+    _write(Plan(model, None, save_original_format=False), folder, writes)
 
 
 @contextmanager
@@ -111,9 +107,13 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
-    """Gather layer by layer on all ranks, and write on one. See Note [A layer at a time]."""
+def _write(plan: Plan, folder: str | Path, writes: bool) -> None:
+    """Gather part by part on the ranks that write. See Note [A part at a time]."""
     failures: list[Exception] = []
+    control = engine_of(plan.model).everyone
+    flags = control.exchange(bytes([writes]))
+    members = control.members or (dist.get_rank(),)
+    ranks = [rank for rank, flag in zip(members, flags, strict=True) if flag[0]]
     with ExitStack() as stack:
         writer = None
         if writes:
@@ -121,10 +121,14 @@ def _write(plan: _Plan, folder: str | Path, writes: bool) -> None:
                 writer = stack.enter_context(_Writer(Path(folder), plan))
             except OSError as error:
                 failures.append(error)
-        for names in plan.groups:
+        weights = FullWeights(plan.model, "save_pretrained", ranks or members)
+        groups = plan.groups if ranks else []
+        for name, tensor in stream_weights(weights, plan.tensors, groups, plan.revert, 0):
+            if failures or writer is None:  # the others gather on; they are told below
+                continue
             try:
-                _write_layer(plan, names, None if failures else writer)
-            except OSError as error:  # the others gather on; they are told below
+                writer.write({name: tensor.cpu()})
+            except OSError as error:
                 failures.append(error)
 
         def finish() -> None:
@@ -165,50 +169,24 @@ def _bytes_of(size: int | str) -> int:
     return num_bytes
 
 
-def _write_layer(plan: _Plan, names: Sequence[str], writer: _Writer | None) -> None:
-    """Gather one group of tensors; every rank takes part. See Note [A layer at a time]."""
-    layer = {name: _in_full(plan.tensors[name], keep=writer is not None) for name in names}
-    if writer is not None:
-        writer.write(plan.revert(layer))
-
-
-@torch.no_grad()
-def _in_full(tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
-    """Return a whole tensor in host memory; every rank takes part, the others throw it away."""
-    owner = owner_of(tensor)
-    if owner is not None and not owner.encoding.in_storage:
-        full = gather_whole(tensor._local_tensor, owner.cut, owner.name)  # type: ignore[attr-defined]
-        parts = plain_parts(full)
-        if list(parts) != [""]:
-            raise ConfigError(
-                f"save_pretrained: parameter '{owner.name}' is made of several tensors "
-                f"({', '.join(parts)}), and the format has one for each name; shardwise.save() "
-                "saves such a model"
-            )
-        full = parts[""]
-    else:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return full.cpu().contiguous() if keep else torch.empty(0)
-
-
-class _Plan:
-    """Which tensors go where. See Note [A layer at a time]."""
+class Plan:
+    """Which tensors go where, and which are converted together. See Note [A part at a time]."""
 
     def __init__(self, model: Any, max_bytes: int | None, save_original_format: bool) -> None:
         self.model = model
         self._reverts = save_original_format
-        self.tensors = _without_aliases(model)
+        self.tensors = named_weights(model)
         empty = {
             name: torch.empty(t.shape, dtype=t.dtype, device="meta")
             for name, t in self.tensors.items()
         }
-        self.groups = _by_layer(empty)
-        made: State = {}
-        for names in self.groups:
-            made |= self.revert({name: empty[name] for name in names})
-        whole = self.revert(empty)
-        if {k: v.shape for k, v in made.items()} != {k: v.shape for k, v in whole.items()}:
-            self.groups, made = [list(empty)], whole
+        whole = self.revert(dict(empty))
+        for groups in ([[name] for name in empty], _by_layer(empty), [list(empty)]):
+            self.groups, made = groups, State()
+            for names in groups:
+                made |= self.revert({name: empty[name] for name in names})
+            if {k: v.shape for k, v in made.items()} == {k: v.shape for k, v in whole.items()}:
+                break
         names = list(made)
         dtypes = {name: dtype_name(made[name].dtype, name) for name in names}
         sizes = [made[n].numel() * element_bytes(dtypes[n]) for n in names]
@@ -232,18 +210,6 @@ class _Plan:
         return found
 
 
-def _without_aliases(model: Any) -> State:
-    """Return the tensors to be saved, each under one name: that which is not tied to another."""
-    state: State = model.state_dict(keep_vars=True)
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    names = [name for name in state if name not in ignored]
-    kept: dict[int, str] = {}
-    for name in sorted(names, key=lambda n: n in tied):
-        kept.setdefault(id(state[name]), name)
-    return {name: state[name] for name in names if kept[id(state[name])] == name}
-
-
 def _by_layer(names: Iterable[str]) -> list[list[str]]:
     """Group names by the layer that they are in; what is in none is alone."""
     groups: dict[str, list[str]] = {}
@@ -256,7 +222,7 @@ def _by_layer(names: Iterable[str]) -> list[list[str]]:
 class _Writer:
     """The files of one rank that writes; they get their names at the end."""
 
-    def __init__(self, folder: Path, plan: _Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan) -> None:
         self._folder, self._plan = folder, plan
         mark = secrets.token_hex(4)
         self._temporary = {name: folder / f".{name}.{mark}.tmp" for name in plan.files}

@@ -1,0 +1,342 @@
+"""Full weights of a sharded model, a few tensors at a time, on the ranks that take them.
+
+Note [The way of a full weight]
+A tensor is gathered along the shard axis first: every rank sends its slice to the ranks that need
+the whole piece, straight into place. Tensor and expert parallelism give a rank a piece, which their
+own axes then complete. Last, the ranks of a pipeline stage send what they have along the axis of
+the stages. A rank needs a tensor if it takes it, or if a rank takes it that it sends to later, so
+each step asks the axis of the step after it. Ranks that need nothing only send.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.pending import CollectiveId
+from shardwise.engine.agreement import agree
+from shardwise.engine.parts import Model, Parts
+from shardwise.errors import ConfigError, StateError
+from shardwise.mesh import Axis
+from shardwise.unit.cut import Cut
+from shardwise.unit.inner import inner_of, plain_parts, version_of
+from shardwise.unit.param import ShardedParam
+from shardwise.unit.pieces import DimCut, PieceCut, as_dtensor
+from shardwise.unit.plain_state import owner_of
+
+State = dict[str, torch.Tensor]
+Convert = Callable[[State], State]
+
+BUCKET_BYTES = 64 << 20
+_SITE = CollectiveId("gather", "(stream)", 0)
+
+
+def named_weights(model: nn.Module) -> State:
+    """Return what ``state_dict()`` names, sharded as it is, each tensor under one name.
+
+    Of names that are tied, it is the one that the model of transformers does not list as tied.
+    """
+    state: State = model.state_dict(keep_vars=True)
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names = [name for name in state if name not in ignored]
+    kept: dict[int, str] = {}
+    for name in sorted(names, key=lambda n: n in tied):
+        kept.setdefault(id(state[name]), name)
+    return {name: state[name] for name in names if kept[id(state[name])] == name}
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """A tensor that is to be gathered: this rank's slice, and how the shard axis cuts its piece."""
+
+    local: torch.Tensor
+    cut: Cut
+
+    @property
+    def inner(self) -> Cut:
+        """The cut of this rank's piece along the shard axis alone."""
+        return self.cut.inner if isinstance(self.cut, PieceCut) else self.cut
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's elements, flat, in the order in which they lie in the gathered piece."""
+        inner = self.inner
+        moved = self.local.movedim(inner.dim, 0) if isinstance(inner, DimCut) else self.local
+        return moved.reshape(-1)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The elements [lo, hi) of each rank in the gathered piece; one range if it is not cut."""
+        inner = self.inner
+        if inner.layout is None:
+            return ((0, prod(inner.shape)),)
+        if not isinstance(inner, DimCut):
+            return inner.ranges
+        numel = prod(inner.local_shape)
+        return tuple((r * numel, (r + 1) * numel) for r in range(inner.layout.num_ranks))
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the gathered piece in its shape, without a copy."""
+        inner = self.inner
+        if not isinstance(inner, DimCut):
+            return flat.view(inner.shape)
+        rest = [size for dim, size in enumerate(inner.shape) if dim != inner.dim]
+        return flat.view(inner.shape[inner.dim], *rest).movedim(0, inner.dim)
+
+
+class FullWeights:
+    """Gathers the tensors of one model; every rank makes one and asks for the same tensors.
+
+    ``ranks``: those that take the tensors, by their number in the world; None is all. ``dtype``:
+    floating-point tensors are cast to it before they are sent.
+
+    **Raises** ConfigError on all ranks for a rank that there is not, and where ranks differ in what
+    they ask; StateError inside `gathered`, and while parameters are not to be used.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        what: str,
+        ranks: Collection[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.parts = Parts(model)
+        world = range(dist.get_world_size())
+        agree(self.parts.everyone, [f"ranks={ranks}", f"dtype={dtype}"], what)
+        if ranks is not None and (not ranks or any(rank not in world for rank in ranks)):
+            raise ConfigError(
+                f"{what}: ranks={ranks!r}: expected ranks of the world, 0 to {len(world) - 1}, or "
+                "None for all"
+            )
+        if self.parts.suspended:
+            raise StateError(
+                f"{what}: the model is gathered already; use its parameters, or leave the context"
+            )
+        self.parts.check_usable(f"{what}: ")
+        self.parts.rest(what)
+        self._what, self._dtype = what, dtype
+        self._ranks = None if ranks is None else frozenset(ranks)
+        self._device = self.parts.comm.device
+        self.is_taker = ranks is None or dist.get_rank() in ranks
+        stages = self.parts.comm.axes.stages
+        column = () if stages is None else dist.get_process_group_ranks(stages.group)
+        self.is_needed = self.is_taker or not self._ranks.isdisjoint(column)  # type: ignore[union-attr]
+        self._needs: dict[tuple[int, ...], tuple[list[int], bool]] = {}
+
+    def _needed_along(self, cut: Cut) -> tuple[list[int], bool]:
+        """Return the ranks of the shard axis that need the piece, and whether this one does."""
+        axis, own_axes = cut.comm.axes.shard, cut.own_axes
+        if self._ranks is None:
+            return list(range(axis.size)), True
+        key = (id(axis.group), *(id(each.group) for each in own_axes))
+        if key not in self._needs:
+            needs = torch.tensor([self.is_needed], dtype=torch.uint8)
+            for each in own_axes:
+                needs = cut.comm.max(needs, each, _SITE)
+            rows = cut.comm.gather_rows(needs, axis, _SITE).flatten().tolist()
+            self._needs[key] = [rank for rank, needed in enumerate(rows) if needed], bool(needs)
+        return self._needs[key]
+
+    @torch.no_grad()
+    def gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return whole tensors, on ranks that need none of them empty ones.
+
+        **Cost** sends each slice to each rank that needs the piece. One tensor is received in
+        place; of several, which are to be small, what is received is copied.
+        """
+        found: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+        sharded: dict[int, _Sharded] = {}
+        for number, tensor in enumerate(tensors):
+            owner = owner_of(tensor)
+            if owner is not None:
+                sharded[number] = self._sharded(tensor, owner)
+            elif isinstance(tensor, DTensor):
+                found[number] = self._cast(tensor.full_tensor())
+            elif self.is_needed:
+                found[number] = self._cast(tensor.detach()).clone()
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for number, each in sharded.items():
+            axes = (each.cut.comm.axes.shard, *each.cut.own_axes)
+            groups.setdefault(tuple(id(axis.group) for axis in axes), []).append(number)
+        for numbers in groups.values():
+            pieces = self._pieces([sharded[number] for number in numbers])
+            for number, piece in zip(numbers, pieces, strict=True):
+                found[number] = self._completed(sharded[number].cut, piece)
+        return found
+
+    def _sharded(self, tensor: torch.Tensor, owner: ShardedParam) -> _Sharded:
+        local: torch.Tensor = tensor._local_tensor.detach()  # type: ignore[attr-defined]
+        assert owner.cut is not None
+        parts = inner_of(local, owner.cut, owner.name)
+        if [part.suffix for part in parts] != [""]:
+            raise ConfigError(
+                f"{self._what}: parameter '{owner.name}' is made of several tensors "
+                f"({', '.join(plain_parts(local))}), which have no one name"
+            )
+        return _Sharded(parts[0].local.detach(), parts[0].cut)
+
+    def num_bytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a whole tensor as it is sent."""
+        dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
+        return tensor.numel() * dtype.itemsize
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(device=self._device, dtype=dtype)
+
+    def _completed(self, cut: Cut, piece: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of which the shard axis has gathered this rank's piece."""
+        if not self._needed_along(cut)[1] or not isinstance(cut, PieceCut):
+            return piece
+        return as_dtensor(piece, cut.outer).full_tensor()
+
+    def _pieces(self, wanted: Sequence[_Sharded]) -> list[torch.Tensor]:
+        """Gather tensors along one shard axis; all of them are on the same axes."""
+        takers, is_needed = self._needed_along(wanted[0].cut)
+        comm, axis = wanted[0].cut.comm, wanted[0].cut.comm.axes.shard
+        flats: list[torch.Tensor] = []
+        spread: list[_Slices] = []
+        for each in wanted:
+            own = self._cast(each.own)
+            flats.append(own.new_empty(prod(each.inner.shape) if is_needed else 0))
+            if len(each.ranges) > 1:
+                spread.append(_Slices(own, flats[-1], each.ranges, each.inner.owner))
+            elif is_needed:
+                flats[-1].copy_(own)
+        if len(spread) == 1:
+            one = spread[0]
+            places = [one.place(rank) for rank in range(axis.size)] if is_needed else []
+            comm.hand_over(one.own, places, takers, axis, _SITE, one.owner)
+        elif spread:
+            sent = torch.cat([part.own.view(torch.uint8) for part in spread])
+            sizes = [[part.num_bytes(rank) for part in spread] for rank in range(axis.size)]
+            places = [sent.new_empty(sum(row) if is_needed else 0) for row in sizes]
+            comm.hand_over(sent, places, takers, axis, _SITE)
+            for rank, row in enumerate(sizes if is_needed else ()):
+                for part, arrived in zip(spread, places[rank].split(row), strict=True):
+                    part.place(rank).view(torch.uint8).copy_(arrived)
+        return [
+            each.shaped(flat) if is_needed else flat
+            for each, flat in zip(wanted, flats, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """What this rank has of a tensor, and where each rank's elements lie in it."""
+
+    own: torch.Tensor
+    flat: torch.Tensor
+    ranges: Sequence[tuple[int, int]]
+    owner: int | None
+
+    def place(self, rank: int) -> torch.Tensor:
+        """Return where the elements of a rank go."""
+        return self.flat[slice(*self.ranges[rank])]
+
+    def num_bytes(self, rank: int) -> int:
+        """Return the bytes of a rank's elements."""
+        lo, hi = self.ranges[rank]
+        return (hi - lo) * self.own.element_size()
+
+
+def stream_weights(
+    weights: FullWeights,
+    tensors: Mapping[str, torch.Tensor],
+    groups: Sequence[Sequence[str]],
+    convert: Convert,
+    bucket_bytes: int,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole tensors under their names, on ranks that take them; every rank iterates.
+
+    ``groups`` are names that ``convert`` takes together. Small groups are gathered together, up to
+    half a bucket.
+
+    **Raises** StateError where a weight was changed since the first was asked for.
+    """
+    stages = weights.parts.comm.axes.stages
+    versions = {name: _version(tensor) for name, tensor in tensors.items()}
+    for stage in range(stages.size if stages is not None else 1):
+        if stages is not None and stage != stages.rank:
+            for name, tensor in _received(weights, stages, stage):
+                if weights.is_taker:
+                    yield name, tensor
+            continue
+        for batch in _batches(groups, tensors, weights, bucket_bytes // 2):
+            names = [name for group in batch for name in group]
+            changed = [name for name in names if _version(tensors[name]) != versions[name]]
+            if changed:
+                raise StateError(
+                    f"stream(): '{changed[0]}' was changed after the stream began; take all "
+                    "weights before the next step"
+                )
+            fulls = dict(zip(names, weights.gather([tensors[n] for n in names]), strict=True))
+            if not weights.is_needed:
+                continue
+            for group in batch:
+                made = convert({name: fulls.pop(name) for name in group})
+                while made:
+                    name = next(iter(made))
+                    tensor = made.pop(name)
+                    if stages is not None:
+                        _send(weights, stages, name, tensor)
+                    if weights.is_taker:
+                        yield name, tensor
+                    del tensor
+        if stages is not None and weights.is_needed:
+            _send(weights, stages, "", torch.empty(0))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return version_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+
+
+def _batches(
+    groups: Sequence[Sequence[str]],
+    tensors: Mapping[str, torch.Tensor],
+    weights: FullWeights,
+    max_bytes: int,
+) -> Iterator[list[Sequence[str]]]:
+    """Yield groups that are gathered together: one, or several that are small."""
+    batch: list[Sequence[str]] = []
+    total = 0
+    for group in groups:
+        num_bytes = sum(weights.num_bytes(tensors[name]) for name in group)
+        if batch and total + num_bytes > max_bytes:
+            yield batch
+            batch, total = [], 0
+        batch.append(group)
+        total += num_bytes
+    if batch:
+        yield batch
+
+
+def _send(weights: FullWeights, stages: Axis, name: str, tensor: torch.Tensor) -> None:
+    """Send one tensor of this pipeline stage to the other stages; an empty name ends the stage."""
+    about = json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+    text = torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8)
+    comm, rank = weights.parts.comm, stages.rank
+    comm.from_owner(torch.tensor([text.numel()]), stages, rank, _SITE)
+    comm.from_owner(text, stages, rank, _SITE)
+    if tensor.numel():
+        comm.from_owner(tensor.contiguous(), stages, rank, _SITE)
+
+
+def _received(weights: FullWeights, stages: Axis, stage: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that another pipeline stage sends, on ranks that need them."""
+    comm = weights.parts.comm
+    while weights.is_needed:
+        size = int(comm.from_owner(torch.zeros(1, dtype=torch.int64), stages, stage, _SITE))
+        text = comm.from_owner(torch.zeros(size, dtype=torch.uint8), stages, stage, _SITE)
+        name, dtype, shape = json.loads(bytes(text.tolist()))
+        if not name:
+            return
+        like = torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
+        yield name, comm.from_owner(like, stages, stage, _SITE) if like.numel() else like
