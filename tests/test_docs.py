@@ -209,6 +209,13 @@ def test_a_hugging_face_model_is_finetuned_unmodified_and_writes() -> None:
 
 
 @pytest.mark.slow
+def test_a_generator_gets_the_weights_of_training_ranks() -> None:
+    out = programs.run_example("stream_weights.py", num_ranks=3)
+    first, *_, last = (int(right) for right in re.findall(r"steps: (\d+) of 32", out))
+    assert first < last > 24
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "last_words", "num_ranks"),
     [
