@@ -242,8 +242,10 @@ def _mechanisms(row: Row) -> tuple[set[str], str]:
         # Adapters take the place of what makes the optimizer small.
         return {b for b in below if not (adapted and b in ("in_backward", "8bit"))}, rung
     told = {s.says for s in _MECHANISMS.read(notes)[0] if s.holds}
+    model = {s.says for s in _MECHANISMS.read(plain(row.cell("model")))[0] if s.holds}
+    told |= model & {"lora", "qlora"}
     named = {s.says for s in _MECHANISMS.read(plain(row.cell("system")))[0] if s.holds}
-    if told & {"lora", "qlora"}:  # notes are of the row, a system may be named after one of them
+    if told & {"lora", "qlora"}:  # these are of the row, a system may be named after one of them
         named -= {"lora", "qlora"}
     return told | named, ""
 

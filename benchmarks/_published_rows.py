@@ -22,6 +22,8 @@ from shardwise.plan.model.shapes import (
 _DATA = Path(__file__).parent / "data"
 # The second has what was found later, runs that ran out of memory among them.
 TABLES = (_DATA / "published_runs.csv", _DATA / "more_runs.csv")
+# Runs of pages that no constant, default or phrase was chosen by. Nothing is to be fitted to them.
+UNSEEN = _DATA / "unseen_runs.csv"
 
 
 # Larger figures are not those of a run that was made.

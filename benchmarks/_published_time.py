@@ -130,12 +130,12 @@ def _candidate(setup: Setup) -> Candidate:
     batch = row.number("global_batch")
     if micro_num:
         accumulation = int(micro_num[1])
-    elif accum:
-        accumulation = int(accum[1])
     elif run.pipeline > 1 and "titan" in row.cell("system").lower():
         accumulation = run.micro_batches
-    elif batch:
+    elif batch:  # of a pipeline, notes may count the schedules of a step and not its micro-batches
         accumulation = max(1, round(batch / (run.micro_batch * row.data_parallel)))
+    elif accum:
+        accumulation = int(accum[1])
     else:
         accumulation = 1
     return Candidate(

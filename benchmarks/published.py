@@ -10,8 +10,11 @@ played by the planner's own `play`, priced by `Prices` and simulated by `simulat
 
 Nothing is fitted per row. What is fitted (what a device holds beside tensors, efficiencies, what a
 system adds) is fitted on the rows of `data/` alone, also where other rows are predicted, and again
-without each source page, whose rows are then predicted: that table tells how the planner does on
-what it has not seen. `--no-left-out` leaves it out.
+without each source page, whose rows are then predicted. `--no-left-out` leaves this out.
+
+`data/unseen_runs.csv` is read for one table at the end alone: runs of pages that had no part in any
+constant, default or phrase. That table says how the planner does on what it has not seen, and what
+interval such rows would have needed. With `--rows` it is left out.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import _common as common
 
@@ -33,12 +37,14 @@ from _published_left_out import Fits, left_out, lines_of  # noqa: E402
 from _published_memory import GIB, measure  # noqa: E402
 from _published_overhead import Measured, Overheads, fit_overheads  # noqa: E402
 from _published_pairs import pair_lines  # noqa: E402
-from _published_rows import Row, Unmodelled, read_rows  # noqa: E402
+from _published_rows import UNSEEN, Row, Unmodelled, read_rows  # noqa: E402
 from _published_speed import Clocked, Speeds, fit_speeds, tabled_speeds  # noqa: E402
 from _published_time import timed  # noqa: E402
 from _published_verdicts import Verdicts, check_verdicts  # noqa: E402
 
 from shardwise.plan.machine.efficiencies import FITTED  # noqa: E402
+
+_QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,48 @@ def _mapes(rows: Sequence[TimeFound]) -> dict[str, float]:
     }
 
 
+def needed_intervals(report: Report) -> dict[str, dict[str, float]]:
+    """Return between which multiples of the prediction 90 % of the published values lie."""
+    ratios: dict[str, list[float]] = {"memory": [1 / (1 + m.error) for m in report.memory]}
+    for t in report.time:
+        for name in ("time", f"time, {t.row.gpu}"):
+            ratios.setdefault(name, []).append(1 / (1 + t.error))
+    return {
+        name: {
+            "rows": len(some),
+            **{key: common.quantile(some, q) for key, q in _QUANTILES.items()},
+        }
+        for name, some in ratios.items()
+    }
+
+
+def unseen(fits: Fits, *, with_time: bool) -> dict[str, object]:
+    """Score the rows that nothing was fitted to, with the constants of the others."""
+    report = evaluate(read_rows(UNSEEN), with_time=with_time, fits=fits)
+    found = summary(report)
+    keys = "memory", "time_by_gpu", "time_by_system", "verdicts", "not_modelled"
+    return {key: found[key] for key in keys} | {
+        "published_over_predicted": needed_intervals(report)
+    }
+
+
+def print_unseen(figures: dict[str, Any]) -> None:
+    """Print the score of the rows that nothing was fitted to."""
+    print("\nRows of pages that nothing was fitted to: memory")
+    for name, each in figures["memory"].items():
+        print(f"  {each['rows']:4d} {each['median_error']:7.1%} {each['p95_error']:7.1%}  {name}")
+    print("Rows of pages that nothing was fitted to: time, mean absolute percentage error")
+    for name, each in figures["time_by_gpu"].items():
+        print(f"  {each['rows']:4d} {each['mape_calibrated']:7.1%}  {name}")
+    print("Rows of pages that nothing was fitted to: verdicts")
+    for name, value in figures["verdicts"].items():
+        print(f"  {name}: {value}")
+    print("Published over predicted: 5th percentile, median, 95th")
+    for name, each in figures["published_over_predicted"].items():
+        quantiles = " ".join(f"{each[key]:6.2f}" for key in _QUANTILES)
+        print(f"  {each['rows']:4d} {quantiles}  {name}")
+
+
 def print_report(report: Report, rows: Sequence[Row], verbose: bool) -> None:
     """Print a report as text."""
     figures = summary(report)
@@ -262,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scored = figures["source_page_left_out"] = left_out(*ours, report.fits, fits_of)
         for line in lines_of(scored, chosen.verbose):
             print(line)
+    if not chosen.rows:
+        figures["unseen"] = scored = unseen(report.fits, with_time=not chosen.no_time)
+        print_unseen(scored)
     if chosen.json:
         chosen.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     return 0

@@ -133,6 +133,8 @@ def test_a_ladder_has_all_that_comes_before_its_rung(flags) -> None:
 def test_a_system_named_after_an_adapter_does_not_overrule_its_row(flags) -> None:
     row = _row(flags, system="fsdp_qlora LoRA", notes="LoRA rank 64; no NVLink")
     assert (flags.flags_of(row).adapters, flags.flags_of(row).adapter_rank) == ("lora", 64)
+    row = _row(flags, system="fsdp_qlora", model="Llama-2-7B LoRA", notes="PCIe")
+    assert flags.flags_of(row).adapters == "lora"
 
 
 def test_unknown_words_are_reported(flags) -> None:
