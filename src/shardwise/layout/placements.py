@@ -182,9 +182,10 @@ def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     if strangers and not isinstance(param.param, DTensor):
         raise ConfigError(f"{what}: ranks {sorted(strangers)} are not of the model's {axes.mesh}")
     try:
-        return resolve_axes(mesh, None, None, mesh.device_type)
+        found = resolve_axes(mesh, None, None, mesh.device_type)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
+    return replace(found, stages=axes.stages)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
