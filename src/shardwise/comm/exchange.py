@@ -27,7 +27,7 @@ class Exchange:
         self.axis = axis
         self.name = name
         self.alike = alike
-        self.traffic = Traffic() if alike is None else alike.traffic
+        self.traffic: Traffic = Traffic() if alike is None else alike.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return one of the same ranks for a copy of the module, with counts of its own."""
