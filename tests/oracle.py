@@ -38,7 +38,7 @@ def plain_loop(
     micro-batches are summed on each rank and then over ranks (stages 0 and 1), or with
     `reduce_each_micro_batch` over ranks first (stages 2 and 3).
     With `num_replicas`, ranks r*S .. r*S + S-1 are the shard group of replica r: gradients are
-    summed inside each group, then over replicas (hybrid sharding).
+    summed inside each group, those of all micro-batches, then over replicas (hybrid sharding).
 
     A parameter has no gradient in a step only if no rank has one; a rank without counts as zero.
     Buffers that the forward changes, and dropout, are shared by all ranks here: leave them out.
@@ -60,12 +60,17 @@ def plain_loop(
 
         windows = [[m] for m in micro_batches] if reduce_each_micro_batch else [micro_batches]
         total: Grads = {}
+        kept: list[Grads] = [{}] * num_replicas
         for window in windows:
             by_rank = [
                 local_grads(rank, [m[rank] for m in window], len(micro_batches), step_losses)
                 for rank in range(num_ranks)
             ]
-            total = add(total, average(by_rank, num_replicas))
+            if num_replicas == 1:
+                total = add(total, average(by_rank))
+            else:
+                kept = [add(*each) for each in zip(kept, sums(by_rank, num_replicas), strict=True)]
+                total = average(kept, len(by_rank))
 
         for name, parameter in model.named_parameters():
             parameter.grad = total[name]
@@ -78,17 +83,21 @@ def plain_loop(
     return Truth(losses, parameters, optimizer, grads)
 
 
-def average(by_rank: Sequence[Grads], num_replicas: int = 1) -> Grads:
-    """Sum gradients in rank order, shard group by shard group, and divide once."""
-    shard_size = len(by_rank) // num_replicas
-    assert shard_size * num_replicas == len(by_rank), "every replica has as many ranks"
-    total: Grads = {}
-    for replica in range(num_replicas):
-        group: Grads = {}
-        for grads in by_rank[replica * shard_size : (replica + 1) * shard_size]:
-            group = add(group, grads)
-        total = add(total, group)
-    return {name: None if grad is None else grad / len(by_rank) for name, grad in total.items()}
+def sums(by_rank: Sequence[Grads], num_groups: int = 1) -> list[Grads]:
+    """Sum gradients in rank order, shard group by shard group."""
+    size = len(by_rank) // num_groups
+    assert size * num_groups == len(by_rank), "every replica has as many ranks"
+    found: list[Grads] = [{}] * num_groups
+    for rank, grads in enumerate(by_rank):
+        found[rank // size] = add(found[rank // size], grads)
+    return found
+
+
+def average(addends: Sequence[Grads], num_ranks: int | None = None) -> Grads:
+    """Sum in order, and divide once: by the number of ranks, that of the addends as a rule."""
+    (total,) = sums(addends)
+    divisor = num_ranks or len(addends)
+    return {name: None if grad is None else grad / divisor for name, grad in total.items()}
 
 
 def add(total: Grads, grads: Grads) -> Grads:

@@ -1,5 +1,6 @@
 """Bytes: what a step sends, what a rank holds, and the peak, against formulas written here anew."""
 
+import copy
 import gc
 import time
 from collections import Counter
@@ -8,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,8 +17,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
-from shardwise import accumulate, describe, shard, stats
+from roundings import assert_rounded_alike, of_gradient
+from shardwise import accumulate, describe, save, shard, stats
 from shardwise.engine.api import engine_of
+from shardwise.errors import StateError
 
 Shapes = list[tuple[int, ...]]
 NUM_BLOCKS = 3
@@ -213,10 +217,89 @@ def check_hybrid(rank: int, world_size: int) -> None:
             slices = sum(count(u, layout, 2) for u in UNITS) * 4
             assert sent["replicate.all_reduce"] == slices + num_params * 4, (stage, layout)
             assert set(sent) <= {*expected, "replicate.all_reduce"}, sent
+            if stage < 2:
+                continue
+            # A window sums over shards in each micro-batch, and over replicas once.
+            window, _ = sent_in(model, lambda: one_window(model, optimizer))  # noqa: B023
+            assert window["shard.reduce_scatter"] == 3 * sent["shard.reduce_scatter"]
+            assert window["replicate.all_reduce"] == sent["replicate.all_reduce"]
 
 
-def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis() -> None:
+def one_window(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(3):
+        with accumulate(model, last=number == 2):
+            model(TOKENS).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Skipping(Net):
+    """Leaves the last block out, if it is told to."""
+
+    skips = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[: 2 if self.skips else None]:
+            x = block(x)
+        return x * self.scale
+
+
+def check_hybrid_windows(rank: int, world_size: int, stage: int) -> None:
+    """What a window keeps until its last micro-batch can be dropped, and is all in its mean."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    plain = Skipping()
+    model: Any = shard(copy.deepcopy(plain), stage=stage, mesh=mesh, reduce_every="micro_batch")
+
+    def micro_batch(number: int, last: bool, skips: bool = False) -> None:
+        model.skips = skips
+        with accumulate(model, last=last):
+            model(TOKENS.roll(number)).square().mean().backward()
+
+    def wanted(numbers: Sequence[int], skipped: int = -1) -> dict[str, Tensor | None]:
+        plain.zero_grad()
+        for number in numbers:
+            plain.skips = number == skipped
+            plain(TOKENS.roll(number)).square().mean().backward()
+        return {name: param.grad for name, param in plain.named_parameters()}
+
+    def has(grads: dict[str, Tensor | None]) -> None:
+        for name, param in model.named_parameters():
+            roundings = of_gradient(6, 5, 6, 5, 6, 5, over=8 * 4)
+            assert_rounded_alike(param.grad.full_tensor(), grads[name], roundings, name)
+
+    micro_batch(0, last=False)
+    first = next(model.parameters())
+    assert first.grad is not None
+    with pytest.raises(StateError, match="the accumulation window is still open"):
+        first.grad.to_local()
+    with pytest.raises(StateError, match="accumulation window"):
+        save("/nowhere", model)
+    model.zero_grad()  # drops what the first has left
+    assert first.grad is None
+    micro_batch(1, last=False)
+    micro_batch(2, last=True)
+    has(wanted([1, 2]))
+    model.zero_grad()
+    micro_batch(0, last=False)
+    micro_batch(1, last=True, skips=True)  # one unit has a gradient of the first alone
+    has(wanted([0, 1], skipped=1))
+    model.zero_grad()
+    for block in model.blocks:
+        micro_batch(0, last=False)
+        block.down.weight.grad = None  # of one parameter alone
+        micro_batch(2, last=True)
+        dropped = next(n for n, p in model.named_parameters() if p is block.down.weight)
+        both = {n: None if g is None else g.clone() for n, g in wanted([0, 2]).items()}
+        has({**both, dropped: wanted([2])[dropped]})
+        model.zero_grad()
+
+
+def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window() -> None:
     run_ranks(check_hybrid, 4)
+    for stage in (0, 2, 3):
+        run_ranks(check_hybrid_windows, 4, stage)
 
 
 # Persistent bytes.

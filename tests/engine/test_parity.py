@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,7 +15,7 @@ from models import OddModel
 from oracle import assert_same_bits
 from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_all_rounded_alike, assert_rounded_alike, of_gradient
-from shardwise import shard
+from shardwise import fully_shard, shard
 from trainer import (
     HALVES,
     LAYOUTS,
@@ -139,6 +141,39 @@ def compare_with_ddp(rank: int, world_size: int) -> None:
 @pytest.mark.kernels
 def test_two_ranks_have_the_bits_of_distributed_data_parallel() -> None:
     run_ranks(compare_with_ddp, 2)
+
+
+def steps_with_buffers(model: Any, rank: int, sends: bool) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        for buffer in model.buffers() if sends else ():
+            dist.broadcast(buffer, 0)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.removeprefix("module."): each for name, each in model.named_buffers()}
+
+
+def compare_buffers(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    ddp = make()
+    expected = steps_with_buffers(DistributedDataParallel(ddp), rank, sends=False)
+    for shards in (shard, fully_shard):
+        for sends in (True, False):
+            model = shards(make())
+            found = steps_with_buffers(model, rank, sends)
+            alike = all(torch.equal(found[name], expected[name]) for name in expected)
+            assert alike == (sends or rank == 0)
+            ours = {name: p.full_tensor() for name, p in model.named_parameters()}
+            assert_same_bits(ours, dict(ddp.named_parameters()))
+
+
+def test_buffers_are_each_ranks_own_and_those_of_ddp_where_the_loop_sends_them() -> None:
+    run_ranks(compare_buffers, 2)
 
 
 def compare_with_the_twin(rank: int, world_size: int, num_micro_batches: int) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -15,9 +16,23 @@ from torch.distributed.tensor.parallel import (
 
 import pipelines
 import shardwise
-from pipelines import NUM_BLOCKS, Net, Pipeline, batch_of, full, loss_of, whole_batch
+from pipelines import (
+    BY,
+    IN_A_V,
+    NUM_BLOCKS,
+    THERE,
+    Net,
+    Pipeline,
+    batch_of,
+    collectives_of,
+    full,
+    loss_of,
+    micro_batches_of,
+    whole_batch,
+)
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
+from shardwise.parallel.routing import Routing
 
 STEPS = 2
 WIDTH = 9  # blocks have 12 hidden rows then, as torch's tensor parallelism wants them even
@@ -100,3 +115,85 @@ def test_pipelines_beside_tensor_parallelism_and_replicas_take_the_steps_of_one_
     tmp_path: Path,
 ) -> None:
     run_ranks(composed, 4, tmp_path)
+
+
+# -- parameters on a mesh of their own
+class ExpertsBlock(nn.Module):
+    """A unit with experts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.moe = shardwise.MixtureOfExperts(width, 6, Routing(4, 2), std=0.2, out_std=0.2)
+        nn.init.normal_(self.moe.router.weight)  # so large that rounding decides no choice
+
+    def forward(self, x: Any) -> Any:
+        return x + self.moe(x)[0]
+
+
+def sharded_by(by: str, part: Any, axes: shardwise.Axes) -> Any:
+    shardwise.spread_experts(part, axes, "blocks.*.moe.experts")
+    how = {"mesh": axes, "stage": 3, "precision": "fp32"}
+    if by == "fully_shard":
+        return BY[by](part, **how)
+    return shardwise.shard(part, units=ExpertsBlock, experts="*.experts", **how)
+
+
+def experts_in_stages(rank: int, num_ranks: int) -> None:
+    axes = shardwise.Axes(pp=2, ep=2)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(pipelines, "Block", ExpertsBlock)
+    whole = Net()
+    x, y = whole_batch(0, 2)
+    loss_of(whole(x), y).backward()
+    grads = {name: param.grad for name, param in whole.named_parameters()}
+    norm = nn.utils.get_total_norm([grad for grad in grads.values() if grad is not None])
+    roundings = of_gradient(*(8, 4, 8, 6, 2) * NUM_BLOCKS, 8, over=72)
+    cases = [("shard", "InterleavedZeroBubble"), ("fully_shard", "InterleavedZeroBubble")]
+    cases += [("fully_shard", schedule) for schedule in IN_A_V if schedule in THERE]
+    for by, schedule in cases:
+        made = Pipeline(
+            schedule,
+            axes,
+            micro_batches_of(schedule, 4),
+            lambda part, by=by: sharded_by(by, part, axes),
+        )
+        made.step(*batch_of(0, axes["dp_shard"].get_local_rank()))
+        for name, param in made.named().items():
+            what = f"{name}, {by}, {schedule}"
+            assert_rounded_alike(full(param.grad), grads[name], roundings, what)
+        # The norm is one over all stages, whichever parameter comes first.
+        params = [p for _, p in sorted(made.named().items(), key=lambda e: ".experts." not in e[0])]
+        assert_rounded_alike(shardwise.clip_grad_norm_(params, 1.0), norm, roundings)
+    patch.undo()
+    counts_gathers_of_other_meshes(axes)
+
+
+def counts_gathers_of_other_meshes(axes: shardwise.Axes) -> None:
+    """A mesh that is told for a parameter gathers once per step, as the model's does."""
+    _fsdp_common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    result = getattr(_fsdp_common, "ShardPlacementResult", None)
+    if result is None:
+        return  # an earlier torch
+    own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "apart"))["apart"]
+    info = _fsdp_common.FSDPMeshInfo(own, shard_mesh_dim=0)
+
+    def place(param: nn.Parameter) -> Any:
+        return result(Shard(0), info) if param.ndim == 1 else None
+
+    def shards(part: Any) -> Any:
+        for block in part.blocks.values():
+            shardwise.fully_shard(block, mesh=axes, shard_placement_fn=place)
+        return shardwise.fully_shard(part, mesh=axes, shard_placement_fn=place)
+
+    made = Pipeline("1F1B", axes, 6, shards)
+    for step in range(2):
+        before = collectives_of(made.parts, "shard.all_gather")
+        made.step(*batch_of(step, axes["dp_shard"].get_local_rank()))
+        gathers = collectives_of(made.parts, "shard.all_gather") - before
+        for param in made.params:
+            param.grad = None
+    assert gathers == 2 * sum(len(part.blocks) for part in made.parts) + 1  # and the root's own
+
+
+def test_experts_of_a_stage_have_the_gradients_of_one_process_and_know_of_other_stages() -> None:
+    run_ranks(experts_in_stages, 4)

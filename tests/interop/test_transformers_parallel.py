@@ -196,6 +196,8 @@ def tied_weights_stay_tied(rank: int, num_ranks: int) -> None:
         return transformers.Qwen3ForCausalLM(config)
 
     ids = torch.randint(VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(ConfigError, match=r"Packed weights of experts.* go over ep: call para"):
+        shardwise.shard(parallelize(make("mixtral"), axes), mesh=axes)
     model = parallelize(tied(), axes)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with pytest.raises(ConfigError, match=r"is a DTensor already; call parallelize\(\) once"):

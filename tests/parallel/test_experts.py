@@ -593,12 +593,12 @@ def own_layers(rank: int, num_ranks: int) -> None:
         spread_experts(model, axes, experts="experts")
         return shardwise.shard(model, mesh=axes, experts="experts")
 
-    axes = shardwise.Axes(ep=num_ranks)
     batch = torch.randn(12, DIM, generator=torch.Generator().manual_seed(1))
-    shardwise.check_gradients(make, batch, axes, compose=compose)
+    for axes in (shardwise.Axes(ep=num_ranks), shardwise.Axes(ep=num_ranks, tp=num_ranks)):
+        shardwise.check_gradients(make, batch, axes, compose=compose)
 
 
-def test_a_layer_of_ones_own_is_spread_too() -> None:
+def test_a_layer_of_ones_own_is_spread_too_and_knows_nothing_of_tensor_parallelism() -> None:
     for num_ranks in (1, 3):
         run_ranks(own_layers, num_ranks)
 

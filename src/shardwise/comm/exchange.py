@@ -1,5 +1,6 @@
 """Collectives on activations, which autograd goes through: parts of sequences, experts' tokens."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -18,17 +19,19 @@ class Exchange:
     """What the ranks of one axis hand each other in forward, and what comes back in backward.
 
     A module keeps it as an attribute, so that `stats()` counts its `traffic`.
-    ``name`` tells errors what is exchanged, in parentheses as the watch lists it.
+    ``name`` tells errors what is exchanged, in parentheses as the watch lists it. ``alike`` is over
+    the ranks that have the same rows to send, where there are several; both count together.
     """
 
-    def __init__(self, axis: Axis, name: str) -> None:
+    def __init__(self, axis: Axis, name: str, alike: "Exchange | None" = None) -> None:
         self.axis = axis
         self.name = name
-        self.traffic = Traffic()
+        self.alike = alike
+        self.traffic: Traffic = Traffic() if alike is None else alike.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return one of the same ranks for a copy of the module, with counts of its own."""
-        return type(self)(self.axis, self.name)
+        return type(self)(self.axis, self.name, copy.deepcopy(self.alike, memo))
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Return all ranks' parts, which have one shape, stacked in rank order.

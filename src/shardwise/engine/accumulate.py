@@ -17,7 +17,8 @@ def accumulate(model: Model, *, last: bool) -> Iterator[None]:
     Where the stage (or ``reduce_every="step"``) reduces once per step, gradients of the other
     micro-batches stay on this rank, unreduced, summed in the reduce dtype; ``p.grad`` cannot be
     read until the last one is through. Where every micro-batch is reduced, ``p.grad`` grows by
-    the mean of each. As without Shardwise, dividing the loss is up to you.
+    the mean of each; over replicas (HSDP) `shard`'s gradients are summed once, with the last one,
+    and cannot be read before. As without Shardwise, dividing the loss is up to you.
     """
     with ExitStack() as windows:
         for each in modules_of(model):

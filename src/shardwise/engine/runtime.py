@@ -328,7 +328,8 @@ class Engine:
         for unit in reversed(self.units):
             reduces = self._schedule.reduces(unit, is_last)
             unit.has_local_sum |= self.window_open and not reduces
-            left = reduces and unit.grad_state is GradState.PARTIAL
+            waits = unit.is_deferred and is_last is False
+            left = reduces and unit.grad_state is GradState.PARTIAL and not waits
             if (self._passes.is_open(unit) or left) and not self._schedule.is_waiting(unit):
                 self._passes.close(unit)
         self._schedule.close_turns(is_last)
@@ -355,7 +356,7 @@ class Engine:
 
     def on_cut(self) -> None:
         """Clean up after a backward pass that raised: its unreduced gradients are dropped."""
-        if self.window_open and any(unit.has_local_sum for unit in self.units):
+        if self.window_open and any(u.has_local_sum or u.is_deferred for u in self.units):
             warn_of_dropped_window()
         self.window_open = False
         if self.reductions.drop():

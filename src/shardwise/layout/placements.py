@@ -182,9 +182,10 @@ def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     if strangers and not isinstance(param.param, DTensor):
         raise ConfigError(f"{what}: ranks {sorted(strangers)} are not of the model's {axes.mesh}")
     try:
-        return resolve_axes(mesh, None, None, mesh.device_type)
+        found = resolve_axes(mesh, None, None, mesh.device_type)
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
+    return replace(found, stages=axes.stages)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,7 +213,11 @@ def _check_piece(name: str, param: DTensor, axes: DataAxes, of_model: DataAxes) 
     own, mesh = param._spec, axes.mesh
     what = f"model: parameter '{name}' is a DTensor {own.placements} on {own.mesh}"
     if not all(isinstance(at, Shard | Replicate) for at in own.placements):
-        raise ConfigError(f"{what}; shard() takes those that are Shard or Replicate on each axis")
+        raise ConfigError(
+            f"{what}; shard() takes those that are Shard or Replicate on each axis. Packed weights "
+            "of experts, which tensor parallelism cuts so, go over ep: call parallelize() and "
+            'shard() with Axes(..., ep=n) and experts="*.experts"; leave others out of the plan'
+        )
     both = set(own.mesh.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
     if len(both) > 1 and "ep" in (own.mesh.mesh_dim_names or ()):
         raise ConfigError(

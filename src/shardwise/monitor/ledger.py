@@ -157,6 +157,8 @@ def _add_grads(blocks: _Blocks, unit: Unit) -> None:
     place = place_of(unit, "grads")
     for storage in unit.storages:
         blocks.add(place_of(unit), "grad_shards", unit.name, storage.held_for_means)
+        if storage.unreduced is not None:
+            blocks.add("device", "grad_shards", unit.name, [storage.unreduced.sums])
     is_empty = unit.grad_state is GradState.EMPTY and not unit.settings.stands_while_full
     for param in unit.params:
         if is_empty and not param.has_partial:  # autograd writes before the unit is told

@@ -9,9 +9,9 @@ and experts without tokens send and compute nothing, but take part in each excha
 
 Ranks of one ``tp`` group have the same tokens. ``ep`` groups are cut out of ``dp_shard x cp x tp``,
 so if each of them sent all its tokens, experts would compute ``tp`` times what they need and get
-gradients ``tp`` times too large. Each therefore sends its own part of the tokens, and the parts of
-the result are gathered; routers and shared experts see all tokens on all of them alike. With
-``ep = 1`` nothing is divided.
+gradients ``tp`` times too large. So `at_experts` sends each rank's own part of the tokens, and
+gathers the parts of the result (``exchange.alike``); routers and shared experts see all tokens on
+all of them alike. With ``ep = 1`` nothing is divided.
 
 B windows, T positions, n tokens, D dim, F width of an expert, E experts, k of them for a token.
 """
@@ -37,19 +37,29 @@ Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 def at_experts(
-    x: Tensor, chosen: Tensor, num: int, exchange: Exchange | None, compute: Compute
+    x: Tensor,
+    chosen: Tensor,
+    num: int,
+    exchange: Exchange | None,
+    compute: Compute,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Send each token to its experts, let them compute, and return what they made of it.
 
     ``compute(rows, counts)`` gets the rows of this rank's experts, ``counts[i]`` for the i-th of
     them one after the other, and returns as many. Of ``num`` experts, each rank of ``exchange`` has
-    equally many, in rank order.
+    equally many, in rank order. With ``weights`` the k results of a token are weighed and summed.
+    Ranks of one ``tp`` group pass the same tokens; see Note [Where a token goes].
 
-    **Shapes** x [n, D], chosen int64 [n, k] -> [n, k, D'].
+    **Shapes** x [n, D], chosen int64 [n, k] -> [n, k, D'], or [n, D'] with weights [n, k].
     **Cost** each token's row goes to every rank that has an expert of it, once for each expert, and
     comes back: D and D' elements; as much in backward; 8 bytes for each expert of another rank. The
     host waits once, to learn how many rows come.
     """
+    num_tokens, alike = len(x), None if exchange is None else exchange.alike
+    if alike is not None:
+        x, chosen = alike.part(x), alike.part(chosen)
+        weights = None if weights is None else alike.part(weights)
     order = chosen.flatten().argsort(stable=True)
     inverse = order.argsort()
     rows: Tensor = _Picked.apply(x, order // chosen.shape[1], inverse)
@@ -58,8 +68,11 @@ def at_experts(
         made = compute(rows, counts.tolist())
     else:
         made = _away(rows, counts.view(exchange.axis.size, -1), exchange, compute)
-    back: Tensor = _Picked.apply(made, inverse, order)
-    return back.unflatten(0, chosen.shape)
+    picked: Tensor = _Picked.apply(made, inverse, order)
+    back = picked.unflatten(0, chosen.shape)
+    if weights is not None:
+        back = (back * weights.unsqueeze(-1).to(back.dtype)).sum(1)
+    return back if alike is None else alike.whole(back, num_tokens)
 
 
 def _away(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
@@ -125,9 +138,9 @@ class RoutedExperts(nn.Module):
         nn.init.normal_(self.up, std=self.std)
         nn.init.normal_(self.down, std=self.out_std)
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Return what each token's experts make of it: [n, D], int64 [n, k] -> [n, k, D]."""
-        return at_experts(x, chosen, self.num, self.exchange, self._compute)
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return what each token's experts make of it, as `at_experts` does."""
+        return at_experts(x, chosen, self.num, self.exchange, self._compute, weights)
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         # unbind: its gradient is put together once, and has zeros for experts without rows.
@@ -143,13 +156,10 @@ class MixtureOfExperts(nn.Module):
     """A feed-forward layer of which each token meets a few experts, and the shared one, if any.
 
     ``shared`` is a module that all tokens go through. ``spread_experts(model, axes)`` lays the
-    experts on several ranks; `balance_experts` is for routers with a bias. ``exchange`` is over
-    ranks that have the same tokens; see Note [Where a token goes].
+    experts on several ranks; `balance_experts` is for routers with a bias.
 
     **Source** Mixtral (arXiv:2401.04088), DeepSeek-V3 (arXiv:2412.19437, section 2.1.2).
     """
-
-    exchange: Exchange | None = None
 
     def __init__(
         self,
@@ -175,14 +185,7 @@ class MixtureOfExperts(nn.Module):
         """
         tokens = x.flatten(0, -2)
         weights, chosen, balance = self.router(tokens)
-        here = tokens
-        if self.exchange is not None:
-            here, weights, chosen = map(self.exchange.part, (tokens, weights, chosen))
-        made = self.experts(here, chosen)
-        mixed = (made * weights.unsqueeze(-1).to(made.dtype)).sum(1)
-        if self.exchange is not None:
-            mixed = self.exchange.whole(mixed, len(tokens))
-        mixed = mixed.view_as(x)
+        mixed = self.experts(tokens, chosen, weights).view_as(x)
         return mixed if self.shared is None else mixed + self.shared(x), balance
 
 
@@ -194,8 +197,8 @@ def spread_experts(
     ``experts`` names modules, as for `shardwise.shard`, which is to be called afterwards with the
     same names: dim 0 of each of their parameters counts experts, and is cut. So a layer of your own
     can be spread too; what sends its tokens is `at_experts`. A module that has an attribute
-    ``exchange``, None in its class, is given one over ``ep``. Routers learn which ranks have other
-    tokens, so call it for any axes.
+    ``exchange``, None in its class, is given one over ``ep``, which sends each token once
+    under ``tp`` too. Routers learn which ranks have other tokens, so call it for any axes.
 
     **State** parameters become DTensors, in place; meta tensors stay on meta. Nothing is sent.
 
@@ -212,19 +215,18 @@ def spread_experts(
     for module in found.values():
         for each in module.modules():
             if getattr(type(each), "exchange", 0) is None:
-                each.exchange = _exchange(axes, "ep", "(experts)")  # type: ignore[assignment]
+                alike = _exchange(axes, "tp", "(tokens)")
+                each.exchange = _exchange(axes, "ep", "(experts)", alike)  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, Router):
             module.exchange = _exchange(axes, "loss", "(load)")
-        elif isinstance(module, MixtureOfExperts) and num_ranks > 1:
-            module.exchange = _exchange(axes, "tp", "(tokens)")
     return model
 
 
-def _exchange(axes: Axes, name: str, what: str) -> Exchange | None:
+def _exchange(axes: Axes, name: str, what: str, alike: Exchange | None = None) -> Exchange | None:
     """Return one over an axis of several ranks."""
     mesh = axes[name]
-    return Exchange(axis_of(mesh, 0, name), what) if mesh.size() > 1 else None
+    return Exchange(axis_of(mesh, 0, name), what, alike) if mesh.size() > 1 else None
 
 
 def _named(model: nn.Module, names: Sequence[str], may_lack: bool) -> dict[str, nn.Module]:

@@ -164,7 +164,7 @@ class ShardedParam:
         state = self.unit.grad_state
         if state is GradState.REDUCING:
             self._finish_reduction()
-        elif state is GradState.PARTIAL and self.has_partial:
+        if self.unit.grad_state is GradState.PARTIAL and (self.has_partial or self.is_deferred):
             return PartialGrad.of(self)
         return self.mean
 
@@ -175,7 +175,7 @@ class ShardedParam:
             return
         if state is GradState.REDUCING:
             self._finish_reduction()
-        elif state is GradState.PARTIAL:
+        if self.unit.grad_state is GradState.PARTIAL:
             self.forget_partial()
         if value is None:
             self.mean = None
@@ -248,7 +248,18 @@ class ShardedParam:
     @property
     def keeps_grad(self) -> bool:
         """Tell whether the unit holds a gradient, reduced or not."""
-        return self.mean is not None or self.has_partial
+        return self.mean is not None or self.has_partial or self.is_deferred
+
+    @property
+    def is_deferred(self) -> bool:
+        """Tell whether a gradient, on whatever rank, waits for its sum over replicas."""
+        kept = None if self.storage is None else self.storage.unreduced
+        return kept is not None and self in kept.params
+
+    @property
+    def gets_mean(self) -> bool:
+        """Tell whether a reduction gives the parameter a mean; one frozen in a window had some."""
+        return self.full.requires_grad or self.is_deferred
 
     def drop_partial(self) -> None:
         """Forget the unreduced gradient."""
@@ -260,6 +271,12 @@ class ShardedParam:
         self.partial, self.leaves_scale = None, False
         if self.full is not None:
             self.full.grad = None
+        if self.is_deferred:
+            begin = self.storage.place_in_shards(self.index)
+            part = slice(begin, begin + self.cut.hi - self.cut.lo)
+            self.storage.unreduced.drop(self, part)
+            if not self.storage.unreduced.params:
+                self.storage.unreduced = None
 
     def keep_partial(self, leaf: torch.Tensor | None = None) -> None:
         """Add the micro-batch's gradient, or what another leaf has got, to the unreduced sum."""

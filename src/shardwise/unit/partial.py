@@ -1,11 +1,30 @@
-"""What ``p.grad`` is inside an accumulation window."""
+"""Gradients inside an accumulation window: what is not reduced yet, and what ``p.grad`` is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
 
 from shardwise.errors import StateError
+
+
+@dataclass
+class Unreduced:
+    """Sums of a window's micro-batches over shards, which wait for their sum over replicas.
+
+    ``params`` have a part of them, until it is dropped; ``used`` had a gradient on this rank.
+    """
+
+    sums: torch.Tensor
+    params: set[Hashable]
+    used: set[Hashable]
+
+    def drop(self, param: Hashable, part: slice) -> None:
+        """Zero a parameter's part."""
+        self.sums[part].zero_()
+        self.params.discard(param)
+        self.used.discard(param)
 
 
 class Holder(Protocol):

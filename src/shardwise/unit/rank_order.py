@@ -2,6 +2,12 @@
 
 The bits depend neither on timing nor on the stage nor on the transport of the slices.
 
+Note [Sums over replicas]
+A micro-batch that is not a window's last is summed over shards alone, into what the storage keeps
+(`Unreduced`, in the masters' dtype, where ``p.grad`` would be else). The last one adds that to its
+own sum, and all of it is summed over replicas once. Where means of gradients live on the host there
+is no such memory, so every micro-batch is summed over both.
+
 Note [Dtype of a sum]
 Gradients of one micro-batch are sent in the dtype in which the layers computed them, a sum of
 several in the dtype in which it was summed, as sending it in fewer bits would round it. All ranks
@@ -21,6 +27,7 @@ from shardwise.layout.segments import Segment, even_segment
 from shardwise.layout.wire import is_coded
 from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
+from shardwise.unit.partial import Unreduced
 from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Held, counted_anywhere
@@ -82,10 +89,13 @@ class _Running:
         self._parts: list[_Part] = []
         self._gathers: list[Pending] = []
         self._used_here: set[ShardedParam] = set()
+        self._defers = _may_defer(units)  # see Note [Sums over replicas]
         self._items = items = list[ReduceItem]()
         for unit in units:
             for storage in unit.storages:
-                params = [s for s in unit.params if s.storage is storage and s.full.requires_grad]
+                params = [s for s in unit.params if s.storage is storage and s.gets_mean]
+                if storage.unreduced is not None and not self._defers:
+                    self._used_here.update(p for p in params if p in storage.unreduced.used)
                 items += self._start_storage(unit, storage, params)
             for rows in unit.summed_apart:
                 params = [param for param in rows.params if param.is_trained]
@@ -174,6 +184,9 @@ class _Running:
             return
         self._pending.wait()
         self._pending, self._items = None, []
+        if self._defers:
+            self._keep()
+            return
         for part in self._parts:
             if self._comm.axes.replicate is not None:
                 self._sum_over_replicas(part)
@@ -204,6 +217,10 @@ class _Running:
     def _sum_over_replicas(self, part: _Part) -> None:
         axis = self._comm.axes.replicate
         assert axis is not None
+        if isinstance(part.storage, Storage) and part.storage.unreduced is not None:
+            torch.add(part.storage.unreduced.sums, part.out, out=part.out)
+            part.storage.unreduced = None
+            part.storage.forget_grad_buffer()
         collective = self._comm.collective_id("all_reduce", part.unit.name, part.unit.index)
         summed = [
             full[slice(*segment.bounds(part.storage.rank))] for segment, full in part.full_segments
@@ -215,6 +232,21 @@ class _Running:
         for number, each in enumerate(summed):
             codings = _codings_between(part, number)
             self._comm.all_reduce(each, axis, collective, self._divisor, codings)
+
+    def _keep(self) -> None:
+        """Add the sums over shards to those of the window so far."""
+        for part in self._parts:
+            assert isinstance(part.storage, Storage)
+            used, kept = self._used_here.intersection(part.params), part.storage.unreduced
+            if kept is None:
+                sums = part.out.to(part.storage.master_dtype)
+                part.storage.unreduced = Unreduced(sums, set(part.params), {*used})
+                continue
+            kept.sums.add_(part.out)
+            kept.params.update(part.params)
+            kept.used |= used
+            part.storage.forget_grad_buffer()  # the sum lies elsewhere; do not keep two
+        self._parts = []
 
     def _start_gather(self, part: _Part) -> Pending:
         axis = self._comm.axes.shard
@@ -247,6 +279,16 @@ class _Running:
     def nbytes(self) -> int:
         """Bytes of the means."""
         return sum(part.out.nbytes for part in self._parts)
+
+
+def _may_defer(units: Sequence[Any]) -> bool:
+    """Tell whether sums over replicas may wait for a later micro-batch of the window."""
+    replicate = units[0].comm.axes.replicate
+    if replicate is None or replicate.size == 1 or units[0].settings.stands_while_full:
+        return False
+    if units[0].scheduler.is_last_micro_batch:
+        return False
+    return all(unit.home is None and not unit.summed_apart for unit in units)
 
 
 def _coding_of(unit: Any, shape: tuple[int, ...]) -> Coding | None:

@@ -72,7 +72,7 @@ class Reduction:
         for unit in self.units:
             unit.num_reducing -= 1
             if not unit.num_reducing and unit.grad_state is GradState.REDUCING:
-                unit.enter_grad_state(GradState.REDUCED)
+                unit.enter_grad_state(GradState.PARTIAL if unit.is_deferred else GradState.REDUCED)
 
     def _forget_grads_if_none(self) -> None:
         for unit in self.units:

@@ -22,6 +22,7 @@ from shardwise.trace import FullParamLedger
 from shardwise.unit.ahead import FileSlices
 from shardwise.unit.coded import CodedGather
 from shardwise.unit.home import Home
+from shardwise.unit.partial import Unreduced
 
 
 class Storage:
@@ -30,6 +31,8 @@ class Storage:
     ``master`` is the buffer whose elements the optimizer updates: [S] for a shard of its own, [P]
     where the slices lie inside the full copy or (stage 0) every rank owns everything.
     """
+
+    unreduced: Unreduced | None = None  # see Note [Sums over replicas]
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ between them nobody else frees it.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -140,9 +140,11 @@ class Unit:
             storage.finish_read()
         self._enter(ParamState.GATHERING)
         with self.comm.tracer.span("unshard", self.name), torch._C._DisableFuncTorch():
-            axis, items = self.comm.axes.shard, self._parts()
-            if items and self.nearby is not None:
-                axis = self.nearby.axis
+            axis, items, nearby = self.comm.axes.shard, list[GatherItem](), self.nearby
+            if nearby is not None:
+                items = nearby.take(self.storages, self._local_versions)
+            if items and nearby is not None:
+                axis = nearby.axis
             else:
                 for storage in self.storages:
                     if self.settings.stands_while_full or not storage.is_fresh:
@@ -156,25 +158,17 @@ class Unit:
             if axis.size == 1:
                 return _copy_alone(items)
             collective = self.comm.collective_id("all_gather", self.name, self.index)
-            with self._after_fetch():
+            with nullcontext() if self.home is None else self.home.after_fetch():
                 self.pending = self.comm.start_all_gather(items, axis, collective, self.transport)
 
     def finish_steps(self) -> None:
         """Wait until the slices are stepped. **Raises** ShardError where that has failed."""
         finish_all(self.steps)
 
-    def _parts(self) -> list[GatherItem]:
-        """List what a forward pass has left on few ranks; see `nearby`."""
-        return [] if self.nearby is None else self.nearby.take(self.storages, self._local_versions)
-
     @property
     def _local_versions(self) -> list[int]:
         """Numbers that change whenever a sharded parameter is modified."""
         return [param.sharded._local_tensor._version for param in self.params]
-
-    def _after_fetch(self) -> AbstractContextManager[None]:
-        """Enqueue inside what follows the fetches of slices that live at a home."""
-        return nullcontext() if self.home is None else self.home.after_fetch()
 
     def finish_unshard(self) -> None:
         """Wait until the full parameters may be read."""
@@ -252,7 +246,12 @@ class Unit:
     @property
     def is_trained(self) -> bool:
         """Tell whether any parameter of the unit has a gradient."""
-        return any(param.is_trained for param in self.params)
+        return self.is_deferred or any(param.is_trained for param in self.params)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Tell whether gradients wait for their sum over replicas."""
+        return any(s.unreduced is not None for s in self.storages)
 
     def read_versions(self) -> tuple[int, ...]:
         """Return numbers that change whenever a slice is modified.
@@ -370,6 +369,8 @@ class Unit:
         for param in self.params:
             param.forget_partial()
         self.unreduced = None
+        for storage in self.storages:
+            storage.unreduced = None
         if self.grad_state is GradState.PARTIAL:
             any_reduced = any(param.mean is not None for param in self.params)
             self.enter_grad_state(GradState.REDUCED if any_reduced else GradState.EMPTY)

@@ -102,7 +102,8 @@ def spread_over(mesh: DeviceMesh | Axes, dims: "DataParallelMeshDims | None") ->
         experts = None
         if mesh["ep"].size() > 1:  # each expert gets the gradients of all ranks' tokens
             over, ranks = mesh.experts, float(axes.num_ranks)
-            experts = ShardingMesh(over, axes_of(over), divisor=ranks)
+            of_experts = replace(axes_of(over), stages=axes.stages)
+            experts = ShardingMesh(over, of_experts, divisor=ranks)
         return ShardingMesh(mesh.data, axes, experts=experts)
     if dims is not None:
         return _named(mesh, dims)
@@ -155,7 +156,8 @@ def chosen_placement(
     info = getattr(answer, "mesh_info", None)
     placement = getattr(answer, "placement", answer) if info is not None else answer
     if info is not None and info.mesh is not spread.mesh:
-        spread = ShardingMesh(info.mesh, axes_of(info.mesh))
+        axes = replace(axes_of(info.mesh), stages=spread.axes.stages)
+        spread = ShardingMesh(info.mesh, axes)
     if placement is None:
         return 0, spread
     if not isinstance(placement, Shard):

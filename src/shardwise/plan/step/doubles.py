@@ -140,9 +140,10 @@ class UnitDouble:
 
 
 class ReductionDouble:
-    """The reduction of one bucket."""
+    """The reduction of one bucket; ``defers``: its sum over replicas comes with a later one."""
 
-    def __init__(self, units: Sequence[UnitDouble], context: PlayContext) -> None:
+    def __init__(self, units: Sequence[UnitDouble], context: PlayContext, defers: bool) -> None:
+        self.defers = defers
         self.units = list(units)
         self._context = context
         self._weights: list[Reduce] = []
@@ -206,7 +207,7 @@ class ReductionDouble:
         context.issue.move(self._message.after, context.dtype, self._unit, "reduce")
         meter.add("reduce_staging", -self._message.staging)
         meter.add("grad_full", -self._grads)
-        for weight in self._weights:
+        for weight in () if self.defers else self._weights:
             for message in weight.replicas:
                 self._sum_over_replicas(message)
             for message in weight.means:
@@ -303,8 +304,9 @@ class ReductionsDouble:
         self, context: PlayContext, bucket_bytes: int, reduces_in_flight: int, waits_at_close: bool
     ) -> None:
         self._context = context
+        self.defers = False  # in the micro-batch under way
         self._queue: ReduceQueue[UnitDouble, ReductionDouble] = ReduceQueue(
-            lambda units: ReductionDouble(units, context),
+            lambda units: ReductionDouble(units, context, self.defers),
             bucket_bytes,
             reduces_in_flight,
             waits_at_close,

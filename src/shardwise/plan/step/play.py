@@ -186,6 +186,8 @@ class _Player:
         meter = self._meter
         ends = number == self._candidate.accumulation - 1
         self._is_last = ends and not self._is_stage
+        is_away = any(w.is_away for w in self._weights)
+        self._reductions.defers = not ends and self._candidate.num_replicas > 1 and not is_away
         meter.micro_batch = self._issue.micro_batch = number
         if self._is_stage:
             self._set_stage(replace(self._row, frees_after_backward=False), stays_full=True)
