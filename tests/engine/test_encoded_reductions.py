@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -92,10 +93,23 @@ CASES = [
 ]
 
 
+def record_exchanges(patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Send by NCCL's calls, on gloo; return the sizes that each all-to-all receives and sends."""
+    patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
+    found: list[list[int]] = []
+    exchange = dist.ProcessGroup.alltoall_base
+
+    def record(group: Any, into: Tensor, out: Tensor, *sizes: Any) -> Any:
+        found.extend(sizes[:2])
+        return exchange(group, into, out, *sizes)
+
+    patch.setattr(dist.ProcessGroup, "alltoall_base", record)
+    return found
+
+
 def reduces(rank: int, num_ranks: int, is_nccl: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if is_nccl:
-            patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
+        exchanged = record_exchanges(patch) if is_nccl else []
         for stage, layout, kind, dtype in CASES:
             half = dtype if dtype is torch.bfloat16 else None
             master = torch.float32 if half else None
@@ -106,6 +120,9 @@ def reduces(rank: int, num_ranks: int, is_nccl: bool) -> None:
             for name, param in model.named_parameters():
                 expected = sums[name] / num_ranks
                 assert torch.equal(param.grad.full_tensor(), expected), (stage, layout, kind, name)
+        assert bool(exchanged) == is_nccl
+        for sizes in exchanged:
+            assert [size == 0 for size in sizes] == [r == rank for r in range(num_ranks)]
 
 
 @pytest.mark.parametrize(

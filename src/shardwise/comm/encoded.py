@@ -19,7 +19,8 @@ import torch
 
 from shardwise.comm.codes import decode, encode
 from shardwise.comm.pending import CollectiveId, Pending, ReduceItem
-from shardwise.comm.shares import owned_ranges
+from shardwise.comm.point_to_point import sum_in_order
+from shardwise.comm.shares import BLOCK_NUMEL, owned_ranges
 from shardwise.layout.parcels import Packet, Parcel, Slice, parcel_of
 from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES
 from shardwise.mesh import Axis
@@ -40,7 +41,10 @@ class Exchange(Protocol):
         finish: Callable[[], None],
         keep: object,
     ) -> Pending:
-        """Send each rank its bytes, which lie in rank order, and receive its own from each."""
+        """Send each rank its bytes, which lie in rank order, and receive this one's from each.
+
+        A rank sends itself nothing: both of its own sizes are 0.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def start_reduce_scatter(
     See Note [Encoded once].
 
     **Cost** sends the parcels of all others; memory for all parcels of this rank's gradients, and
-    for one from every peer; while it sums, some elements in float32.
+    for one from every other rank; while it encodes or sums, some elements in float32.
     """
     parcels = list[tuple[list[_Addend], Parcel]]()
     for rank in range(axis.size):
@@ -86,20 +90,21 @@ def start_reduce_scatter(
     mine, expected = parcels[axis.rank]
     device = next((item.out.device for item in items), torch.device("cpu"))
     sizes = [parcel.num_bytes for _, parcel in parcels]
+    counts = [expected.num_bytes] * axis.size
+    sizes[axis.rank] = counts[axis.rank] = 0  # what stays here is no part of the exchange
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     boxes = list(sent.split(sizes))
+    own = boxes[axis.rank] = sent.new_empty(expected.num_bytes)
     for box, (addends, parcel) in zip(boxes, parcels, strict=True):
         for packet in parcel.packets:
             _pack(packet, addends[packet.number], box)
-    counts = [expected.num_bytes] * axis.size
     received = sent.new_empty(sum(counts))
     arriving = list(received.split(counts))
-    own = boxes[axis.rank]
+    arriving[axis.rank] = own
 
     def finish() -> None:
-        by_rank = [own if r == axis.rank else box for r, box in enumerate(arriving)]
         for packet in expected.packets:
-            _sum(packet, mine[packet.number], by_rank, divisor)
+            _sum(packet, mine[packet.number], arriving, divisor)
 
     return exchange(
         (received, counts), (sent, sizes), axis, collective, traffic, finish, (items, boxes)
@@ -134,12 +139,9 @@ def _pack(packet: Packet, addend: _Addend, box: torch.Tensor) -> None:
 def _sum(packet: Packet, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
     """Decode one packet of every rank, add in rank order, divide."""
     if packet.scales is None:
-        out = addend.out
-        out.copy_(_numbers(packet, addend, boxes[0]))
-        for box in boxes[1:]:
-            out.add_(_numbers(packet, addend, box))
-        if divisor != 1:
-            out.div_(divisor)
+        at_a_time = BLOCK_NUMEL if addend.out.device.type == "cpu" else AT_A_TIME
+        numbers = [_numbers(packet, addend, box) for box in boxes]
+        sum_in_order(numbers, addend.out, divisor, at_a_time)
         return
     for begin, num in _parts(packet, addend.out.device):
         out = _blocks(packet, addend.out, begin, num)

@@ -1,6 +1,12 @@
 """Sums in rank order, from where autograd wrote the gradients to slices of their mean.
 
 The bits depend neither on timing nor on the stage nor on the transport of the slices.
+
+Note [Dtype of a sum]
+Gradients of one micro-batch are sent as the layers computed them; a sum of several is sent in the
+dtype it was summed in, which a rounding would take back. All ranks must send the same, so
+has_local_sum says what all of them know: that a pass kept its gradients here since the last
+reduction, and not whether this rank had one to keep.
 """
 
 from collections.abc import Sequence
@@ -96,11 +102,7 @@ class _Running:
         if not params:
             return []
         dtype = params[0].sum_dtype
-        # Note [Dtype of a sum]
-        # Gradients of one micro-batch are sent as the layers computed them; a sum of several is
-        # sent in the dtype it was summed in, which a rounding would take back. All ranks must
-        # send the same, so has_local_sum says what all of them know: that a pass kept its
-        # gradients here since the last reduction, and not whether this rank had one to keep.
+        # see Note [Dtype of a sum]
         wire_dtype = dtype if unit.has_local_sum else storage.compute_dtype
         grads = [self._take(param, wire_dtype) for param in params]
         replicated = not storage.shards_state
