@@ -28,6 +28,9 @@ from shardwise import (
 )
 from shardwise.comm import coalesced, collectives
 from shardwise.errors import ConfigError
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.setup import shard_decoder
 
 KINDS = ("int8", "fp8", "int4", "bf16")
 BLOCK = 16
@@ -234,6 +237,14 @@ def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(
     run_ranks(goes_with, num_ranks)
 
 
+def check_beside(exact: dict[str, Tensor], coded: dict[str, Tensor]) -> None:
+    """Check means over two ranks of addends that were each rounded to bf16 once, if matrices."""
+    for name, mean in exact.items():
+        error, largest = (coded[name] - mean).abs().max(), mean.abs().max()
+        assert error <= 2.0**-8 * 2 * largest, name
+        assert (error > 0) == (mean.dim() > 1), name
+
+
 def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     grads = []
@@ -246,14 +257,27 @@ def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
         generator = torch.Generator().manual_seed(mesh["shard"].get_local_rank())
         model(torch.randn(3, 8, generator=generator)).square().mean().backward()
         grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-    for name, exact in grads[0].items():
-        error, largest = (grads[1][name] - exact).abs().max(), exact.abs().max()
-        assert error <= 2.0**-8 * 2 * largest, name  # two addends, each rounded once
-        assert (error > 0) == (exact.dim() > 1), name
+    check_beside(*grads)
 
 
-def test_encoded_reductions_go_beside_tensor_parallelism() -> None:
-    run_ranks(beside_tensor_parallelism, 4)
+def beside_experts(rank: int, num_ranks: int) -> None:
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 64, "experts": 4, "ep": 2}
+    grads = []
+    for reduce in (None, "bf16-a2a"):
+        config = TrainConfig(**sizes, tp=2, reduce=reduce)  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        with torch.device("meta"):
+            model: Any = Decoder(config, 64)
+        model = shard_decoder(config, config.axes.over(num_ranks), model)
+        ids = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(rank // 2))
+        model(ids, ids).backward()
+        grads.append({n: p.grad.to_local() for n, p in model.named_parameters()})
+    check_beside(*grads)
+
+
+@pytest.mark.parametrize("beside", [beside_tensor_parallelism, beside_experts])
+def test_encoded_reductions_go_beside_tensor_parallelism_and_experts(beside: Any) -> None:
+    run_ranks(beside, 4)
 
 
 def test_a_format_that_is_not_known_is_refused_with_the_nearest() -> None:

@@ -49,23 +49,12 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class _Addend:
-    """A slice of a part, in which dtype or format it travels, and where its mean will be."""
+    """A slice of a part, where its mean will be, and its dtype if it travels as numbers."""
 
     values: torch.Tensor
-    coding: Coding | None
     out: torch.Tensor
+    dtype: torch.dtype
     place: Slice
-
-    @property
-    def code(self) -> Coding:
-        """How elements that have codes are encoded."""
-        assert self.coding is not None
-        return self.coding
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of elements that travel as numbers."""
-        return self.values.dtype if self.coding is None else torch.bfloat16
 
 
 def start_reduce_scatter(
@@ -120,25 +109,25 @@ def _addends(items: Sequence[ReduceItem], rank: int) -> Iterator[_Addend]:
         for number, lo, hi in owned_ranges(item.segment, ranges, rank):
             offset, part = item.parts[number]
             coding = codings[number]
-            size = part.element_size() if coding is None else torch.bfloat16.itemsize
-            place = Slice(lo - offset, hi - offset, size, coding)
+            dtype = part.dtype if coding is None else torch.bfloat16
+            place = Slice(lo - offset, hi - offset, dtype.itemsize, coding)
             out = item.out[lo - begin : hi - begin]
-            yield _Addend(part[lo - offset : hi - offset], coding, out, place)
+            yield _Addend(part[place.lo : place.hi], out, dtype, place)
 
 
 def _pack(packet: Packet, addend: _Addend, box: torch.Tensor) -> None:
     """Write one packet's bytes."""
-    if packet.scales is None:
+    if packet.coding is None:
         _numbers(packet, addend, box).copy_(addend.values)
         return
     for begin, num in _parts(packet, box.device):
-        codes, scales = _codes(packet, addend, box, begin, num)
-        encode(_blocks(packet, addend.values, begin, num), codes, scales, addend.code.format)
+        codes, scales = _codes(packet, packet.coding, box, begin, num)
+        encode(_blocks(packet, addend.values, begin, num), codes, scales, packet.coding.format)
 
 
 def _sum(packet: Packet, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
     """Decode one packet of every rank, add in rank order, divide."""
-    if packet.scales is None:
+    if packet.coding is None:
         at_a_time = BLOCK_NUMEL if addend.out.device.type == "cpu" else AT_A_TIME
         numbers = [_numbers(packet, addend, box) for box in boxes]
         sum_in_order(numbers, addend.out, divisor, at_a_time)
@@ -148,7 +137,7 @@ def _sum(packet: Packet, addend: _Addend, boxes: Sequence[torch.Tensor], divisor
         values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         for rank, box in enumerate(boxes):
             into = out if rank == 0 and out.dtype == values.dtype else values
-            decode(*_codes(packet, addend, box, begin, num), into, addend.code.format)
+            decode(*_codes(packet, packet.coding, box, begin, num), into, packet.coding.format)
             if rank == 0 and into is not out:
                 out.copy_(into)
             elif rank:
@@ -171,10 +160,9 @@ def _blocks(packet: Packet, values: torch.Tensor, begin: int, num: int) -> torch
 
 
 def _codes(
-    packet: Packet, addend: _Addend, box: torch.Tensor, begin: int, num: int
+    packet: Packet, coding: Coding, box: torch.Tensor, begin: int, num: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert packet.scales is not None
-    size = addend.code.code_bytes(packet.width)
+    size = coding.code_bytes(packet.width)
     codes = box[packet.codes + begin * size :][: num * size].view(num, size)
     at = packet.scales + begin * SCALE_BYTES
     scales = box[at : at + num * SCALE_BYTES].view(torch.float32).view(num, 1)
@@ -182,5 +170,4 @@ def _codes(
 
 
 def _numbers(packet: Packet, addend: _Addend, box: torch.Tensor) -> torch.Tensor:
-    dtype = addend.dtype
-    return box[packet.codes :][: packet.width * dtype.itemsize].view(dtype)
+    return box[packet.codes :][: packet.width * addend.dtype.itemsize].view(addend.dtype)

@@ -39,8 +39,8 @@ class Slice:
 class Packet:
     """``num`` blocks of ``width`` elements of a slice, from its element ``begin`` on.
 
-    ``codes`` and ``scales`` are where theirs begin in the parcel, in bytes. One without ``scales``
-    are elements that travel as numbers.
+    ``codes`` and ``scales`` are where theirs begin in the parcel, in bytes. Without ``coding`` the
+    elements travel as numbers.
     """
 
     number: int
@@ -48,7 +48,8 @@ class Packet:
     num: int
     width: int
     codes: int
-    scales: int | None
+    scales: int
+    coding: Coding | None
 
 
 class ParcelSize(NamedTuple):
@@ -97,11 +98,11 @@ def parcel_of(slices: Sequence[Slice]) -> Parcel:
     for number, each in enumerate(slices):
         if each.codes is None:
             numel = each.hi - each.lo
-            packets.append(Packet(number, 0, 1, numel, at, None))
+            packets.append(Packet(number, 0, 1, numel, at, at, None))
             at += _aligned(numel * each.size)
             continue
         for lo, num, width in blocks_of(each.lo, each.hi, each.codes.block):
-            packets.append(Packet(number, lo - each.lo, num, width, codes, scales))
+            packets.append(Packet(number, lo - each.lo, num, width, codes, scales, each.codes))
             scales += num * SCALE_BYTES
             codes += num * each.codes.code_bytes(width)
     return Parcel(tuple(packets), size.num_bytes)

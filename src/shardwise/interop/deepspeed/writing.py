@@ -79,7 +79,7 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     note("grad_clip", "gradient_clipping")
     out["zero_optimization"] = _zero(config)
     note("stage", "zero_optimization.stage")
-    for ours, theirs in _quantized(config).items():
+    for ours, theirs in _quantized(config):
         note(ours, f"zero_optimization.{theirs}, in blocks of its own")
         note("gather_block", "DeepSpeed chooses its blocks", "ignored")
     offloads, lost = blocks_of(config.offloaded, config.stage)
@@ -103,20 +103,16 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     return out, note.report(source, _NOT_DEEPSPEEDS, _SCRIPT)
 
 
-def _quantized(config: TrainConfig) -> dict[str, str]:
-    """Return the encodings that DeepSpeed has too, by our key, with its own."""
-    both = config.gather == "int8", config.reduce == "int4-a2a"
-    names = {"gather": "zero_quantized_weights", "reduce": "zero_quantized_gradients"}
-    return {
-        ours: theirs
-        for (ours, theirs), is_there in zip(names.items(), both, strict=True)
-        if is_there and config.stage == 3
-    }
+def _quantized(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return the encodings that DeepSpeed has too: our key, and its own."""
+    found = [("gather", "zero_quantized_weights")] * (config.gather == "int8")
+    found += [("reduce", "zero_quantized_gradients")] * (config.reduce == "int4-a2a")
+    return found if config.stage == 3 else []
 
 
 def _zero(config: TrainConfig) -> dict[str, Any]:
     block: dict[str, Any] = {"stage": config.stage}
-    block |= dict.fromkeys(_quantized(config).values(), True)
+    block |= {theirs: True for _, theirs in _quantized(config)}
     if config.prefetch_bytes is not None:
         elements = config.prefetch_bytes // _COMPUTE_BYTES[config.precision]
         block["stage3_prefetch_bucket_size"] = elements

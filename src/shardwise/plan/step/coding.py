@@ -138,8 +138,18 @@ def parcels_of(
         others = zip(*sizes[1:], strict=True)
         sizes = [sizes[0], ParcelSize(*(-(-sum(each) // (num_ranks - 1)) for each in others))]
     has_codes = any(part.coding is not None for part in parts)
-    after = sum(_summed_bytes(each, num_ranks) for each in own)
-    summing = max((_summing(each, most, num_ranks, on_cpu) for each in own), default=0)
+    after, summing = 0.0, 0
+    for each in own:
+        numel = each.hi - each.lo
+        if each.codes is None:
+            casts = on_cpu and num_ranks > 1 and each.size != _FLOAT
+            size, held = float(each.size), min(numel, BLOCK_NUMEL) * _FLOAT * casts
+        else:
+            size = 3 * _FLOAT + GATHER_BITS[each.codes.format] / 8
+            halves = _BF16 * (on_cpu and each.codes.format == "fp8")
+            held = min(numel, most) * (_FLOAT + halves)
+        summing = max(summing, held)
+        after += numel * (num_ranks * size + (num_ranks - 1) * 3 * _FLOAT + 2 * _FLOAT)
     return Parcels(
         *(tuple(sizes), num_ranks, on_cpu, has_codes),
         *(int(before), int(after), packing, summing),
@@ -165,19 +175,3 @@ def merge_parcels(units: Sequence[Parcels]) -> Parcels | None:
 
 def _wire_size(part: ReducedPart) -> int:
     return part.size if part.coding is None else _BF16
-
-
-def _summed_bytes(own: Slice, num_ranks: int) -> float:
-    """Return the bytes moved to decode every rank's addend of a slice, to add and to divide."""
-    size = own.size if own.codes is None else 3 * _FLOAT + GATHER_BITS[own.codes.format] / 8
-    return (own.hi - own.lo) * (num_ranks * size + (num_ranks - 1) * 3 * _FLOAT + 2 * _FLOAT)
-
-
-def _summing(own: Slice, most: int, num_ranks: int, on_cpu: bool) -> int:
-    """Return the most memory that summing a slice takes: one decoded, or cast, addend."""
-    numel = own.hi - own.lo
-    if own.codes is None:
-        casts = on_cpu and num_ranks > 1 and own.size != _FLOAT
-        return min(numel, BLOCK_NUMEL) * _FLOAT * casts
-    halves = _BF16 if on_cpu and own.codes.format == "fp8" else 0
-    return min(numel, most) * (_FLOAT + halves)

@@ -115,11 +115,9 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     groups = groups_of(params, setting)
     exchanges = setting.stage.shards_state and setting.num_shards > 1
     memories = [g.memory for g in groups]
-    stale = [
-        g
-        for g in groups
-        if (exchanges or not g.memory.aliased) and (g.memory.frees or any(g.updated))
-    ]
+    stale = [g for g in groups if g.memory.frees or any(g.updated)]
+    stale = [g for g in stale if exchanges or not g.memory.aliased]
+    works = [coding_work(g.memory, setting.on_cpu, setting.is_away) for g in stale]
     trains = [g for g in groups if any(g.trained)]
     locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
     numels = [prod(shape) for _, shape in locals_]
@@ -147,7 +145,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
         local_numel=sum(numels),
         written_grads=sum(grads),
         largest_grad=max(grads, default=0),
-        gather=_gather(stale, setting) if stale else None,
+        gather=_gather(stale, works, setting) if stale else None,
         reduce=reduce_of(trains, setting, False) if trains else None,
         reduce_sums=reduce_of(trains, setting, True) if trains else None,
         sums_apart=sums_apart,
@@ -167,19 +165,10 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
             g.memory.own_numel * n for g, n in sizes if g.memory.copy_bytes and any(g.updated)
         ),
         fetch_staging=0 if keeps_compute_shard else max(map(_fetch_staging, away), default=0),
-        coding_bytes=max((_coded(g.memory, setting).working for g in stale), default=0),
-        is_mirrored=not any(_comes_and_goes(g.memory) for g in away),
+        coding_bytes=max((work.working for work in works), default=0),
+        is_mirrored=not any(g.memory.frees or g.memory.needs_gather or g.memory.wire for g in away),
         updated=tuple((n, g.master_name) for n, (g, _) in zip(numels, locals_, strict=True)),
     )
-
-
-def _comes_and_goes(memory: Memory) -> bool:
-    """Tell whether what is stepped on the device is not what stays there in full."""
-    return memory.frees or memory.needs_gather or memory.wire is not None
-
-
-def _coded(memory: Memory, setting: Setting) -> CodingWork:
-    return coding_work(memory, setting.on_cpu, setting.is_away)
 
 
 def _fetched(memory: Memory, size: int) -> int:
@@ -230,10 +219,9 @@ def _casting(groups: Sequence[Group], first: bool, on_cpu: bool) -> tuple[int, i
     return held, most
 
 
-def _gather(groups: Sequence[Group], setting: Setting) -> Message:
+def _gather(groups: Sequence[Group], works: Sequence[CodingWork], setting: Setting) -> Message:
     """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
     memories = [group.memory for group in groups]
-    works = [_coded(memory, setting) for memory in memories]
     casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
     before = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
     before += sum(work.before for work in works)
