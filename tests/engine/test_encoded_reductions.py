@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -27,6 +28,9 @@ from shardwise import (
 )
 from shardwise.comm import coalesced, collectives
 from shardwise.errors import ConfigError
+from shardwise.train.config import TrainConfig
+from shardwise.train.decoder import Decoder
+from shardwise.train.setup import shard_decoder
 
 KINDS = ("int8", "fp8", "int4", "bf16")
 BLOCK = 16
@@ -92,10 +96,23 @@ CASES = [
 ]
 
 
+def record_exchanges(patch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Send by NCCL's calls, on gloo; return the sizes that each all-to-all receives and sends."""
+    patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
+    found: list[list[int]] = []
+    exchange = dist.ProcessGroup.alltoall_base
+
+    def record(group: Any, into: Tensor, out: Tensor, *sizes: Any) -> Any:
+        found.extend(sizes[:2])
+        return exchange(group, into, out, *sizes)
+
+    patch.setattr(dist.ProcessGroup, "alltoall_base", record)
+    return found
+
+
 def reduces(rank: int, num_ranks: int, is_nccl: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if is_nccl:
-            patch.setattr(collectives, "_transport", lambda axis, device: coalesced)
+        exchanged = record_exchanges(patch) if is_nccl else []
         for stage, layout, kind, dtype in CASES:
             half = dtype if dtype is torch.bfloat16 else None
             master = torch.float32 if half else None
@@ -106,6 +123,9 @@ def reduces(rank: int, num_ranks: int, is_nccl: bool) -> None:
             for name, param in model.named_parameters():
                 expected = sums[name] / num_ranks
                 assert torch.equal(param.grad.full_tensor(), expected), (stage, layout, kind, name)
+        assert bool(exchanged) == is_nccl
+        for sizes in exchanged:
+            assert [size == 0 for size in sizes] == [r == rank for r in range(num_ranks)]
 
 
 @pytest.mark.parametrize(
@@ -217,6 +237,14 @@ def test_encoded_reductions_go_with_offload_and_accumulation_and_hide_no_nan(
     run_ranks(goes_with, num_ranks)
 
 
+def check_beside(exact: dict[str, Tensor], coded: dict[str, Tensor]) -> None:
+    """Check means over two ranks of addends that were each rounded to bf16 once, if matrices."""
+    for name, mean in exact.items():
+        error, largest = (coded[name] - mean).abs().max(), mean.abs().max()
+        assert error <= 2.0**-8 * 2 * largest, name
+        assert (error > 0) == (mean.dim() > 1), name
+
+
 def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     grads = []
@@ -229,14 +257,27 @@ def beside_tensor_parallelism(rank: int, num_ranks: int) -> None:
         generator = torch.Generator().manual_seed(mesh["shard"].get_local_rank())
         model(torch.randn(3, 8, generator=generator)).square().mean().backward()
         grads.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
-    for name, exact in grads[0].items():
-        error, largest = (grads[1][name] - exact).abs().max(), exact.abs().max()
-        assert error <= 2.0**-8 * 2 * largest, name  # two addends, each rounded once
-        assert (error > 0) == (exact.dim() > 1), name
+    check_beside(*grads)
 
 
-def test_encoded_reductions_go_beside_tensor_parallelism() -> None:
-    run_ranks(beside_tensor_parallelism, 4)
+def beside_experts(rank: int, num_ranks: int) -> None:
+    sizes = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seq": 64, "experts": 4, "ep": 2}
+    grads = []
+    for reduce in (None, "bf16-a2a"):
+        config = TrainConfig(**sizes, tp=2, reduce=reduce)  # type: ignore[arg-type]
+        torch.manual_seed(1)
+        with torch.device("meta"):
+            model: Any = Decoder(config, 64)
+        model = shard_decoder(config, config.axes.over(num_ranks), model)
+        ids = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(rank // 2))
+        model(ids, ids).backward()
+        grads.append({n: p.grad.to_local() for n, p in model.named_parameters()})
+    check_beside(*grads)
+
+
+@pytest.mark.parametrize("beside", [beside_tensor_parallelism, beside_experts])
+def test_encoded_reductions_go_beside_tensor_parallelism_and_experts(beside: Any) -> None:
+    run_ranks(beside, 4)
 
 
 def test_a_format_that_is_not_known_is_refused_with_the_nearest() -> None:

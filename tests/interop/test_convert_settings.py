@@ -26,6 +26,7 @@ OURS: list[dict[str, Any]] = [
     },
     {"steps": 30, "schedule": "WarmupDecayLR", "grad_clip": 0.0, "weight_decay": 0.3},
     {"optimizer": "adagrad", "beta1": 0.9, "global_batch": 16, "micro_batch": 8},
+    {"stage": 3, "gather": "int8", "reduce": "int4-a2a"},
 ]
 
 

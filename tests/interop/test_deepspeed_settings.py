@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise import Precision, shard
+from shardwise.config import PRECISIONS
 from shardwise.errors import ConfigError
 from shardwise.interop.deepspeed.optimizers import _RATES, REFUSED
 from shardwise.interop.deepspeed.schedules import _TORCHS
@@ -71,19 +72,26 @@ def test_a_config_becomes_the_arguments_of_a_loop() -> None:
         settings.gradient_clipping = 1.0  # type: ignore[misc]
 
 
-def test_quantized_weights_are_encoded_gathers_at_the_stage_where_deepspeed_has_them() -> None:
-    for stage in (3, 2):
-        block = {"zero_quantized_weights": True, "stage": stage}
+@pytest.mark.parametrize(
+    ("key", "coded"),
+    [
+        ("zero_quantized_weights", {"gather": "int8"}),
+        ("zero_quantized_gradients", {"reduce": "int4-a2a"}),
+    ],
+)
+def test_what_deepspeed_quantizes_is_encoded_at_the_stage_where_it_does(
+    key: str, coded: dict[str, Any]
+) -> None:
+    for stage, is_on in ((3, True), (2, True), (3, False)):
+        block = {key: is_on, "stage": stage}
         settings = from_deepspeed({"zero_optimization": block, "bf16": {"enabled": True}})
         precision = settings.shard["precision"]
-        if stage == 3:
-            assert precision == Precision(
-                torch.bfloat16, torch.float32, torch.float32, gather="int8"
-            )
+        if stage == 3 and is_on:
+            assert precision == replace(PRECISIONS["bf16"], **coded)
             assert settings.shard.keys() == {"stage", "precision"}
         else:
             assert precision == "bf16"
-            assert "zero_optimization.zero_quantized_weights" in settings.report.ignored
+            assert (f"zero_optimization.{key}" in settings.report.ignored) == is_on
 
 
 def leaves(block: dict[str, Any], prefix: str = "") -> list[str]:

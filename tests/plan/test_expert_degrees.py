@@ -65,12 +65,15 @@ RUNS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"ep": 2},  # three experts on a rank, two of which are rank 0's of two
         {"ep": 2, "tp": 2, "precision": "bf16"},
+        {"ep": 2, "tp": 2, "precision": "bf16", "reduce": "int8-a2a"},
         {"ep": 2, "tp": 4, "kv_heads": 4},  # experts are sharded, and nothing else is
         {"ep": 2, "dp_replicate": 2, "stage": 2},
+        {"ep": 2, "dp_replicate": 2, "stage": 2, "reduce": "fp8-a2a", "gather_block": 16},
         {"ep": 2, "cp": 2, "layout": "flat", "activation_checkpointing": True, "accumulation": 2},
         {"ep": 2, "pp": 2, "layers": 4, "stage": 2, "accumulation": 2, **BY_BIASES},
         {"ep": 2, "pp": 2, "layers": 5, "accumulation": 3, **BY_BIASES},
         {"ep": 2, "pp": 2, "layers": 2, "accumulation": 2, **BY_BIASES},  # one is the root's
+        {"ep": 2, "pp": 2, "layers": 2, "accumulation": 2, "reduce": "bf16-a2a", **BY_BIASES},
         {"pp": 2, "layers": 2, "accumulation": 3, "pp_schedule": "gpipe", **BY_BIASES},
     ],
 }

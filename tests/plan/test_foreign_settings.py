@@ -57,12 +57,13 @@ def test_a_deepspeed_file_gives_stage_batch_precision_and_offload(tmp_path: Path
     }
 
 
-def test_quantized_weights_are_planned(tmp_path: Path) -> None:
-    block = {"zero_quantized_weights": True, "stage": 3}
+def test_quantized_weights_and_gradients_are_planned(tmp_path: Path) -> None:
+    block = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "stage": 3}
     assert read_deepspeed(write_json(tmp_path, {"zero_optimization": block})).values == {
         "precision": "fp32",
         "stage": 3,
         "gather": "int8",
+        "reduce": "int4-a2a",
     }
 
 

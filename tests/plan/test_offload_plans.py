@@ -223,7 +223,8 @@ def traffic_cases(num_ranks: int) -> list[tuple[str, Candidate]]:
     for number, (name, candidate) in enumerate(found[::3]):
         kept = candidate.stage == 3 and candidate.offload.params == "device"
         if candidate.stage and not kept:  # encoded where slices rest
-            found.append((name, replace(candidate, gather=("int8", "int4")[number % 2])))
+            candidate = replace(candidate, gather=("int8", "int4")[number % 2])
+        found.append((name, replace(candidate, reduce=("int8-a2a", "bf16-a2a", None)[number % 3])))
     return found
 
 

@@ -246,6 +246,29 @@ def test_a_format_of_gathers_is_planned_written_and_read_again(
     )
 
 
+def test_a_format_of_reductions_is_planned_written_and_read_again(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Refused
+) -> None:
+    path = tmp_path / "train.yaml"
+    sent = {}
+    for kind in ("", "bf16-a2a", "int8-a2a", "int4-a2a"):
+        flags = ["demo", "--ranks", "2", "--json", *(["--reduce", kind] if kind else [])]
+        assert run_plan([*flags, "--precision", "fp32", "--write", str(path)]) == 0
+        assert load_config(path, {}).reduce == (kind or None)
+        traffic = json.loads(capsys.readouterr().out)["traffic"]
+        sent[kind] = traffic["sent_bytes"]["shard.reduce_scatter"]
+    assert sent["int4-a2a"] < 0.14 * sent[""]
+    assert sent["int8-a2a"] < 0.27 * sent[""]
+    assert sent["bf16-a2a"] < 0.52 * sent[""]
+    assert run_plan([str(path), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["candidate"]["reduce"] == "int4-a2a"
+    assert "reductions in int4-a2a" in again["label"]
+    assert "reduces: it limits a search" in refused(run_plan, "demo", "--reduces", "int8-a2a")
+    both = ("demo", "--search", "--reduces", "int8-a2a", "--reduce", "int8-a2a")
+    assert "leave out --reduce" in refused(run_plan, *both)
+
+
 @pytest.mark.parametrize(
     ("name", "moments"), [("adamw_bf16_moments", "bf16"), ("adamw_8bit", "8bit")]
 )

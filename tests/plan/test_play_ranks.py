@@ -113,8 +113,9 @@ def mesh_of(candidate: Candidate) -> Any:
 
 
 def precision_of(candidate: Candidate) -> Precision:
+    named = PRECISIONS[candidate.precision]
     coded = {"gather": candidate.gather, "block": candidate.gather_block}
-    return replace(PRECISIONS[candidate.precision], **coded)
+    return replace(named, reduce=candidate.reduce or named.reduce, **coded)
 
 
 def make_model(name: str) -> nn.Module:
@@ -174,6 +175,7 @@ def measure(
             mesh=mesh_of(candidate),
             reduce_every=candidate.reduce_every,
             prefetch_bytes=candidate.prefetch_bytes,
+            bucket_bytes=candidate.bucket_bytes,
         )
         kernel = candidate.optimizer_kernel
         optimizer = torch.optim.AdamW(
@@ -311,6 +313,22 @@ def test_encoded_gathers_send_and_hold_what_is_planned(num_ranks: int) -> None:
     )
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_encoded_reductions_send_and_hold_what_is_planned(num_ranks: int) -> None:
+    """Buckets of several units, parts without codes among them, and units without any."""
+    settings: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("net", {"stage": 0, "reduce": "int8-a2a", "precision": "fp32"}),
+        ("net", {"stage": 1, "reduce": "fp8-a2a", "accumulation": 2}),
+        ("net", {"stage": 2, "reduce": "int4-a2a", "accumulation": 2, "gather_block": 64}),
+        ("net", {"reduce": "bf16-a2a", "precision": "fp32", "layout": "flat"}),
+        ("net", {"reduce": "bf16-a2a", "bucket_bytes": 0}),
+        ("tall net", {"reduce": "int8-a2a", "layout": "matrices"}),
+        ("frozen", {"reduce": "fp8-a2a", "precision": "fp32", "gather": "int8"}),
+        ("unused", {"reduce": "int8-a2a"}),
+    )
+    check(num_ranks, [(name, cpu(num_ranks, **{"precision": "bf16", **s})) for name, s in settings])
+
+
 def test_accumulation_with_one_or_many_reductions() -> None:
     check(
         2,
@@ -352,6 +370,14 @@ def test_shards_and_replicas() -> None:
                 (1, "bf16", 2, "rows"),
                 (3, "bf16", 1, "flat"),
                 (3, "fp32", 2, "rows"),
+            )
+        ]
+        + [
+            ("net", cpu(2, num_replicas=2, stage=s, precision=p, reduce=kind, layout=layout))
+            for s, p, kind, layout in (
+                (0, "fp32", "int8-a2a", "flat"),
+                (1, "bf16", "bf16-a2a", "rows"),
+                (3, "bf16", "fp8-a2a", "flat"),
             )
         ],
     )

@@ -93,10 +93,8 @@ def test_no_plan_beats_one_of_the_front_and_one_of_the_front_beats_each_other(
     assert [p.step_s for p in front] == sorted(p.step_s for p in front)
 
 
-def test_formats_of_gathers_are_tried_where_they_are_named_and_can_be(
-    whole: SearchResult,
-) -> None:
-    assert not any(p.candidate.gather for p in whole.pareto)
+def test_formats_are_tried_where_they_are_named_and_can_be(whole: SearchResult) -> None:
+    assert not any(p.candidate.gather or p.candidate.reduce for p in whole.pareto)
     space = replace(SPACE, gathers=(None, "int8"), offloads=(Offload(), Offload(optimizer="cpu")))
     found = search(MODEL, CLUSTER, space)
     met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
@@ -104,6 +102,9 @@ def test_formats_of_gathers_are_tried_where_they_are_named_and_can_be(
     assert {c.stage for c in coded} == {1, 2, 3}
     assert not any(c.stage == 3 and c.offload.moves_state for c in coded)
     assert {replace(c, gather=None) for c in coded} <= set(met)
+    found = search(MODEL, CLUSTER, replace(SPACE, reduces=(None, "int8-a2a")))
+    met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
+    assert {c.stage for c in met if c.reduce} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])

@@ -83,9 +83,11 @@ def test_a_config_is_the_same_after_yaml_and_back(tmp_path: Path) -> None:
 
 def test_a_format_of_gathers_is_known_and_needs_gathers() -> None:
     assert load_config(None, {"gather": "fp8", "gather_block": "64"}).gather_block == 64
+    assert load_config(None, {"reduce": "int8-a2a", "stage": 0}).reduce == "int8-a2a"
     for flags, told in (
         ({"gather": "int8", "stage": 0}, "nothing is gathered at stage 0"),
         ({"gather": "int9"}, "int9"),
+        ({"reduce": "int8"}, "int8-a2a"),
         ({"gather": "int8", "gather_block": 24}, "multiple of 16"),
     ):
         with pytest.raises(ConfigError, match=told):

@@ -1,4 +1,4 @@
-"""`shardwise train` with encoded gathers over every degree: it trains, gradients are checked."""
+"""`shardwise train` with encodings over every degree: it trains, gradients are checked."""
 
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,19 @@ def trains(rank: int, num_ranks: int, flags: dict[str, Any]) -> None:
         {"pp": 2, "accumulation": 2},
         {"ep": 2, "experts": 4, "tp": 2},
         {"cp": 2, "accumulation_order": "breadth_first", "accumulation": 2},
-        {"check_gradients": True},  # with exact gathers, so that there is something to compare
+        {"check_gradients": True},  # without encodings, so that there is something to compare
     ],
     ids=lambda degrees: "+".join(degrees),
 )
-def test_every_degree_trains_with_encoded_gathers(degrees: dict[str, Any], tmp_path: Path) -> None:
-    """And computes something else than without."""
+def test_every_degree_trains_with_encodings(degrees: dict[str, Any], tmp_path: Path) -> None:
+    """And computes something else than without: with encoded reductions from the first step on."""
     flags = {**degrees, "data": write_text(tmp_path)}
     curves = []
-    for gather in (None, "int4"):
-        output = tmp_path / str(gather)
-        run_ranks(trains, 4, {**flags, "gather": gather, "output": output})
+    for coded in ({}, {"gather": "int4"}, {"reduce": "int4-a2a"}):
+        output = tmp_path / "-".join(["run", *coded])
+        run_ranks(trains, 4, {**flags, **coded, "output": output})
         curves.append([loss for _, loss, _ in curve_of(output)])
-    assert len(curves[0]) == len(curves[1]) == 2
-    assert all(a != b for a, b in zip(*curves, strict=True))
+    plain, gathered, reduced = curves
+    assert len(plain) == len(gathered) == len(reduced) == 2
+    assert all(a != b for a, b in zip(plain, gathered, strict=True))
+    assert plain[0] == reduced[0] and plain[1] != reduced[1]

@@ -32,11 +32,17 @@ def test_the_engines_memory_is_that_of_the_plan_line_by_line(
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(("stage", "gather"), [(1, "int8"), (3, "fp8"), (3, "int4")])
-def test_so_it_is_with_encoded_gathers(
-    stage: int, gather: str, world_size: int, tmp_path: Path
-) -> None:
-    check({"stage": stage, "gather": gather, "precision": "bf16"}, world_size, tmp_path)
+@pytest.mark.parametrize(
+    "coded",
+    [
+        *({"stage": 1, "gather": "int8"}, {"gather": "fp8"}, {"gather": "int4"}),
+        *({"stage": 0, "reduce": "bf16-a2a"}, {"gather": "int8", "reduce": "int8-a2a"}),
+        {"stage": 2, "reduce": "fp8-a2a", "accumulation": 2},
+    ],
+    ids=str,
+)
+def test_so_it_is_with_encodings(coded: dict[str, Any], world_size: int, tmp_path: Path) -> None:
+    check({"precision": "bf16", **coded}, world_size, tmp_path)
 
 
 def check(more: dict[str, Any], world_size: int, tmp_path: Path) -> None:

@@ -130,7 +130,12 @@ def _search(name: str | None, request: PlanRequest) -> int:
         result = search(
             setup.model,
             setup.cluster,
-            space_of(setup, to_train=request.write is not None, gathers=request.gathers),
+            space_of(
+                setup,
+                to_train=request.write is not None,
+                gathers=request.gathers,
+                reduces=request.reduces,
+            ),
             limits_of(setup, request),
             prices_of=setup.prices_of,
             progress=progress,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -14,7 +15,7 @@ from shardwise.plan.candidate import Kernels, LossKind
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.space import Limits, Space
-from shardwise.precisions import GatherName
+from shardwise.precisions import GatherName, ReduceName
 
 if TYPE_CHECKING:
     from shardwise.config import LayoutName
@@ -23,12 +24,16 @@ _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
 
 
 def space_of(
-    setup: Setup, *, to_train: bool = False, gathers: tuple[GatherName | None, ...] | None = None
+    setup: Setup,
+    *,
+    to_train: bool = False,
+    gathers: Sequence[GatherName | None] | None = None,
+    reduces: Sequence[ReduceName | None] | None = None,
 ) -> Space:
     """Return what a search varies: every setting that the user did not decide.
 
-    ``gathers``: formats to compare; without, the user's. ``to_train``: no offloading, and no
-    degrees that `shardwise train` refuses.
+    ``gathers`` and ``reduces``: formats to compare; without, the user's. ``to_train``: no
+    offloading, and no degrees that `shardwise train` refuses.
 
     **Raises** ConfigError where it refuses all of them.
     """
@@ -48,6 +53,7 @@ def space_of(
         bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
         reduce_every=(base.reduce_every,),
         gathers=gathers or (base.gather,),
+        reduces=reduces or (base.reduce,),
         activation_checkpointing=(
             (base.activation_checkpointing,)
             if "activation_checkpointing" in given

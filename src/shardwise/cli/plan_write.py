@@ -33,8 +33,8 @@ EAGER = {  # what `shardwise train` has of settings that a plan may vary
     "paged_states": False,
 }
 ALIKE = (  # settings of a candidate that a run has under the same names
-    *("stage", "layout", "precision", "gather", "gather_block", "reduce_every", "units"),
-    *("prefetch_bytes", "bucket_bytes"),
+    *("stage", "layout", "precision", "gather", "reduce", "gather_block", "reduce_every"),
+    *("units", "prefetch_bytes", "bucket_bytes"),
     *("micro_batch", "accumulation", "accumulation_order", "pp_schedule", "cp_method"),
 )
 

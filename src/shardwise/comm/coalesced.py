@@ -118,9 +118,7 @@ def start_all_to_all(
     """Send each rank its part of ``sent``, receive one from each; both are in rank order."""
     meeting = meeting_of(collective, axis)
     (into, into_sizes), (out, out_sizes) = received, sent
-    traffic.add(
-        f"{axis.name}.{collective.kind}", collective.unit, sum(out_sizes) - out_sizes[axis.rank]
-    )
+    traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes)
     works = []
     if axis.size > 1:
         with collective_errors(meeting):

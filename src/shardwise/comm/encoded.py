@@ -19,7 +19,8 @@ import torch
 
 from shardwise.comm.codes import decode, encode
 from shardwise.comm.pending import CollectiveId, Pending, ReduceItem
-from shardwise.comm.shares import owned_ranges
+from shardwise.comm.point_to_point import sum_in_order
+from shardwise.comm.shares import BLOCK_NUMEL, owned_ranges
 from shardwise.layout.parcels import Packet, Parcel, Slice, parcel_of
 from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES
 from shardwise.mesh import Axis
@@ -40,28 +41,20 @@ class Exchange(Protocol):
         finish: Callable[[], None],
         keep: object,
     ) -> Pending:
-        """Send each rank its bytes, which lie in rank order, and receive its own from each."""
+        """Send each rank its bytes, which lie in rank order, and receive this one's from each.
+
+        A rank sends itself nothing: both of its own sizes are 0.
+        """
 
 
 @dataclass(frozen=True)
 class _Addend:
-    """A slice of a part, in which dtype or format it travels, and where its mean will be."""
+    """A slice of a part, where its mean will be, and its dtype if it travels as numbers."""
 
     values: torch.Tensor
-    coding: Coding | None
     out: torch.Tensor
+    dtype: torch.dtype
     place: Slice
-
-    @property
-    def code(self) -> Coding:
-        """How elements that have codes are encoded."""
-        assert self.coding is not None
-        return self.coding
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of elements that travel as numbers."""
-        return self.values.dtype if self.coding is None else torch.bfloat16
 
 
 def start_reduce_scatter(
@@ -77,7 +70,7 @@ def start_reduce_scatter(
     See Note [Encoded once].
 
     **Cost** sends the parcels of all others; memory for all parcels of this rank's gradients, and
-    for one from every peer; while it sums, some elements in float32.
+    for one from every other rank; while it encodes or sums, some elements in float32.
     """
     parcels = list[tuple[list[_Addend], Parcel]]()
     for rank in range(axis.size):
@@ -86,20 +79,21 @@ def start_reduce_scatter(
     mine, expected = parcels[axis.rank]
     device = next((item.out.device for item in items), torch.device("cpu"))
     sizes = [parcel.num_bytes for _, parcel in parcels]
+    counts = [expected.num_bytes] * axis.size
+    sizes[axis.rank] = counts[axis.rank] = 0  # what stays here is no part of the exchange
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     boxes = list(sent.split(sizes))
+    own = boxes[axis.rank] = sent.new_empty(expected.num_bytes)
     for box, (addends, parcel) in zip(boxes, parcels, strict=True):
         for packet in parcel.packets:
             _pack(packet, addends[packet.number], box)
-    counts = [expected.num_bytes] * axis.size
     received = sent.new_empty(sum(counts))
     arriving = list(received.split(counts))
-    own = boxes[axis.rank]
+    arriving[axis.rank] = own
 
     def finish() -> None:
-        by_rank = [own if r == axis.rank else box for r, box in enumerate(arriving)]
         for packet in expected.packets:
-            _sum(packet, mine[packet.number], by_rank, divisor)
+            _sum(packet, mine[packet.number], arriving, divisor)
 
     return exchange(
         (received, counts), (sent, sizes), axis, collective, traffic, finish, (items, boxes)
@@ -115,38 +109,35 @@ def _addends(items: Sequence[ReduceItem], rank: int) -> Iterator[_Addend]:
         for number, lo, hi in owned_ranges(item.segment, ranges, rank):
             offset, part = item.parts[number]
             coding = codings[number]
-            size = part.element_size() if coding is None else torch.bfloat16.itemsize
-            place = Slice(lo - offset, hi - offset, size, coding)
+            dtype = part.dtype if coding is None else torch.bfloat16
+            place = Slice(lo - offset, hi - offset, dtype.itemsize, coding)
             out = item.out[lo - begin : hi - begin]
-            yield _Addend(part[lo - offset : hi - offset], coding, out, place)
+            yield _Addend(part[place.lo : place.hi], out, dtype, place)
 
 
 def _pack(packet: Packet, addend: _Addend, box: torch.Tensor) -> None:
     """Write one packet's bytes."""
-    if packet.scales is None:
+    if packet.coding is None:
         _numbers(packet, addend, box).copy_(addend.values)
         return
     for begin, num in _parts(packet, box.device):
-        codes, scales = _codes(packet, addend, box, begin, num)
-        encode(_blocks(packet, addend.values, begin, num), codes, scales, addend.code.format)
+        codes, scales = _codes(packet, packet.coding, box, begin, num)
+        encode(_blocks(packet, addend.values, begin, num), codes, scales, packet.coding.format)
 
 
 def _sum(packet: Packet, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
     """Decode one packet of every rank, add in rank order, divide."""
-    if packet.scales is None:
-        out = addend.out
-        out.copy_(_numbers(packet, addend, boxes[0]))
-        for box in boxes[1:]:
-            out.add_(_numbers(packet, addend, box))
-        if divisor != 1:
-            out.div_(divisor)
+    if packet.coding is None:
+        at_a_time = BLOCK_NUMEL if addend.out.device.type == "cpu" else AT_A_TIME
+        numbers = [_numbers(packet, addend, box) for box in boxes]
+        sum_in_order(numbers, addend.out, divisor, at_a_time)
         return
     for begin, num in _parts(packet, addend.out.device):
         out = _blocks(packet, addend.out, begin, num)
         values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         for rank, box in enumerate(boxes):
             into = out if rank == 0 and out.dtype == values.dtype else values
-            decode(*_codes(packet, addend, box, begin, num), into, addend.code.format)
+            decode(*_codes(packet, packet.coding, box, begin, num), into, packet.coding.format)
             if rank == 0 and into is not out:
                 out.copy_(into)
             elif rank:
@@ -169,10 +160,9 @@ def _blocks(packet: Packet, values: torch.Tensor, begin: int, num: int) -> torch
 
 
 def _codes(
-    packet: Packet, addend: _Addend, box: torch.Tensor, begin: int, num: int
+    packet: Packet, coding: Coding, box: torch.Tensor, begin: int, num: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert packet.scales is not None
-    size = addend.code.code_bytes(packet.width)
+    size = coding.code_bytes(packet.width)
     codes = box[packet.codes + begin * size :][: num * size].view(num, size)
     at = packet.scales + begin * SCALE_BYTES
     scales = box[at : at + num * SCALE_BYTES].view(torch.float32).view(num, 1)
@@ -180,5 +170,4 @@ def _codes(
 
 
 def _numbers(packet: Packet, addend: _Addend, box: torch.Tensor) -> torch.Tensor:
-    dtype = addend.dtype
-    return box[packet.codes :][: packet.width * dtype.itemsize].view(dtype)
+    return box[packet.codes :][: packet.width * addend.dtype.itemsize].view(addend.dtype)

@@ -138,10 +138,7 @@ def start_all_to_all(
     finish: Callable[[], None],
     keep: object,
 ) -> Pending:
-    """Send each peer its part of ``sent``, receive one from each; both are in rank order.
-
-    A rank's own part is not copied.
-    """
+    """Send each peer its part of ``sent``, receive one from each; both are in rank order."""
     exchange = _Exchange(collective, axis)
     into, out = received[0].split(list(received[1])), sent[0].split(list(sent[1]))
     meeting = meeting_of(collective, axis)
@@ -166,16 +163,23 @@ class _Sum:
     peers: dict[int, torch.Tensor]
 
     def run(self, rank: int, num_ranks: int, divisor: float) -> None:
-        """Add in rank order, starting from rank 0, and divide; block by block, in the cache.
-
-        Addends of another dtype are cast to ``out``'s one by one.
-        """
+        """Add in rank order, starting from rank 0, and divide; block by block, in the cache."""
         addends = [self.own if r == rank else self.peers[r] for r in range(num_ranks)]
-        for begin in range(0, self.out.numel(), BLOCK_NUMEL):
-            out = self.out[begin : begin + BLOCK_NUMEL]
-            _add_in_order([a[begin : begin + BLOCK_NUMEL] for a in addends], out)
-            if divisor != 1:
-                out.div_(divisor)
+        sum_in_order(addends, self.out, divisor, BLOCK_NUMEL)
+
+
+def sum_in_order(
+    addends: Sequence[torch.Tensor], out: torch.Tensor, divisor: float, at_a_time: int
+) -> None:
+    """Replace ``out`` by the sum of flat addends over ``divisor``, so many elements at a time.
+
+    Addends of another dtype are cast to ``out``'s one by one.
+    """
+    for begin in range(0, out.numel(), at_a_time):
+        part = slice(begin, begin + at_a_time)
+        _add_in_order([addend[part] for addend in addends], out[part])
+        if divisor != 1:
+            out[part].div_(divisor)
 
 
 def _add_in_order(addends: Sequence[torch.Tensor], out: torch.Tensor) -> None:

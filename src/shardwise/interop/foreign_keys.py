@@ -107,7 +107,7 @@ DEEPSPEED = _table(
 )  # fmt: skip
 ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" before
     ("any", "", "", "stage offload_param offload_optimizer cpu_offload cpu_offload_param "
-     "*prefetch_bucket_size zero_quantized_weights"),
+     "*prefetch_bucket_size zero_quantized_weights zero_quantized_gradients"),
     ("flag", _NO_SWITCH, "always on here", "contiguous_gradients reduce_scatter overlap_comm "
      "ignore_unused_parameters"),
     ("flag", _NO_SWITCH, _NO_SWITCH, "use_multi_rank_bucket_allreduce allgather_partitions "
@@ -131,8 +131,6 @@ ZERO = _table(  # with a star: stage 3 has another name for it, with "stage3_" b
      "*module_granularity_threshold"),
     ("integer", _PLUS_PLUS, "not there yet: every gather is from all ranks, as with 1",
      "zero_hpz_partition_size"),
-    ("flag", _PLUS_PLUS, "not there yet: sums are exact, as with false",
-     "zero_quantized_gradients"),
     ("flag", _NO_SWITCH, "frozen parameters travel as trained ones do",
      "zero_quantized_nontrainable_weights"),
     ("any", _PLUS_PLUS, "", "zenflow"),

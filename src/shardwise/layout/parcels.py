@@ -7,8 +7,9 @@ are counted from the first element of a parameter, and one that a cut between tw
 is two. All ranks lay out a rank's parcel alike, so only bytes travel.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.layout.wire import SCALE_BYTES, blocks_of
 from shardwise.precisions import Coding
@@ -28,13 +29,18 @@ class Slice:
     size: int
     coding: Coding | None
 
+    @property
+    def codes(self) -> Coding | None:
+        """How the elements are encoded; None if they travel as numbers."""
+        return self.coding if self.coding is not None and self.coding.has_scales else None
+
 
 @dataclass(frozen=True)
 class Packet:
     """``num`` blocks of ``width`` elements of a slice, from its element ``begin`` on.
 
-    ``codes`` and ``scales`` are where theirs begin in the parcel, in bytes. One without ``scales``
-    are elements that travel as numbers.
+    ``codes`` and ``scales`` are where theirs begin in the parcel, in bytes. Without ``coding`` the
+    elements travel as numbers.
     """
 
     number: int
@@ -42,7 +48,26 @@ class Packet:
     num: int
     width: int
     codes: int
-    scales: int | None
+    scales: int
+    coding: Coding | None
+
+
+class ParcelSize(NamedTuple):
+    """Bytes of a parcel's numbers (with what aligns them), scales and codes; sizes add up."""
+
+    numbers: int
+    scales: int
+    codes: int
+
+    @property
+    def first_code(self) -> int:
+        """Where codes begin in the parcel."""
+        return _aligned(self.numbers + self.scales)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parcel."""
+        return _aligned(self.first_code + self.codes)
 
 
 @dataclass(frozen=True)
@@ -53,32 +78,34 @@ class Parcel:
     num_bytes: int
 
 
+def size_of(slices: Sequence[Slice]) -> ParcelSize:
+    """Return the size of the parcel with a rank's slices."""
+    numbers = scales = codes = 0
+    for each in slices:
+        if each.codes is None:
+            numbers += _aligned((each.hi - each.lo) * each.size)
+            continue
+        for _, num, width in blocks_of(each.lo, each.hi, each.codes.block):
+            scales += num * SCALE_BYTES
+            codes += num * each.codes.code_bytes(width)
+    return ParcelSize(numbers, scales, codes)
+
+
 def parcel_of(slices: Sequence[Slice]) -> Parcel:
     """Lay out a rank's slices; see Note [Parcels]."""
-    packets, at = [], 0
-    cuts: list[tuple[int, int, int, int]] = []
+    size = size_of(slices)
+    packets, at, scales, codes = [], 0, size.numbers, size.first_code
     for number, each in enumerate(slices):
-        if each.coding is None or not each.coding.has_scales:
+        if each.codes is None:
             numel = each.hi - each.lo
-            packets.append(Packet(number, 0, 1, numel, at, None))
-            at = _aligned(at + numel * each.size)
-        else:
-            cuts += [(number, *block) for block in _blocks(each)]
-    scales = at
-    codes = _aligned(scales + SCALE_BYTES * sum(num for _, _, num, _ in cuts))
-    for number, begin, num, width in cuts:
-        coding = slices[number].coding
-        assert coding is not None
-        packets.append(Packet(number, begin, num, width, codes, scales))
-        scales += num * SCALE_BYTES
-        codes += num * coding.code_bytes(width)
-    return Parcel(tuple(packets), _aligned(codes) if cuts else at)
-
-
-def _blocks(each: Slice) -> Iterator[tuple[int, int, int]]:
-    assert each.coding is not None
-    for lo, num, width in blocks_of(each.lo, each.hi, each.coding.block):
-        yield lo - each.lo, num, width
+            packets.append(Packet(number, 0, 1, numel, at, at, None))
+            at += _aligned(numel * each.size)
+            continue
+        for lo, num, width in blocks_of(each.lo, each.hi, each.codes.block):
+            packets.append(Packet(number, lo - each.lo, num, width, codes, scales, each.codes))
+            scales += num * SCALE_BYTES
+            codes += num * each.codes.code_bytes(width)
+    return Parcel(tuple(packets), size.num_bytes)
 
 
 def _aligned(num_bytes: int) -> int:

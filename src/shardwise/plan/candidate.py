@@ -6,7 +6,7 @@ from typing import Literal
 
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, OffloadLike, check_coded, resolve_offload, tier_of
-from shardwise.precisions import Coding, GatherName, plain_precision
+from shardwise.precisions import REDUCE_FORMATS, Coding, GatherName, ReduceName, plain_precision
 from shardwise.quantities import format_bytes
 from shardwise.stages import STAGES
 
@@ -55,6 +55,7 @@ class Candidate:
     num_replicas: int = 1
     precision: str = "bf16"
     gather: GatherName | None = None
+    reduce: ReduceName | None = None
     gather_block: int = 256
     layout: Literal["rows", "flat", "matrices"] = "rows"
     units: tuple[str, ...] | None = None
@@ -93,6 +94,12 @@ class Candidate:
     def coding(self) -> Coding | None:
         """How gathers are encoded; None where parameters travel as they are computed with."""
         return None if self.gather is None else Coding(self.gather, self.gather_block)
+
+    @property
+    def reduce_coding(self) -> Coding | None:
+        """How gradients are encoded; None where they travel as they come."""
+        name = self.reduce
+        return None if name is None else Coding(REDUCE_FORMATS[name], self.gather_block)
 
     @property
     def data_parallel(self) -> int:
@@ -145,6 +152,8 @@ class Candidate:
             parts.append(self.layout)
         if self.coding is not None:
             parts.append(f"gathers in {self.gather}")
+        if self.reduce is not None:
+            parts.append(f"reductions in {self.reduce}")
         if self.units is not None:
             parts.append(f"units {', '.join(self.units) or 'none'}")
         if self.activation_checkpointing != "none":

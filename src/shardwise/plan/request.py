@@ -19,7 +19,7 @@ from shardwise.plan.candidate import (
     PipelineSchedule,
     planned_offload,
 )
-from shardwise.precisions import GatherName, plain_precision
+from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
@@ -89,7 +89,7 @@ def parse_positive(value: Any) -> Any:
 
 
 def _formats(value: Any) -> Any:
-    """Return formats of gathers that are written with commas between; "none" is without."""
+    """Return formats that are written with commas between; "none" is without."""
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, list | tuple):
         return value
@@ -138,8 +138,11 @@ class ModelRequest(BaseModel):
     gather: GatherName | None = key(
         None, "Sharding", "what matrices travel as to be gathered; unset: as they are computed with"
     )
+    reduce: ReduceName | None = key(
+        None, "Sharding", "what gradients of matrices travel as to be summed; unset: as they come"
+    )
     gather_block: int = key(
-        256, "Sharding", "elements that share a scale, with gather", gt=0, multiple_of=16
+        256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
     )
     layout: Literal["rows", "flat", "matrices"] = key("rows", "Sharding", "how parameters are cut")
     units: _Words = key(None, "Sharding", "classes gathered as one; unset: found in the model")
@@ -265,6 +268,11 @@ class PlanRequest(ModelRequest):
         "Search",
         "formats of gathers to compare, e.g. none,int8; they change what is computed",
     )
+    reduces: Annotated[tuple[ReduceName | None, ...] | None, BeforeValidator(_formats)] = key(
+        None,
+        "Search",
+        "formats of reductions to compare, e.g. none,int8-a2a; they change what is computed",
+    )
     degrees: tuple[tuple[int, int, int], ...] | None = key(
         None, "Search", "tensor x pipeline x context degrees to compare, e.g. 1x1x1,8x1x1,8x4x1"
     )
@@ -290,12 +298,13 @@ class PlanRequest(ModelRequest):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        for name in ("max_memory", "target_tokens_per_s", "degrees", "gathers"):
+        for name in ("max_memory", "target_tokens_per_s", "degrees", "gathers", "reduces"):
             if getattr(self, name) is not None and not self.search:
                 raise ValueError(f"{name}: it limits a search; add --search")
         alone = sorted({"tp", "pp", "cp"} & self.model_fields_set)
-        if self.gathers is not None and self.gather is not None:
-            raise ValueError("gathers: it has the formats to compare, so leave out --gather")
+        for name in ("gather", "reduce"):
+            if getattr(self, f"{name}s") is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name}s: it has the formats to compare, so leave out --{name}")
         if self.degrees is not None and alone:
             raise ValueError(f"degrees: it has all three, so leave out {flag_of(alone[0])}")
         if self.params is not None:

@@ -18,7 +18,7 @@ from shardwise.plan.candidate import (
 )
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.planning import Model
-from shardwise.precisions import GatherName
+from shardwise.precisions import GatherName, ReduceName
 from shardwise.stages import STAGES
 
 _MAY_BE_EMPTY = ("num_shards", "micro_batches")
@@ -29,6 +29,7 @@ _TRIED = {  # settings of a candidate, and the field of the space that has their
     "bucket_bytes": "bucket_bytes",
     "reduce_every": "reduce_every",
     "gather": "gathers",
+    "reduce": "reduces",
 }
 KNOBS = ("layouts", "units", "bucket_bytes", "reduce_every", "prefetch_units")
 
@@ -50,6 +51,7 @@ class Space:
     bucket_bytes: Sequence[int] = (1 << 20,)
     reduce_every: Sequence[Literal["step", "micro_batch"] | None] = (None,)
     gathers: Sequence[GatherName | None] = (None,)  # formats change what is computed
+    reduces: Sequence[ReduceName | None] = (None,)
     activation_checkpointing: Sequence[str] = ("none", "full")
     micro_batches: Sequence[int] = ()
     offloads: Sequence[Offload] = (Offload(),)

@@ -21,7 +21,7 @@ from pydantic import (
 from shardwise.errors import ConfigError
 from shardwise.homes import OffloadLike, offload_of, resolve_offload
 from shardwise.keys import check_keys, flag_of, key, read_fields, read_options
-from shardwise.precisions import plain_precision
+from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.model_keys import ModelKeys
 from shardwise.train.optimizers import check_run_options
@@ -66,11 +66,14 @@ class TrainConfig(ModelKeys):
     precision: Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(plain_precision)] = key(
         "fp32", "Sharding", "compute dtype"
     )
-    gather: Literal["int8", "fp8", "int4"] | None = key(
+    gather: GatherName | None = key(
         None, "Sharding", "what matrices travel as to be gathered; unset: as they are computed with"
     )
+    reduce: ReduceName | None = key(
+        None, "Sharding", "what gradients of matrices travel as to be summed; unset: as they come"
+    )
     gather_block: int = key(
-        256, "Sharding", "elements that share a scale, with gather", gt=0, multiple_of=16
+        256, "Sharding", "elements that share a scale, with gather or reduce", gt=0, multiple_of=16
     )
     reduce_every: Literal["step", "micro_batch"] | None = key(
         None, "Sharding", "when gradients are reduced; unset: as the stage says"

@@ -16,14 +16,14 @@ from shardwise.train.windows import rank_indices, read_windows
 def check_run_gradients(run: Run) -> GradientReport:
     """Compare a pass over the first step's windows with one process that has those of all ranks.
 
-    A second model of the same kind is sharded for it, without dropout and encoded gathers, and in
+    A second model of the same kind is sharded for it, without dropout and without encodings, and in
     fp32 where the run is in fp16, whose gradients need a scale.
 
     **Cost** as `shardwise.check_gradients`. **State** the run and its generators stay as they are.
 
     **Raises** GradientError on all ranks.
     """
-    config = run.config.model_copy(update={"dropout": 0.0, "gather": None})
+    config = run.config.model_copy(update={"dropout": 0.0, "gather": None, "reduce": None})
     if config.precision == "fp16":
         config = config.model_copy(update={"precision": "fp32"})
     config = config.model_copy(update={"pp_schedule": "gpipe", "accumulation": 1})

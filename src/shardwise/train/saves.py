@@ -40,7 +40,7 @@ _MODEL_KEYS = (
 )
 _TOLD_KEYS = (
     *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
-    *("gather", "gather_block", "offload", "overlap_step"),
+    *("gather", "reduce", "gather_block", "offload", "overlap_step"),
     *(
         "dp_replicate",
         "dp_shard",

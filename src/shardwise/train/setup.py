@@ -163,11 +163,6 @@ def make_decoder(config: TrainConfig, tokenizer: Tokenizer) -> nn.Module:
         return Decoder(config, config.vocab or tokenizer.vocab)
 
 
-def _precision(config: TrainConfig) -> shardwise.Precision:
-    """Return the dtypes of a run, and how its gathers are encoded."""
-    return replace(PRECISIONS[config.precision], gather=config.gather, block=config.gather_block)
-
-
 def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Module:
     """Spread a decoder over the ranks as the keys of a run say; return this rank's stage of it."""
     spread_decoder(spread_experts(model, axes), axes)
@@ -175,10 +170,16 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
         stage = axes["pp"].get_local_rank()
         model = Stage(model, stage, axes.pp, axes.tp)
         torch.manual_seed(_seed_of(config.seed, stage, "stages"))  # or all would draw the same
+    named = PRECISIONS[config.precision]
     model = shardwise.shard(
         model,
         stage=config.stage,
-        precision=_precision(config),
+        precision=replace(
+            named,
+            reduce=config.reduce or named.reduce,
+            gather=config.gather,
+            block=config.gather_block,
+        ),
         layout=config.layout,
         reduce_every=config.reduce_every,
         offload=config.offloaded,

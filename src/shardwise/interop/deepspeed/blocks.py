@@ -36,7 +36,7 @@ _AUTOS = {
 def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, Any]:
     """Return ``stage`` and ``prefetch_bytes``, where they are given, as ``shard()`` takes them.
 
-    ``offload`` too, as a plan or a run has it, and ``gather``, which is the precision's.
+    ``offload`` too, as a plan or a run has it, and ``gather`` and ``reduce`` of the precision.
     """
     whole = "zero_optimization"
     if block is None or isinstance(block, bool):
@@ -60,14 +60,14 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
         found["prefetch_bytes"] = elements * _COMPUTE_BYTES[precision or otherwise]
         reader.mapped(name, value, f"shard(prefetch_bytes={found['prefetch_bytes']})")
 
-    def quantized(name: str, value: Any) -> None:
+    def quantized(ours: str, kind: str, otherwise: str, name: str, value: Any) -> None:
         if not reader.flag(name, value):
-            reader.mapped(name, value, "parameters travel in the dtype of computation")
+            reader.mapped(name, value, otherwise)
         elif str(block.get("stage")) not in ("3", "auto"):
             reader.ignored(name, value, "DeepSpeed quantizes at stage 3 alone")
         else:
-            found["gather"] = "int8"
-            reader.mapped(name, value, "Precision(gather='int8'), for shard()")
+            found[ours] = kind
+            reader.mapped(name, value, f"Precision({ours}={kind!r}), for shard()")
 
     def zenflow(name: str, value: Any) -> None:
         raise reader.refusal(name, "it approximates the step; not there; leave it out")
@@ -79,7 +79,12 @@ def read_zero(reader: Reader, block: Any, precision: str | None) -> dict[str, An
         **dict.fromkeys(("offload_param", "offload_optimizer"), partial(_offload, reader, homes)),
         **dict.fromkeys(("cpu_offload", "cpu_offload_param"), partial(_old_offload, reader, homes)),
         "zenflow": zenflow,
-        "zero_quantized_weights": quantized,
+        "zero_quantized_weights": partial(
+            quantized, "gather", "int8", "parameters travel in the dtype of computation"
+        ),
+        "zero_quantized_gradients": partial(
+            quantized, "reduce", "int4-a2a", "gradients travel as they come"
+        ),
     }
     reader.walk(block, f"{whole}.", ZERO, handlers, _AUTOS)
     if "stage" not in block:

@@ -113,19 +113,19 @@ class DeepSpeedSettings:
     def shard(self) -> dict[str, Any]:
         """Arguments of ``shard()``: ``shard(model, **settings.shard)``."""
         arguments: dict[str, Any] = dict(self.zero)
-        gather = arguments.pop("gather", None)
+        coded = {name: arguments.pop(name) for name in ("gather", "reduce") if name in arguments}
         if self.precision.bf16_master:
             import torch
 
             from shardwise.config import Precision
 
             dtype = torch.bfloat16
-            arguments["precision"] = Precision(dtype, dtype, dtype, gather=gather)
-        elif gather is not None:
+            arguments["precision"] = replace(Precision(dtype, dtype, dtype), **coded)
+        elif coded:
             from shardwise.config import PRECISIONS
 
             named = PRECISIONS[self.precision.name or "fp32"]
-            arguments["precision"] = replace(named, gather=gather)
+            arguments["precision"] = replace(named, **coded)
         elif self.precision.name is not None:
             arguments["precision"] = self.precision.name
         return arguments

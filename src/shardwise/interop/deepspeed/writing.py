@@ -20,6 +20,7 @@ _NO_KEY = "DeepSpeed has no such key"
 _NOT_DEEPSPEEDS = {
     "layout": "DeepSpeed cuts flat ranges",
     "gather": "DeepSpeed has zero_quantized_weights, int8, at stage 3 alone",
+    "reduce": "DeepSpeed has zero_quantized_gradients, int4, at stage 3 alone",
     "gather_block": _NO_KEY,
     "reduce_every": _NO_KEY,
     "activation_checkpointing": "call deepspeed.checkpointing in the model",
@@ -33,6 +34,7 @@ _NOT_ACCELERATES = {
     "accumulation": "give gradient_accumulation_steps to Accelerator()",
     "layout": "fully_shard cuts rows",
     "gather": "torch's fully_shard has none; Shardwise's takes Precision(gather=)",
+    "reduce": "torch's fully_shard has none; Shardwise's takes Precision(reduce=)",
     "gather_block": "as gather",
     "reduce_every": "accelerate's no_sync decides it",
     "dp_replicate": "give parallelism_config to Accelerator()",
@@ -77,9 +79,8 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     note("grad_clip", "gradient_clipping")
     out["zero_optimization"] = _zero(config)
     note("stage", "zero_optimization.stage")
-    if _is_quantized(config):
-        text = "zero_optimization.zero_quantized_weights, in blocks of its own"
-        note("gather", text)
+    for ours, theirs in _quantized(config):
+        note(ours, f"zero_optimization.{theirs}, in blocks of its own")
         note("gather_block", "DeepSpeed chooses its blocks", "ignored")
     offloads, lost = blocks_of(config.offloaded, config.stage)
     out["zero_optimization"] |= offloads
@@ -102,15 +103,16 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
     return out, note.report(source, _NOT_DEEPSPEEDS, _SCRIPT)
 
 
-def _is_quantized(config: TrainConfig) -> bool:
-    """Tell whether DeepSpeed has such gathers."""
-    return config.gather == "int8" and config.stage == 3
+def _quantized(config: TrainConfig) -> list[tuple[str, str]]:
+    """Return the encodings that DeepSpeed has too: our key, and its own."""
+    found = [("gather", "zero_quantized_weights")] * (config.gather == "int8")
+    found += [("reduce", "zero_quantized_gradients")] * (config.reduce == "int4-a2a")
+    return found if config.stage == 3 else []
 
 
 def _zero(config: TrainConfig) -> dict[str, Any]:
     block: dict[str, Any] = {"stage": config.stage}
-    if _is_quantized(config):
-        block["zero_quantized_weights"] = True
+    block |= {theirs: True for _, theirs in _quantized(config)}
     if config.prefetch_bytes is not None:
         elements = config.prefetch_bytes // _COMPUTE_BYTES[config.precision]
         block["stage3_prefetch_bucket_size"] = elements

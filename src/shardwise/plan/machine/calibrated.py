@@ -111,12 +111,16 @@ class CalibratedPrices:
         return self.calibration.curve(measured)
 
     def _collective_seconds(self, work: Collective) -> float:
-        """Return the seconds of a collective; an all-reduce is the other two."""
+        """Return the seconds of a collective; an all-reduce is the other two.
+
+        An all-to-all sends what a reduce-scatter of as many bytes does.
+        """
         shards, replicas = self.candidate.num_shards, self.candidate.num_replicas
         size = replicas if work.axis == "replicate" else shards
         if size == 1:
             return 0.0
-        kinds = ("reduce_scatter", "all_gather") if work.kind == "all_reduce" else (work.kind,)
+        both = ("reduce_scatter", "all_gather")
+        kinds = {"all_reduce": both, "all_to_all": both[:1]}.get(work.kind, (work.kind,))
         curves = [self.calibration.curve(f"{kind}.{size}") for kind in kinds]
         peers = size - 1 if self.candidate.transport == "point_to_point" else 1
         more = max(0, work.num_messages - peers * len(kinds)) * self.calibration.message_s

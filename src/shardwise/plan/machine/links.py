@@ -33,7 +33,7 @@ from typing import Literal
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.hardware import Link, Node
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 _BASE_S = 6.6e-6
 _TREE_SHARE = 0.92
@@ -81,6 +81,8 @@ def collective_seconds(
     n = group.num_ranks
     if n == 1:
         return 0.0
+    if kind == "all_to_all":
+        return all_to_all_seconds(payload_bytes * (n - 1) / n, group, node)
     rounds = 2 if kind == "all_reduce" else 1
     ring = _seconds(
         payload_bytes,

@@ -11,12 +11,13 @@ from shardwise.engine.buckets import ReduceQueue
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import DtypeName
-from shardwise.plan.step.footprint import Footprint, Reduce
+from shardwise.plan.step.footprint import Footprint
 from shardwise.plan.step.issue import Issuer
 from shardwise.plan.step.ledger import Meter
-from shardwise.plan.step.messages import Message, whole
+from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
 from shardwise.plan.step.program import AxisName
+from shardwise.plan.step.reducing import Bucket, Reduce, bucket_of
 from shardwise.stages import UnitSettings
 
 
@@ -147,7 +148,7 @@ class ReductionDouble:
         self.units = list(units)
         self._context = context
         self._weights: list[Reduce] = []
-        self._message = Message()
+        self._bucket = Bucket(Message(), False, 0, 0)
         self._grads = 0
         self._pending: int | None = None
         self._gathers: list[int | None] = []
@@ -168,12 +169,15 @@ class ReductionDouble:
         meter.phase = "reduce"
         for unit in self.units:
             self._take(unit)
-        self._message = whole([w.message for w in self._weights])
-        meter.add("reduce_staging", self._message.staging)
+        self._bucket = bucket_of(self._weights)
+        message = self._bucket.message
+        meter.add("reduce_staging", message.staging)
+        meter.touch({"reduce_staging": self._bucket.packing})
         meter.phase = before
-        context.issue.move(self._message.before, context.dtype, self._unit, "reduce")
+        context.issue.move(message.before, context.dtype, self._unit, "reduce")
+        kind = "all_to_all" if self._bucket.is_encoded else "reduce_scatter"
         self._pending = context.issue.collective(
-            "reduce_scatter", self._axis, self._message, self._unit, "reduce"
+            kind, self._axis, message, self._unit, "reduce", label="reduce_scatter"
         )
 
     def _take(self, unit: UnitDouble) -> None:
@@ -203,9 +207,9 @@ class ReductionDouble:
         context, meter = self._context, self._context.meter
         before, meter.phase = meter.phase, "reduce"
         context.issue.wait(self._pending)
-        meter.touch({"reduce_staging": max(w.temporary for w in self._weights)})
-        context.issue.move(self._message.after, context.dtype, self._unit, "reduce")
-        meter.add("reduce_staging", -self._message.staging)
+        meter.touch({"reduce_staging": self._bucket.summing})
+        context.issue.move(self._bucket.message.after, context.dtype, self._unit, "reduce")
+        meter.add("reduce_staging", -self._bucket.message.staging)
         meter.add("grad_full", -self._grads)
         for weight in () if self.defers else self._weights:
             for message in weight.replicas:

@@ -16,78 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Literal, NamedTuple
 
-from shardwise.comm.shares import BLOCK_NUMEL
-from shardwise.layout.memory import Memory, group_by_dtypes
-from shardwise.layout.segments import build_layout, even_segment
+from shardwise.layout.memory import Memory
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, DtypeName
 from shardwise.plan.step.coding import CodingWork, coding_work
-from shardwise.plan.step.messages import (
-    Message,
-    gather_message,
-    merge,
-    packed_message,
-    replica_message,
-    scattered_message,
-)
+from shardwise.plan.step.groups import Group, ParamKey, Setting, groups_of, setting_of
+from shardwise.plan.step.messages import Message, gather_message, merge
 from shardwise.plan.step.owners import owners_in
-from shardwise.precisions import PRECISION_DTYPES, Coding
-from shardwise.stages import STAGES, Stage
-
-# Shape, dtype, whether it is trained, whether it gets a gradient, owner.
-ParamKey = tuple[tuple[int, ...], DtypeName, bool, bool, int | None]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What of a candidate decides the bytes of a unit."""
-
-    stage: Stage
-    num_shards: int
-    num_replicas: int
-    precision: str
-    layout: Literal["rows", "flat", "matrices"]
-    on_cpu: bool  # the transport is point to point, and so the device is the CPU
-    optimizer: str
-    rank: int
-    stays: bool  # where the slices rest elsewhere, a copy of them stays on the device
-    is_away: bool = False
-    coding: Coding | None = None  # how gathers are encoded
-
-
-def setting_of(candidate: Candidate, rank: int = 0) -> Setting:
-    """Take from a candidate what decides the bytes of a unit that rests on the device."""
-    return Setting(
-        STAGES[candidate.stage],
-        candidate.num_shards,
-        candidate.num_replicas,
-        candidate.precision,
-        candidate.layout,
-        candidate.transport == "point_to_point",
-        candidate.optimizer,
-        rank,
-        candidate.offload.params == "device",
-        coding=candidate.coding,
-    )
-
-
-@dataclass(frozen=True)
-class Reduce:
-    """What reducing a unit takes. ``grads`` are bytes of full gradients on the wire.
-
-    ``out`` are the buffers of the means; ``temporary`` are bytes that the sums allocate in between.
-    ``replicas`` has one all-reduce per buffer, ``means`` one all-gather per storage (stage 0).
-    """
-
-    message: Message
-    grads: int
-    out: int
-    temporary: int
-    replicas: tuple[Message, ...]
-    means: tuple[Message, ...]
+from shardwise.plan.step.reducing import Reduce, reduce_of
 
 
 @dataclass(frozen=True)
@@ -172,51 +110,18 @@ def _weigh_unit(unit: UnitFacts, owners: Sequence[int | None], setting: Setting)
     return _footprint(key, setting)
 
 
-class _Group(NamedTuple):
-    """The parameters of one storage: which of them are trained and updated, and their memory."""
-
-    memory: Memory
-    trained: tuple[bool, ...]
-    updated: tuple[bool, ...]
-    master_name: DtypeName
-    reduce: int
-
-
-def _groups(params: tuple[ParamKey, ...], setting: Setting) -> list[_Group]:
-    """Group parameters by dtypes, frozen ones apart, as `unit.materialize` does."""
-    row = PRECISIONS[setting.precision]
-    own = PRECISION_DTYPES.get(setting.precision) == (None, None, None)
-    wanted = (None, None) if own else (row.master, row.compute)
-    keys = ((dtype, "float" in dtype, trained) for _, dtype, trained, *_ in params)
-    groups = []
-    for ((master, compute), _), members in group_by_dtypes(params, keys, *wanted).items():
-        owners = [m[4] for m in members]
-        layout = build_layout(setting.layout, [m[0] for m in members], setting.num_shards, owners)
-        sizes = DTYPE_BYTES[master], DTYPE_BYTES[compute]
-        place = setting.is_away, setting.is_away and setting.stays
-        whose = setting.coding if "float" in compute else None, setting.rank
-        memory = Memory(layout, setting.stage, *sizes, master != compute, *place, *whose)
-        trained = tuple(m[2] for m in members)
-        updated = tuple(m[2] and m[3] for m in members)
-        reduce = DTYPE_BYTES[master if own else row.reduce]
-        groups.append(_Group(memory, trained, updated, master, reduce))
-    return groups
-
-
 @cache
 def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
-    groups = _groups(params, setting)
+    groups = groups_of(params, setting)
     exchanges = setting.stage.shards_state and setting.num_shards > 1
     memories = [g.memory for g in groups]
-    stale = [
-        g
-        for g in groups
-        if (exchanges or not g.memory.aliased) and (g.memory.frees or any(g.updated))
-    ]
+    stale = [g for g in groups if g.memory.frees or any(g.updated)]
+    stale = [g for g in stale if exchanges or not g.memory.aliased]
+    works = [coding_work(g.memory, setting.on_cpu, setting.is_away) for g in stale]
     trains = [g for g in groups if any(g.trained)]
     locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
     numels = [prod(shape) for _, shape in locals_]
-    grads = [n * g.memory.full_size for g in trains for n in _updated_numels(g)]
+    grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]
     table = OPTIMIZERS[setting.optimizer]
     sums_apart = any(g.memory.full_size != g.reduce for g in trains)
     keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
@@ -240,9 +145,9 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
         local_numel=sum(numels),
         written_grads=sum(grads),
         largest_grad=max(grads, default=0),
-        gather=_gather(stale, setting) if stale else None,
-        reduce=_reduce(trains, setting, False) if trains else None,
-        reduce_sums=_reduce(trains, setting, True) if trains else None,
+        gather=_gather(stale, works, setting) if stale else None,
+        reduce=reduce_of(trains, setting, False) if trains else None,
+        reduce_sums=reduce_of(trains, setting, True) if trains else None,
         sums_apart=sums_apart,
         keeps_buffer=setting.on_cpu and not setting.stage.frees_after_backward,
         keep_first=_casting(trains, True, setting.on_cpu) if sums_apart else (0, 0),
@@ -260,19 +165,10 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
             g.memory.own_numel * n for g, n in sizes if g.memory.copy_bytes and any(g.updated)
         ),
         fetch_staging=0 if keeps_compute_shard else max(map(_fetch_staging, away), default=0),
-        coding_bytes=max((_coded(g.memory, setting).working for g in stale), default=0),
-        is_mirrored=not any(_comes_and_goes(g.memory) for g in away),
+        coding_bytes=max((work.working for work in works), default=0),
+        is_mirrored=not any(g.memory.frees or g.memory.needs_gather or g.memory.wire for g in away),
         updated=tuple((n, g.master_name) for n, (g, _) in zip(numels, locals_, strict=True)),
     )
-
-
-def _comes_and_goes(memory: Memory) -> bool:
-    """Tell whether what is stepped on the device is not what stays there in full."""
-    return memory.frees or memory.needs_gather or memory.wire is not None
-
-
-def _coded(memory: Memory, setting: Setting) -> CodingWork:
-    return coding_work(memory, setting.on_cpu, setting.is_away)
 
 
 def _fetched(memory: Memory, size: int) -> int:
@@ -280,7 +176,7 @@ def _fetched(memory: Memory, size: int) -> int:
     return memory.own_numel * size if memory.wire is None else memory.wire.share_bytes
 
 
-def _fetch_staging(group: _Group) -> int:
+def _fetch_staging(group: Group) -> int:
     """Return what a fetch takes on the device to be cast there: one piece, and the next one."""
     memory = group.memory
     if not memory.casts or memory.wire is not None:
@@ -298,12 +194,7 @@ def _padding(memory: Memory) -> int:
     return -(-padding // layout.num_ranks) * memory.master_size
 
 
-def _updated_numels(group: _Group) -> list[int]:
-    params = group.memory.layout.params
-    return [p.numel for p, updated in zip(params, group.updated, strict=True) if updated]
-
-
-def _local_shapes(group: _Group, rank: int) -> list[tuple[int, ...]]:
+def _local_shapes(group: Group, rank: int) -> list[tuple[int, ...]]:
     """Return the shapes of a rank's slices of the parameters that the optimizer updates."""
     layout, sharded = group.memory.layout, group.memory.stage.shards_state
     return [
@@ -313,14 +204,14 @@ def _local_shapes(group: _Group, rank: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, int]:
+def _casting(groups: Sequence[Group], first: bool, on_cpu: bool) -> tuple[int, int]:
     """Return (bytes held more, at most meanwhile) when gradients join the window's sums.
 
     The first are cast one by one; later ones are added, for which the CPU casts a copy.
     """
     held = most = 0
     for group in groups:
-        for numel in _updated_numels(group):
+        for numel in group.updated_numels:
             cast = numel * group.reduce
             if first or on_cpu:
                 most = max(most, held + cast)
@@ -328,10 +219,9 @@ def _casting(groups: Sequence[_Group], first: bool, on_cpu: bool) -> tuple[int, 
     return held, most
 
 
-def _gather(groups: Sequence[_Group], setting: Setting) -> Message:
+def _gather(groups: Sequence[Group], works: Sequence[CodingWork], setting: Setting) -> Message:
     """Describe the gather of a unit: casts, copies, messages; encoding, where it is."""
     memories = [group.memory for group in groups]
-    works = [_coded(memory, setting) for memory in memories]
     casts = [m for m in memories if m.casts and not m.copy_bytes and m.wire is None]
     before = sum(m.own_numel * (m.master_size + m.full_size) for m in casts)
     before += sum(work.before for work in works)
@@ -341,57 +231,3 @@ def _gather(groups: Sequence[_Group], setting: Setting) -> Message:
     items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
     message = gather_message(items, setting.num_shards, setting.on_cpu)
     return merge([message, Message(before=before, after=after, staging=staging)])
-
-
-def _reduce(groups: Sequence[_Group], setting: Setting, local_sum: bool) -> Reduce:
-    """Describe the reduction of a unit's gradients, or of its sums over micro-batches."""
-    num_ranks, sharded = setting.num_shards, setting.stage.shards_state
-    messages, replicas, means = [], [], []
-    out = grads = temporary = 0
-    for group in groups:
-        layout, reduce = group.memory.layout, group.reduce
-        wire = reduce if local_sum else group.memory.full_size
-        out += group.memory.own_numel * reduce
-        trained = [index for index, trains in enumerate(group.trained) if trains]
-        grads += sum(layout.params[index].numel for index in trained) * wire
-        segments = [
-            (segment, [(layout.params[i].offset, layout.params[i].numel) for i in inside])
-            for segment, inside in layout.segments_of(trained)
-        ]
-        for segment, places in segments:
-            if num_ranks == 1:
-                moved = sum(n for _, n in places) * (wire + reduce)
-                messages.append(Message(after=moved))
-            elif setting.on_cpu:
-                messages.append(scattered_message(segment, places, num_ranks, wire, reduce))
-                if wire != reduce:
-                    numel = min(segment.share_numel(0), BLOCK_NUMEL)
-                    temporary = max(temporary, numel * reduce)
-            else:
-                messages.append(packed_message(segment, places, num_ranks, wire, reduce))
-        num_counts = len(trained) if num_ranks * setting.num_replicas > 1 else 0
-        if num_counts and num_ranks > 1:
-            behind = sharded and setting.num_replicas > 1  # the sums lie behind the means
-            counting = _counting(num_counts, reduce, setting)
-            more = 0 if behind else num_counts * reduce
-            messages.append(counting._replace(staging=counting.staging + more))
-        buffers = [layout.shard_numel(setting.rank) + num_counts]
-        if not sharded:
-            buffers = [*(s.bounds(0)[1] for s, _ in segments), num_counts]
-        if setting.num_replicas > 1:
-            replicas += [
-                replica_message(b, reduce, setting.num_replicas, setting.on_cpu) for b in buffers
-            ]
-        if not sharded and segments:
-            items = [(s, reduce, True) for s, _ in segments]
-            means.append(gather_message(items, num_ranks, setting.on_cpu))
-    return Reduce(merge(messages), grads, out, temporary, tuple(replicas), tuple(means))
-
-
-def _counting(num_counts: int, size: int, setting: Setting) -> Message:
-    """Describe what tells on how many ranks each parameter had a gradient; see `unit.sums`."""
-    num_ranks = setting.num_shards
-    segment = even_segment(num_counts * num_ranks, num_ranks)
-    describe = scattered_message if setting.on_cpu else packed_message
-    message = describe(segment, [(0, segment.numel)], num_ranks, size, size)
-    return message._replace(staging=message.staging + segment.numel * size)

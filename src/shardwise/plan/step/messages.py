@@ -150,19 +150,22 @@ def _message_to_owner(segment: Segment, num_ranks: int, wire: int, reduce: int) 
     return Message(numel * reduce, numel * reduce, 1, cast, cast and numel * (wire + reduce))
 
 
-def replica_message(numel: int, size: int, ranks: int, on_cpu: bool) -> Message:
+def replica_message(
+    numel: int, size: int, ranks: int, on_cpu: bool, encoded: Message | None = None
+) -> Message:
     """Describe `Comm.all_reduce` of one flat buffer over the replicate axis, rank 0 of it.
 
     It is the two others, one after the other, through a share beside the buffer, and through a
-    padded copy of it where shares must be even.
+    padded copy of it where shares must be even. ``encoded`` is the first of them, if it is encoded.
     """
     segment = even_segment(numel, ranks)
     share = segment.bounds(0)[1] * size
     padded = 0 if on_cpu or segment.shard_numel * ranks == numel else segment.shard_numel * ranks
     describe = scattered_message if on_cpu else packed_message
-    reduced = whole([describe(segment, [(0, padded or numel)], ranks, size, size)])
+    reduced = encoded or whole([describe(segment, [(0, padded or numel)], ranks, size, size)])
     gathered = gather_message([(segment, size, True)], ranks, on_cpu)
     return reduced._replace(
+        payload=(reduced.payload + gathered.payload) // 2 if encoded else reduced.payload,
         sent=reduced.sent + gathered.sent,
         num_messages=reduced.num_messages + gathered.num_messages,
         staging=reduced.staging + segment.shard_numel * size + padded * size,

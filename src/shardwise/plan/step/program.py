@@ -30,11 +30,11 @@ class Collective:
     """One collective along an axis: every rank of the group takes part, and waits for the last.
 
     ``payload_bytes`` is the whole: what each rank has after an all-gather, and before a
-    reduce-scatter. ``sent_bytes`` is what one rank sends, as the engine counts it;
+    reduce-scatter or an all-to-all. ``sent_bytes`` is what one rank sends, as the engine counts it;
     ``num_messages`` how many separate messages or segments it consists of.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     axis: AxisName
     payload_bytes: int
     sent_bytes: int
