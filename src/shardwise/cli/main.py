@@ -1,10 +1,12 @@
 """The commands of `shardwise`; each imports what it needs only when it runs."""
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.ckpt import app as ckpt_app
 
 _PASSED_ON = {
@@ -65,4 +67,6 @@ for _name, _where, _help in (
 
 def main() -> None:
     """Run the command line of this process."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *about: terminal.escaped(plain(*about))
     app()
