@@ -6,9 +6,11 @@ Reading order, which is also the import order (a file imports only from what sta
     errors, quantities        what is raised; how bytes are written
     names                     what units and lines of work are called
     spelling                  which known word an unknown one may have been
+    terminal                  the way to the terminal, which nothing commands
     progress                  how far long work is: a bar, or lines
     svg                       what all pictures are drawn with
     versions                  which versions of other libraries were tested
+    strict_json               JSON read strictly and within limits
     keys                      keys of files and flags, checked, with errors for people
     host                      what the host has: memory, cores
     device                    what differs between devices

@@ -1,12 +1,10 @@
 """How far long work is, in bytes or steps: a bar on a terminal, lines on stderr without one."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
@@ -19,6 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from shardwise import terminal
 from shardwise.quantities import format_bytes, format_duration
 
 INTERVAL_S = 30.0
@@ -77,8 +76,7 @@ class ProgressLines:
     def _write(self, ending: str) -> None:
         line = self._text(self._done, self._total, self._clock() - self._started_s)
         try:
-            sys.stderr.write(f"{line}{ending}\n")
-            sys.stderr.flush()
+            terminal.complain(f"{line}{ending}\n")
         except (OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
             self._shown = False
 
@@ -91,7 +89,7 @@ def _bar(
 
     ``task`` is what rich asks for.
     """
-    console = Console(stderr=True)
+    console = terminal.EscapingConsole(stderr=True)
     lines = ProgressLines(text, shown=shown and not console.is_terminal, clock=clock)
     hidden = not (shown and console.is_terminal)
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:

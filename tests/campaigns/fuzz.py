@@ -37,9 +37,9 @@ from shardwise.checkpoint.generators import read_generators, set_generators
 from shardwise.checkpoint.manifest import Manifest, optimizer_info, parse_manifest
 from shardwise.checkpoint.rank_index import RankIndex, check_index, parse_index
 from shardwise.checkpoint.sealed import seal
-from shardwise.checkpoint.strict_json import dumps, loads
 from shardwise.checkpoint.values import decode, encode
 from shardwise.errors import CheckpointError
+from shardwise.strict_json import dumps, loads
 
 MIB = 1 << 20
 OVER_BYTES = 64 * MIB

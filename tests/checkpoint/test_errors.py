@@ -11,7 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -341,29 +341,54 @@ def test_a_read_that_fails_is_told_to_all_and_the_model_runs_again_after_a_good_
         assert (f"rank {victim}: " in text) == (world_size > 1)
 
 
-def load_from_a_bad_sector(rank: int, world_size: int, folder: str) -> list[str]:
+class Refused(FaultyFiles):
+    """Files that this user may not open: those of step 2 whose name begins so."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(Files())
+        self._name = name
+
+    def open(self, path: Path) -> Any:
+        if path.parent.name == step_name(2) and path.name.startswith(self._name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return super().open(path)
+
+
+def load_what_cannot_be_read(rank: int, world_size: int, folder: str) -> list[str]:
     model, optimizer = build()
     for save, step in (("A", 1), ("B", 2)):
         stamp(model, optimizer, save)
         shardwise.save(folder, model, optimizer, step=step)
     at = 3 if world_size > 1 else 2  # after the manifest and the indexes
-    faults = [Fault(at, errno.EIO, "read")] if rank == world_size - 1 else []
-    request = Request(
-        FaultyFiles(Files(), *faults), engine_of(model).comm.control, model, optimizer
-    )
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        loaded = load_newest(request, Path(folder))
-    assert loaded is not None and loaded.step == 1
-    assert set(count(model, optimizer)) == {"A"}, (loaded, count(model, optimizer))
-    assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
-    return list(loaded.skipped)
+    last = f"rank{world_size - 1:05d}-0"
+    skipped = []
+    for files in (
+        FaultyFiles(Files(), *([Fault(at, errno.EIO, "read")] if rank == world_size - 1 else [])),
+        Refused(MANIFEST),
+        Refused(last),
+    ):
+        with Checkpoints(folder, model, optimizer, files=files) as checkpoints:
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                loaded = checkpoints.load()
+            assert loaded is not None and loaded.step == 1
+            assert set(count(model, optimizer)) == {"A"}, (loaded, count(model, optimizer))
+            assert [str(w.message) for w in warned if "passed over" in str(w.message)] or rank != 0
+            skipped += loaded.skipped
+    with Checkpoints(folder, model, optimizer, files=Refused("")) as checkpoints:
+        with pytest.warns(UserWarning, match="errno 13") if rank == 0 else nullcontext():
+            assert checkpoints.load() is not None
+        checkpoints.save(2, wait=True)  # the run comes to the step that it could not read
+    assert shardwise.load(folder, model, optimizer).step == 2
+    assert set(count(model, optimizer)) == {"A"}
+    return skipped
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_sector_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
+def test_a_file_that_cannot_be_read_is_damage_and_the_older_checkpoint_is_taken(
     tmp_path: Path, world_size: int
 ) -> None:
-    results = run_ranks(load_from_a_bad_sector, world_size, str(tmp_path))
-    assert all(skipped == results[0] for skipped in results) and len(results[0]) == 1
-    assert f"(errno {errno.EIO})" in results[0][0] and "step-00000002" in results[0][0]
+    results = run_ranks(load_what_cannot_be_read, world_size, str(tmp_path))
+    assert all(skipped == results[0] for skipped in results) and len(results[0]) == 3
+    for text, number in zip(results[0], (errno.EIO, errno.EACCES, errno.EACCES), strict=True):
+        assert f"(errno {number})" in text and "step-00000002" in text

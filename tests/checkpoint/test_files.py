@@ -143,6 +143,11 @@ def test_only_a_regular_file_is_opened_and_the_error_says_what_it_was(
                 getattr(FILES, call)(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         FILES.open(tmp_path / "missing")
+    os.link(tmp_path / "file", tmp_path / "lock")  # who holds a lock writes into it
+    if call == "lock":
+        with pytest.raises(CheckpointError, match="the same file has 2 names"):
+            FILES.lock(tmp_path / "lock")
+    assert get(tmp_path / "file") == b"data"
 
 
 def test_a_refused_open_leaves_no_descriptor_open(tmp_path: Path) -> None:

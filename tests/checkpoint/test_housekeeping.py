@@ -7,13 +7,16 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import shardwise
 from disk import Fault, FaultyFiles, Killed, SimulatedDisk
@@ -184,9 +187,16 @@ def test_a_leftover_that_cannot_be_removed_is_reported_as_kept() -> None:
 
 def keep_two(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int]]:
     model, optimizer = build()
-    seen = []
+    stamp(model, optimizer, "A")
+    shardwise.save(folder, model, optimizer, step=1)
+    model, optimizer = build()
+    loaded = shardwise.load(folder, model, optimizer)  # the run goes on from it, so it is the run's
+    seen = [1]
     with Checkpoints(folder, model, optimizer, keep_last=2, keep_every=5) as checkpoints:
-        for step in range(1, 9):
+        with warnings.catch_warnings(action="error"):
+            train_one_pass(model, optimizer)
+        assert checkpoints.run == loaded.run
+        for step in range(2, 9):
             stamp(model, optimizer, "ABCDEFGH"[step - 1])
             checkpoints.save(step, wait=True)
             seen.append(max(steps_in(Files(), Path(folder))))
@@ -194,11 +204,29 @@ def keep_two(rank: int, world_size: int, folder: str) -> tuple[list[int], list[i
     left = steps_in(Files(), Path(folder))
     assert shardwise.load(folder, model, optimizer).step == 8
     assert set(count(model, optimizer, "GH")) == {"H"}
+    shardwise.load(folder, model, optimizer, step=5)
+    warned = pytest.warns(UserWarning, match="from step 5") if rank == 0 else _nothing()
+    with Checkpoints(folder, model, optimizer), warned:
+        train_one_pass(model, optimizer)
+    with Checkpoints(folder, model, optimizer) as checkpoints:
+        shardwise.load(folder, model, optimizer)
+        with warnings.catch_warnings(action="error"):
+            train_one_pass(model, optimizer)
+        with pytest.raises(CheckpointError, match="exists already"):
+            checkpoints.save(8, wait=True)
+        assert checkpoints.run == loaded.run
     return seen, left
 
 
+def train_one_pass(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.zeros(1, 13)).sum().backward()
+    optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_run_keeps_its_last_two_and_every_fifth(tmp_path: Path, world_size: int) -> None:
+def test_a_run_keeps_its_last_two_and_every_fifth_of_what_it_saved_or_goes_on_from(
+    tmp_path: Path, world_size: int
+) -> None:
     for seen, left in run_ranks(keep_two, world_size, str(tmp_path)):
         assert seen == list(range(1, 9)) and left == [8, 7, 5]
 

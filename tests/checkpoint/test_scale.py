@@ -34,10 +34,10 @@ from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.sealed import MANIFEST, index_name, seal
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Table
-from shardwise.checkpoint.strict_json import dumps
 from shardwise.checkpoint.write import Part, write_checkpoint, write_rank
 from shardwise.layout import boxes
 from shardwise.layout.boxes import owners_of
+from shardwise.strict_json import dumps
 
 MANY = 10_000
 FILES = Files()

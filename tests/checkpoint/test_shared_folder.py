@@ -375,6 +375,7 @@ def start_anew(rank: int, world_size: int, folder: str) -> list[Any]:
     with Checkpoints(folder, model, optimizer) as old:
         old.save(10, wait=True)
     told: list[str] = []
+    model, optimizer = build()  # of another run
     stamp(model, optimizer, "B")
     with Checkpoints(folder, model, optimizer) as new:
         with warnings.catch_warnings(record=True) as caught:
@@ -569,10 +570,10 @@ def test_a_stale_handle_of_a_network_disk_leads_to_another_look(replaced: bool) 
     assert chosen is not None and not skipped
     step = 2 if replaced else 3
     assert (chosen.step, newest(disk, 1)) == (step, (step, "C"))
-    refused = FaultyFiles(disk, Fault(0, errno.EACCES, "open", lasting=True))
-    with pytest.raises(CheckpointError, match="errno 13") as caught:
-        choose(SoloControl(), refused, RUN, {})
-    assert type(caught.value) is CheckpointError  # may not be read, which says nothing of damage
+    silent = FaultyFiles(disk, Fault(0, errno.ETIMEDOUT, "open", lasting=True))
+    with pytest.raises(CheckpointError, match="errno 110") as caught:
+        choose(SoloControl(), silent, RUN, {})
+    assert type(caught.value) is CheckpointError  # says nothing of this checkpoint, nor of others
 
 
 @pytest.mark.parametrize("removed", ["-0.safetensors", ".json"])

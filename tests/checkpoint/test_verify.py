@@ -22,11 +22,11 @@ from shardwise.checkpoint.files import Files, Reader
 from shardwise.checkpoint.folder import check_quickly
 from shardwise.checkpoint.manifest import Manifest, TensorRow
 from shardwise.checkpoint.sealed import MANIFEST, file_name, index_name, seal, unseal
-from shardwise.checkpoint.strict_json import dumps
 from shardwise.checkpoint.verify import Verified, verify
 from shardwise.checkpoint.write import Part, write_checkpoint
 from shardwise.comm.control import SoloControl
 from shardwise.errors import CheckpointError
+from shardwise.strict_json import dumps
 from tables import disk_with
 
 FILES = Files()

@@ -138,7 +138,8 @@ def test_a_file_that_agrees_is_no_contradiction(tmp_path: Path) -> None:
 
 def test_what_the_deepspeed_file_does_not_say_is_the_yamls_to_say(tmp_path: Path) -> None:
     from shardwise.interop.deepspeed.train_keys import read_train_keys
-    from shardwise.train.config import load_config, read_keys
+    from shardwise.keys import read_keys
+    from shardwise.train.config import load_config
 
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "bf16": None}
     file = write(tmp_path, "ds.json", content)

@@ -27,6 +27,7 @@ from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.state import Item, Table
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import naming
+from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, StateError
 
@@ -61,7 +62,7 @@ class Checkpoints:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: expected 1 or more, or None")
-        self.folder = Path(folder).absolute()  # the process may change its directory
+        self.folder = Path(os.path.abspath(folder))  # the process may change its directory
         self._files = files or Files()
         self._model, self._optimizer = model, optimizer
         self._keep = (keep_last, keep_every)
@@ -73,7 +74,8 @@ class Checkpoints:
         self._lock: Lock | None = None
         self._open = True
         self._passed_over: set[int] = set()  # on rank 0: damaged steps that may be replaced
-        self._unread: int | None = None  # on rank 0: the newest step of an earlier run, not loaded
+        self._unread: int | None = None  # on rank 0: a step of an earlier run, above the origin
+        self._origin: Origin | None = None  # that was looked at
         self._news: list[str] = []  # on rank 0: what `finish` warns of
         self.leftovers = Leftovers((), ())
         self.run = new_run(self._control)
@@ -94,6 +96,7 @@ class Checkpoints:
             self._lock = take_lock(self._files, self.folder, self.run)
             self.leftovers = clean_up(self._files, self.folder)
             self._unread = next(iter(steps_in(self._files, self.folder)), None)
+        self._go_on(entered=True)
 
     def _leave_folder(self) -> None:
         self._open = False
@@ -151,6 +154,7 @@ class Checkpoints:
         started_s = time.perf_counter()
 
         def staged(table: Table) -> Table:
+            self._go_on()
             self._refuse_older(step)
             return self._staged(table)
 
@@ -202,9 +206,7 @@ class Checkpoints:
             else:
                 loaded = load_newest(request, self.folder)
         self._unread = None
-        if loaded is not None:
-            self.run = loaded.run
-            on_all_ranks(self._control, lambda: self._note_passed_over(loaded))
+        on_all_ranks(self._control, self._go_on)
         return loaded
 
     def check_when_asked(self) -> None:
@@ -242,6 +244,8 @@ class Checkpoints:
         for text in news:
             warnings.warn(text, stacklevel=2)
         saving.raise_once()
+        path = self.folder / step_name(saving.step)
+        self._origin = self._engine.origin = Origin(path, saving.step, self.run, is_saved=True)
 
     def close(self) -> None:
         """Finish the save in flight and let go of the folder."""
@@ -334,18 +338,33 @@ class Checkpoints:
                 )
 
     def _warn_of_unread(self) -> None:
+        if self._unread is not None:
+            with suppress(OSError):  # `shardwise.load()` may have been called since
+                self._go_on()
         unread, self._unread = self._unread, None
         if unread is not None:
+            begins = "without load()" if self._origin is None else f"from step {self._origin.step}"
             warnings.warn(
                 f"{self.folder} holds checkpoints of an earlier run (newest: step {unread}) and "
-                "training begins without load(). The next load takes the highest step, so saves "
+                f"training begins {begins}. The next load takes the highest step, so saves "
                 f"below step {unread} will be refused. Call load() to go on from there, choose "
                 "another folder, or move them away first",
                 stacklevel=2,
             )
 
-    def _note_passed_over(self, loaded: Loaded) -> None:
-        """Note which steps were passed over: the run comes upon them, and may replace them."""
+    def _go_on(self, *, entered: bool = False) -> None:
+        """Take up the run of the checkpoint that the model comes from, if that lies here.
+
+        One that was saved by hand counts only as the folder is ``entered``. Steps that the load
+        passed over may be replaced: the run comes upon them.
+        """
+        origin = self._engine.origin
+        if origin is None or origin == self._origin or (origin.is_saved and not entered):
+            return
+        if origin.step is None or origin.path != self.folder / step_name(origin.step):
+            return
+        self._origin, self.run = origin, origin.run
         if self._control.rank == 0:
-            steps = steps_in(self._files, self.folder) if loaded.skipped else []
-            self._passed_over = {s for s in steps if loaded.step is not None and s > loaded.step}
+            above = [s for s in steps_in(self._files, self.folder) if s > origin.step]
+            self._passed_over = set(above) if origin.has_skipped else set()
+            self._unread = None if origin.has_skipped else next(iter(above), None)

@@ -87,7 +87,7 @@ class ChunkReader:
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{error} (tensor '{first.key}')") from error
         except OSError as error:
-            # A sector that cannot be read is damage: an older checkpoint may be whole.
+            # A file that cannot be read counts as damage: an older one may be readable.
             kind = DamagedCheckpoint if is_unreadable(error) else CheckpointError
             raise kind(
                 f"{self._folder / first.name}: tensor '{first.key}': {error.strerror} "

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.strict_json import loads
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.strict_json import loads
 
 if TYPE_CHECKING:
     import torch

@@ -34,8 +34,9 @@ from shardwise.errors import CheckpointError, DamagedCheckpoint
 
 _CALL_BYTES = 64 << 20  # at most this much in one system call, so that a kill is soon answered
 _CALL_BUFFERS = 1024  # IOV_MAX of Linux and macOS
-# What a disk says of bytes that it has lost.
-_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+# What a disk says of bytes that it has lost, and of files that this user may not read.
+_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+_UNREADABLE = (*_LOST, errno.EACCES, errno.EPERM)
 _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -234,6 +235,9 @@ class Files:
         """Lock a file, made if missing; None if somebody else holds it.
 
         ``shared`` locks do not keep each other out: to see whether anybody holds the other kind.
+
+        **Raises** CheckpointError if the file has other names (hard links): what its holder writes
+        into it would replace what they say.
         """
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         while True:
@@ -242,6 +246,7 @@ class Files:
                 with _named(path):
                     fcntl.flock(fd, kind | fcntl.LOCK_NB)
                 if _is_file_of(path, fd):
+                    _check_has_one_name(path, fd)
                     break
                 os.close(fd)  # whoever held it has removed it: there is another one by now, or none
             except BlockingIOError:
@@ -256,7 +261,10 @@ class Files:
 
 
 def is_unreadable(error: OSError) -> bool:
-    """Tell whether an error means that stored bytes are lost, and not that reading is refused."""
+    """Tell whether an error is of this checkpoint alone, so that an older one may be readable.
+
+    Stored bytes are lost, or this user may not read them. A server that is gone has none to read.
+    """
     return error.errno in _UNREADABLE
 
 
@@ -284,6 +292,14 @@ def _is_file_of(path: Path, fd: int) -> bool:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
         return False
+
+
+def _check_has_one_name(path: Path, fd: int) -> None:
+    if (num_names := os.fstat(fd).st_nlink) > 1:
+        raise CheckpointError(
+            f"{path} should be a lock file of its own, but the same file has {num_names} names "
+            "(hard links), and what a lock says would be written over it; remove this name"
+        )
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:

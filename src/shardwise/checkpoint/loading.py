@@ -41,6 +41,7 @@ from shardwise.checkpoint.restore import (
 from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import module_states
 from shardwise.comm.control import Control
+from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Joined, Model, Optimizer
 from shardwise.errors import CheckpointError, DamagedCheckpoint
 
@@ -169,10 +170,8 @@ def _warn(request: Request, loaded: Loaded) -> None:
 
 def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, ...]) -> Loaded:
     """Load one checkpoint whose manifest all ranks have. See Note [Damage while loading]."""
-    control = request.control
+    control, host = request.control, host_of(request.model)
     optimizer = None if request.optimizer is None else Joined(request.optimizer)
-    host = host_of(request.model)
-    same_ranks = manifest.num_ranks == host.num_ranks
     # A rank that did not save goes on with the own state of one that did.
     checkpoint = Checkpoint(request.files, path, manifest, host.rank % manifest.num_ranks)
     found: list[_Plan] = []
@@ -211,11 +210,13 @@ def _load(request: Request, path: Path, manifest: Manifest, skipped: tuple[str, 
         apply_optimizer(optimizer, plan.groups, plan.states)
     for place, _ in plan.matched.places:
         place.held.grad = None
+    same_ranks = manifest.num_ranks == host.num_ranks
     try:
         on_all_ranks(control, lambda: _apply_values(request, host, values, same_ranks))
     except CheckpointError as error:
         host.stop(f"a load of {path} did not come to its end: {error}")
         raise
+    host.note_origin(Origin(path, manifest.step, manifest.run, bool(skipped)))
     return Loaded(
         path,
         manifest.step,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import clean_name, param_names, persistent_buffers
 from shardwise.comm.control import Control, SoloControl, exchange_any
+from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from shardwise.layout.boxes import Region, full_region
@@ -120,6 +121,9 @@ class Host:
     def stop(self, why: str) -> None:
         """Let nothing run until a load succeeds."""
 
+    def note_origin(self, origin: Origin) -> None:
+        """Note the checkpoint that was loaded."""
+
 
 def host_of(model: Model) -> Host:
     """Return the host. **Raises** ConfigError when the model is sharded by somebody else."""
@@ -174,6 +178,9 @@ class _Sharded(Host):
 
     def stop(self, why: str) -> None:
         self._engine.refuse(why)
+
+    def note_origin(self, origin: Origin) -> None:
+        self._engine.origin = origin
 
 
 def _places_of(param: ShardedParam) -> list[Place]:

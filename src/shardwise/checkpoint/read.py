@@ -35,8 +35,8 @@ _VALUES = ("extra", "modules", "generators")
 def read_small(files: Files, path: Path) -> bytes:
     """Return the bytes of a manifest or an index.
 
-    **Raises** DamagedCheckpoint if it is missing, no regular file, or the disk has lost it; OSError
-    where reading is refused.
+    **Raises** DamagedCheckpoint if it is missing, no regular file, lost by the disk or not for this
+    user to read; OSError where the disk does not answer.
     """
     try:
         with files.open(path) as reader:

@@ -22,6 +22,7 @@ from shardwise.checkpoint.sealed import MANIFEST
 from shardwise.checkpoint.state import Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming
+from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError
 
@@ -54,16 +55,17 @@ def save(
     **Raises** CheckpointError on all ranks, with the rank, the file and the reason; nothing is left
     of the attempt then, and training may go on.
     """
-    files, target = Files(), Path(path).absolute()
+    files, target = Files(), Path(os.path.abspath(path))
     if step is not None:
         target = target / step_name(checked_step(step))
     parts = Parts(model)
     control = parts.everyone
     with naming(f"the save of {target}"), parts.comm.tracer.span("save"):
         table = collect_on_all_ranks(model, optimizer, extra)
-        manifest, part = assemble(control, table, new_run(control), step)
-        nonce = os.urandom(NONCE_BYTES)
+        run, nonce = new_run(control), os.urandom(NONCE_BYTES)
+        manifest, part = assemble(control, table, run, step)
         written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+    parts.origin = Origin(target, step, run, is_saved=True)
     if control.rank == 0:
         _warn(files, written, step)
     return written
@@ -122,7 +124,7 @@ def load(
     not fit; DamagedCheckpoint, naming file and tensor, when its bytes are not those that were saved
     (the model then refuses to run until a load succeeds).
     """
-    files, folder = Files(), Path(path).absolute()
+    files, folder = Files(), Path(os.path.abspath(path))
     for each in modules_of(model):
         _check_model(each)
     control = host_of(model).control

@@ -10,8 +10,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from shardwise.checkpoint.digest import digest_of
-from shardwise.checkpoint.strict_json import check_containers, dumps, loads
 from shardwise.errors import CheckpointError, DamagedCheckpoint
+from shardwise.strict_json import check_containers, dumps, loads
 
 FORMAT, PIECES_FORMAT = 1, 2  # what only the second has: Note [Pieces and meshes] in `manifest`
 MANIFEST = "manifest.json"

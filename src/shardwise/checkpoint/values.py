@@ -21,8 +21,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.leaves import LEAF_READERS, is_plain, read_text, write_leaf
-from shardwise.checkpoint.strict_json import MAX_DEPTH, dumps, loads
 from shardwise.errors import CheckpointError
+from shardwise.strict_json import MAX_DEPTH, dumps, loads
 
 __all__ = ["decode", "dumps", "encode", "loads"]
 

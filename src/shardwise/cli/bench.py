@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.flags import call_command
 from shardwise.cli.train import read_place
 from shardwise.errors import ConfigError, ShardwiseError
@@ -82,7 +82,7 @@ def _bench(asked: _Asked, arguments: Sequence[str]) -> int:
         return INTERRUPTED
     except ShardwiseError as error:
         if place is None or place.rank == 0:
-            sys.stderr.write(f"shardwise bench: {error}\n")
+            terminal.complain(f"shardwise bench: {error}\n")
         return _BAD_CONFIG if isinstance(error, ConfigError) else _FAILED
     return 0
 
@@ -111,20 +111,19 @@ def _measure(asked: _Asked, place: RankPlace) -> None:
     if place.rank:
         return
     if asked.as_json:
-        sys.stdout.write(json.dumps(to_json(found), indent=1) + "\n")
+        terminal.say(json.dumps(to_json(found), indent=1) + "\n")
     else:
         _show(found)
     if asked.calibrate:
         write_calibration(found, asked.output)
         if not asked.as_json:
-            sys.stdout.write(
-                f"wrote {asked.output}: `shardwise plan --calibration {asked.output}`\n"
-            )
+            terminal.say(f"wrote {asked.output}: `shardwise plan --calibration {asked.output}`\n")
 
 
 def _show(found: Calibration) -> None:
-    from shardwise.cli.tables import make_table, open_console
+    from shardwise.cli.tables import make_table
     from shardwise.quantities import format_bytes
+    from shardwise.terminal import open_console
 
     def size(value: float, unit: str) -> str:
         return format_bytes(value) if unit == "bytes" else f"{value:.3g} FLOP"

@@ -5,7 +5,6 @@ Exit codes: 0 all is well; 1 damage was found, or it failed; 2 it was asked for 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise import terminal
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def inspect(
 
             print_json(facts)
         else:
-            from shardwise.cli.tables import open_console, show_checkpoint, show_run
+            from shardwise.cli.tables import show_checkpoint, show_run
+            from shardwise.terminal import open_console
 
             (show_run if is_run else show_checkpoint)(open_console(), facts)
         if not is_run and facts["damage"]:
@@ -85,8 +86,9 @@ def verify(path: _Path, as_json: _Json = False) -> None:
 
         from shardwise.checkpoint.files import Files
         from shardwise.cli.facts import bytes_to_read, checkpoints_at
-        from shardwise.cli.tables import open_console, show_verified
+        from shardwise.cli.tables import show_verified
         from shardwise.progress import byte_bar
+        from shardwise.terminal import open_console
 
         files, console = Files(), open_console()
         paths = checkpoints_at(files, path)
@@ -284,7 +286,7 @@ def _open(path: Path, step: int | None) -> Checkpoint:
                     break  # the run goes on and has removed it: there may be a newer one
                 if not is_run or not isinstance(error, CheckpointError):
                     raise
-                sys.stderr.write(f"passed over: {_shown(error)}\n")
+                terminal.complain(f"passed over: {error}\n")
         else:
             raise CheckpointError(f"{path}: there is no checkpoint in it that can be used")
     raise CheckpointError(vanishing(path))
@@ -348,15 +350,15 @@ def _told(command: str) -> Iterator[None]:
     except (typer.Exit, typer.Abort):  # these are RuntimeErrors too
         raise
     except (ShardwiseError, OSError, MemoryError, RuntimeError) as error:
-        said = _shown(error)
+        said = str(error)
         if isinstance(error, MemoryError):
             said = f"the memory of this machine is not enough: {said}".removesuffix(": ")
-        sys.stderr.write(f"shardwise ckpt {command}: {said}\n")
+        terminal.complain(f"shardwise ckpt {command}: {said}\n")
         raise typer.Exit(_WRONG if isinstance(error, ConfigError) else _FAILED) from None
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{_shown(text)}\n")
+    terminal.say(f"{text}\n")
 
 
 def _say_written(path: Path, num_tensors: int, num_bytes: int) -> None:
@@ -364,9 +366,3 @@ def _say_written(path: Path, num_tensors: int, num_bytes: int) -> None:
 
     tensors = f"{num_tensors:,} tensor{'s' if num_tensors != 1 else ''}"
     _say(f"wrote {path}: {tensors}, {format_bytes(num_bytes)}")
-
-
-def _shown(text: Any) -> str:
-    from shardwise.cli.tables import printable
-
-    return printable(text)

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from shardwise.interop.deepspeed.report import Report
-
-_WIDTH = 120
 
 
 class Form(StrEnum):
@@ -58,7 +55,7 @@ def run_command(arguments: Sequence[str]) -> int:
         text, report = _convert(file, to, ranks)
         _write(text, output)
         if as_json:
-            sys.stderr.write(json.dumps(report.as_json(), indent=2) + "\n")
+            terminal.complain(json.dumps(report.as_json(), indent=2) + "\n")
         else:
             show_report(report, to_stderr=True)
         return 0
@@ -148,7 +145,7 @@ def _read(file: Path, form: Form, ranks: int | None) -> tuple[dict[str, Any], Re
 
         return read_accelerate_keys(file, ranks)
     from shardwise.interop.deepspeed.report import Report
-    from shardwise.train.config import read_keys
+    from shardwise.keys import read_keys
 
     keys = read_keys(file)
     return (keys if ranks is None else {**keys, "ranks": ranks}), Report(str(file), ())
@@ -165,7 +162,7 @@ def _check(keys: dict[str, Any], file: Path) -> Any:
 
 def _write(text: str, output: Path | None) -> None:
     if output is None:
-        sys.stdout.write(text)
+        terminal.say(text)
         return
     try:
         with output.open("x", encoding="utf-8") as stream:
@@ -176,20 +173,11 @@ def _write(text: str, output: Path | None) -> None:
 
 def show_report(report: Report, to_stderr: bool = False) -> None:
     """Print what became of each key of a file, as tables."""
-    from rich.console import Console
-
-    stream = sys.stderr if to_stderr else sys.stdout
-    console = Console(file=stream, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=stream, highlight=False, width=_WIDTH)
-    _print(console, report)
-
-
-def _print(console: Console, report: Report) -> None:
     from rich.text import Text
 
     from shardwise.cli.tables import make_table, printable
 
+    console = terminal.open_console(sys.stderr if to_stderr else None)
     console.print(Text(printable(report.source), "bold"))
     for title, rows in report.sections():
         table = make_table("~key", "~value", "~what it is here", title=title)

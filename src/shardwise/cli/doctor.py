@@ -69,7 +69,8 @@ def _is_judged(diagnosis: Diagnosis) -> bool:
 def _show(run: RunRecord, diagnosis: Diagnosis) -> None:
     from rich.text import Text
 
-    from shardwise.cli.tables import open_console, printable
+    from shardwise.cli.tables import printable
+    from shardwise.terminal import open_console
 
     console = open_console()
     facts, steps = run.facts, run.steps[-1].step if run.steps else 0

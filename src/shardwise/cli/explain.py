@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError
 from shardwise.spelling import did_you_mean
@@ -39,7 +39,7 @@ def _explain(code: str | None, markdown: bool) -> int:
     from shardwise.monitor.lessons import LESSONS, page
 
     if markdown:
-        sys.stdout.write(page())
+        terminal.say(page())
         return 0
     if code is not None:
         given, code = code, f"SW{int(code):03d}" if code.isdecimal() else code.upper()
@@ -48,7 +48,8 @@ def _explain(code: str | None, markdown: bool) -> int:
                 f"{given!r} is not the code of a finding{did_you_mean(code, LESSONS)}; "
                 "`shardwise explain` lists them"
             )
-    from shardwise.cli.tables import make_table, open_console
+    from shardwise.cli.tables import make_table
+    from shardwise.terminal import open_console
 
     console = open_console()
     if code is not None:

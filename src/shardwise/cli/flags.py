@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
 
+from shardwise import terminal
 from shardwise.errors import ConfigError
 from shardwise.keys import flag_of
 
@@ -107,13 +107,13 @@ def call_command(command: Callable[..., int], arguments: Sequence[str], name: st
     try:
         return int(_program(command)(list(arguments), prog_name=name, standalone_mode=False) or 0)
     except ConfigError as error:
-        sys.stderr.write(f"{name}: {error}\n")
+        terminal.complain(f"{name}: {error}\n")
         return _BAD_CONFIG
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
     """Print facts for programs."""
-    sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+    terminal.say(json.dumps(facts, indent=2) + "\n")
 
 
 def _signature(keys: type[BaseModel], parameters: list[inspect.Parameter]) -> inspect.Signature:

@@ -1,11 +1,13 @@
 """The commands of `shardwise`; each imports what it needs only when it runs."""
 
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.ckpt import app as ckpt_app
 
 _PASSED_ON = {
@@ -83,4 +85,6 @@ for _name, _where, _help in (
 
 def main() -> None:
     """Run the command line of this process."""
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *about: terminal.escaped(plain(*about))
     app()

@@ -84,7 +84,7 @@ def _account(model: str | None, request: PlanRequest) -> int:
     if request.json_:
         print_json(accounting_json(found))
     else:
-        from shardwise.cli.tables import open_console
+        from shardwise.terminal import open_console
 
         show_accounting(open_console(), found)
     return 0
@@ -114,7 +114,7 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
         print_json(plan_facts(made))
     else:
         from shardwise.cli.plan_tables import plan_view
-        from shardwise.cli.tables import open_console
+        from shardwise.terminal import open_console
 
         open_console().print(plan_view(made))
     return _NOTHING_FITS if made.verdict == "will not fit" else 0
@@ -170,7 +170,7 @@ def _show_search(result: SearchResult, request: PlanRequest) -> None:
         print_json(search_facts(result))
     else:
         from shardwise.cli.plan_tables import search_view
-        from shardwise.cli.tables import open_console
+        from shardwise.terminal import open_console
 
         open_console().print(search_view(result))
 
@@ -192,7 +192,7 @@ def _write_page(path: Path, body: str, title: str) -> None:
 
 def _list_names() -> int:
     from shardwise.cli.plan_tables import names_view
-    from shardwise.cli.tables import open_console
+    from shardwise.terminal import open_console
 
     open_console().print(names_view())
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.flags import call_command
 from shardwise.errors import ConfigError, ShardwiseError
 
@@ -85,7 +85,7 @@ def _write(flag: str, path: Path, text: str) -> None:
 
     write_file(flag, path, text)
     opens = ": open it in Perfetto (ui.perfetto.dev)" if flag == "trace" else ""
-    sys.stdout.write(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
+    terminal.say(f"wrote {path}, {format_bytes(path.stat().st_size)}{opens}\n")
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

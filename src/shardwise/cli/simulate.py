@@ -156,7 +156,7 @@ def _show(
         print_json(facts)
         return
     from shardwise.cli.plan_tables import goodput_view, scaling_view, simulation_view
-    from shardwise.cli.tables import open_console
+    from shardwise.terminal import open_console
 
     console = open_console()
     console.print(simulation_view(made))

@@ -20,14 +20,7 @@ from shardwise.quantities import format_bytes, format_count
 if TYPE_CHECKING:
     from shardwise.checkpoint.verify import Verified
 
-_PIPE_WIDTH = 160
 _SHOWN = 3
-
-
-def open_console() -> Console:
-    """Return stdout: as wide as the terminal, or wide enough for tables where it is none."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def printable(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.flags import call_command
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def run_command(arguments: Sequence[str]) -> int:
 
         live = LiveRun(run)
         if as_json:
-            sys.stdout.write(json.dumps(live.look().to_json()) + "\n")
+            terminal.say(json.dumps(live.look().to_json()) + "\n")
         elif once:
-            from shardwise.cli.tables import open_console
+            from shardwise.terminal import open_console
 
             console = open_console()
             console.print(view(live.look(), console.width))
@@ -60,7 +60,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def _watch(live: LiveRun, every: float) -> int:
     from rich.live import Live
 
-    from shardwise.cli.tables import open_console
+    from shardwise.terminal import open_console
 
     console = open_console()
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as shown:

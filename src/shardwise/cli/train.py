@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise import terminal
 from shardwise.cli.convert import show_report
 from shardwise.cli.flags import run_with_flags
 from shardwise.errors import CheckpointError, ConfigError, ReplicaError, ShardwiseError
-from shardwise.keys import flag_of
+from shardwise.keys import flag_of, read_keys, shown
 from shardwise.train.checks import resolve_batch
-from shardwise.train.config import TrainConfig, load_config, read_keys
+from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.launch import INTERRUPTED, RankPlace, StopRequest, launch_local_ranks
 
 if TYPE_CHECKING:
     from shardwise.interop.deepspeed.report import Report
 
 _BAD_CONFIG, _FAILED = 2, 1
+_MOST_RANKS = 10**8
 
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run `shardwise train` with its arguments; return the exit code."""
-    place = read_place(os.environ)
+    try:
+        place = read_place(os.environ)
+    except ConfigError as error:
+        terminal.complain(f"shardwise train: {error}\n")
+        return _BAD_CONFIG
     # A rank listens before it imports torch: see Note [Ending on a signal].
     has_launcher = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, or our own
     stop = StopRequest.installed(has_launcher) if place is not None else None
@@ -58,13 +63,19 @@ def read_place(environment: Mapping[str, str]) -> RankPlace | None:
     """Return the rank that torchrun (or our own launcher) made of this process, or None."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    return RankPlace(
-        rank,
-        world_size,
-        int(environment.get("LOCAL_RANK", rank)),
-        int(environment.get("LOCAL_WORLD_SIZE", world_size)),
-    )
+
+    def read(name: str, default: int, most: int) -> int:
+        text = environment.get(name, str(default))
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) <= most):
+            raise ConfigError(
+                f"{name}: expected a whole number up to {most}, got {shown(text)}; torchrun sets it"
+            )
+        return int(text)
+
+    world_size = read("WORLD_SIZE", 1, _MOST_RANKS)
+    rank = read("RANK", 0, world_size - 1)
+    local_size = read("LOCAL_WORLD_SIZE", world_size, world_size)
+    return RankPlace(rank, world_size, read("LOCAL_RANK", rank, local_size - 1), local_size)
 
 
 def _train(
@@ -91,19 +102,19 @@ def _train(
             show_report(report)
         return _start(config, num_ranks, place, stop, arguments)
     except KeyboardInterrupt:
-        sys.stdout.write("stopped before the first step, as asked\n")
+        terminal.say("stopped before the first step, as asked\n")
         return INTERRUPTED
     except ConfigError as error:
         if is_first:
-            sys.stderr.write(f"shardwise train: {error}\n")
+            terminal.complain(f"shardwise train: {error}\n")
         return _BAD_CONFIG
     except ShardwiseError as error:
         if _is_same_on_all_ranks(error):
             if is_first:
-                sys.stderr.write(f"shardwise train: {error}\n")
+                terminal.complain(f"shardwise train: {error}\n")
             return _FAILED
         where = f"rank {place.rank}: " if place is not None else ""
-        sys.stderr.write(f"shardwise train: {where}{error}\n")
+        terminal.complain(f"shardwise train: {where}{error}\n")
         return _FAILED
 
 
@@ -163,8 +174,7 @@ def _run_rank(config: TrainConfig, place: RankPlace, stop: StopRequest) -> int:
 
     def say(line: str) -> None:
         if place.rank == 0:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
+            terminal.say(line + "\n")
 
     result = train(check_run(config, place.world_size), place, stop, say)
     if not result.stopped:

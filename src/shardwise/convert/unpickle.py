@@ -15,8 +15,10 @@ by identity: the hash of nested tuples can take for ever. Numbers and tuples can
 one hash, so only a few of one hash may come. A memo index of four bytes allocates nothing. What is
 called copies its arguments, which two bytes can name again: all that is handed over is counted,
 and limited by the size of the pickle. So is the memory of what one byte can make, an empty list or
-set: what it takes, more or less, is charged before it is made, against 40 times the pickle and 16
-MiB; what torch writes is charged with 22 times its size. What is left is that a small pickle can
+set: what it takes, more or less, is charged before it is made, against 16 MiB and 32 times the
+bytes read so far; what torch writes is charged with 8 to 22 times its size. So
+are opcodes, against a million and three for four bytes; torch writes two at most. A hostile pickle
+costs no more than a checkpoint's of its size. What is left is that a small pickle can
 describe a tree in which one branch stands in a million places: who walks the tree counts his steps,
 and nobody prints it.
 """
@@ -35,7 +37,8 @@ _MAX_KEY_PARTS = 256
 _MAX_COLLISIONS = 1000
 _UNIQUE = (1 << 61) - 1  # Python's hash of numbers below this has no collisions
 _FREE_BYTES, _FREE_TIMES = 1 << 20, 8  # what may be copied: bytes, and times the pickle's size
-_FREE_MADE, _MADE_TIMES = 16 << 20, 40  # what may be made: bytes of memory, and times that size
+_FREE_MADE, _MADE_TIMES = 16 << 20, 32  # what may be made: bytes of memory, times what was read
+_FREE_CODES, _CODES_SHARE = 1_000_000, 0.75  # opcodes, and their share of what was read
 # Bytes of memory, about, of what an opcode makes, and of one more key or member.
 _MADE_BYTES: Mapping[int, int] = {
     **dict.fromkeys(b"(NJKMha\x88\x89)", 8),
@@ -128,7 +131,7 @@ class _Machine:
         self._memo: list[Any] = []  # torch's writers number it from 0 on
         self._sparse_memo: dict[int, Any] = {}
         self._left = _FREE_BYTES + _FREE_TIMES * len(data)
-        self._memory_left = _FREE_MADE + _MADE_TIMES * len(data)
+        self._made_bytes = self._num_codes = 0
         self._hashes: set[tuple[int, int]] = set()
         self._num_collisions = 0
 
@@ -146,17 +149,19 @@ class _Machine:
                     f"{self._where}: pickle opcode {bytes([code])!r} at byte {self.at - 1}, which "
                     "no checkpoint needs: the file is damaged or hostile"
                 )
+            self._num_codes += 1
             self.charge(_MADE_BYTES.get(code, 0))
             _CODES[code](self)
 
     def charge(self, num_bytes: int) -> None:
-        """Count memory that is about to be taken. **Raises** CheckpointError beyond the limit."""
-        self._memory_left -= num_bytes
-        if self._memory_left < 0:
+        """Count memory that is about to be taken. **Raises** CheckpointError beyond a limit."""
+        self._made_bytes += num_bytes
+        is_large = self._made_bytes > _FREE_MADE + _MADE_TIMES * self.at
+        if is_large or self._num_codes > _FREE_CODES + _CODES_SHARE * self.at:
             raise CheckpointError(
-                f"{self._where}: a pickle of {len(self._data)} bytes describes objects that take "
-                f"more than {_MADE_TIMES} times its size, as no checkpoint does: the file is "
-                "damaged or hostile"
+                f"{self._where}: the first {self.at} bytes of a pickle describe {self._num_codes} "
+                f"values that take more than {self._made_bytes} bytes, as no checkpoint's do: the "
+                "file is damaged or hostile; large state belongs into tensors"
             )
 
     # -- bytes and stack

@@ -5,6 +5,8 @@ Each begins and ends in a context or by a call here; everybody else only asks.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.errors import StateError
@@ -27,6 +29,20 @@ class Alone:
         """Refuse a backward pass where it would be wrong. **Raises** StateError."""
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a model was last loaded from, or last saved as (``is_saved``).
+
+    ``has_skipped``: newer ones in its folder were passed over as damaged.
+    """
+
+    path: Path
+    step: int | None
+    run: str
+    has_skipped: bool = False
+    is_saved: bool = False
+
+
 class Conditions:
     """The conditions of one model."""
 
@@ -36,6 +52,7 @@ class Conditions:
         self._unusable: str | None = None
         self._half_loaded: set[str] = set()
         self.num_loads = 0  # begun, on all ranks alike
+        self.origin: Origin | None = None  # on all ranks alike
         self._checks: list[Callable[[], None]] = []
         self.steppers: list[Callable[[list[Any]], None]] = []  # take units whose means are final
         self.rounds = Alone()

@@ -15,6 +15,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control
 from shardwise.engine.adoption import state_to_save
 from shardwise.engine.api import engine_of
+from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, ShardError, StateError
 from shardwise.offload.disk import Disk
@@ -149,6 +150,16 @@ class Parts:
         """End a load that went well; return a name that an earlier one has left half loaded."""
         left = [engine.conditions.end_load(names) for engine in self.engines]
         return next(filter(None, left), None)
+
+    @property
+    def origin(self) -> Origin | None:
+        """The checkpoint that the model was last loaded from or saved as."""
+        return self.first.conditions.origin
+
+    @origin.setter
+    def origin(self, origin: Origin) -> None:
+        for engine in self.engines:
+            engine.conditions.origin = origin
 
     def refuse(self, why: str) -> None:
         """Let nobody use the parameters, until a load of all of them ends well."""

@@ -7,15 +7,14 @@ that they read. A key that is not here is unknown to both.
 ``commands/config``, ``utils/launch.py``.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shardwise import strict_json
 from shardwise.errors import ConfigError
-from shardwise.keys import near_miss
-from shardwise.train.config import read_keys
+from shardwise.keys import check_object, near_miss, read_file, read_json, read_keys, shown
 
 Kind = Literal["flag", "integer", "number", "word", "block", "any"]
 
@@ -268,44 +267,22 @@ def unknown_key(source: object, prefix: str, key: str, known: Iterable[str]) -> 
         return ConfigError(
             f"{source}: {prefix}{key} is gone from DeepSpeed, and not here: {REMOVED[prefix + key]}"
         )
-    return ConfigError(f"{source}: unknown key {prefix + key!r}{near_miss(key, known)}")
+    return ConfigError(f"{source}: unknown key {shown(prefix + key)}{near_miss(key, known)}")
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of keys. **Raises** ConfigError; a key that stands there twice is named."""
-    try:
-        content = json.loads(
-            path.read_text(encoding="utf-8"), object_pairs_hook=lambda p: _once(path, p)
-        )
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
+    """Read a JSON file of keys. **Raises** ConfigError; a key that stands twice is named."""
+    return check_object(path, read_json(path))
 
 
 def load_keys(path: Path) -> dict[str, Any]:
     """Read a file of keys that is JSON or YAML, whatever its name. **Raises** ConfigError."""
-    if path.suffix == ".json":
-        return load_json(path)
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = read_keys(path)
-        if not found:
-            raise ConfigError(f"{path}: expected `key: value` lines, got nothing") from None
-        return found
+    if path.suffix != ".json":
+        try:
+            strict_json.parse(read_file(path))
+        except ValueError:
+            found = read_keys(path)
+            if not found:
+                raise ConfigError(f"{path}: expected `key: value` lines, got nothing") from None
+            return found
     return load_json(path)
-
-
-def _once(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{path}: the key {twice!r} stands there twice in one block")
-    return found

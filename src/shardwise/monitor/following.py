@@ -1,6 +1,5 @@
 """An observed run as it goes on: its files are read as they grow, on whatever machine sees them."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +9,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.monitor.doctor.rules import diagnose
+from shardwise.monitor.line_kinds import checked_line
+from shardwise.monitor.lines import MAX_LINE, parse_line
 from shardwise.monitor.record import (
     RunRecord,
     StepLine,
@@ -101,13 +102,13 @@ class LiveRun:
         if self._steps.is_another():  # resumed, or started again
             self._facts = read_facts(self._folder, self.path)
             self._lines.clear()
-        self._lines.extend(read_step(line) for line in self._steps.read())
+        self._lines.extend(read_step(line, self._steps.path) for line in self._steps.read())
         for rank, file in rank_files(self._folder):
             growing = self._files.setdefault(rank, _Growing(file, _TAIL_BYTES))
             if growing.is_another():
                 self._own.pop(rank, None)
             newest = self._own.setdefault(rank, {})
-            newest |= {line.get("kind", ""): line for line in growing.read()}
+            newest |= {line.get("kind", ""): checked_line(line, file) for line in growing.read()}
         by_rank = {rank: tuple(newest.values()) for rank, newest in sorted(self._own.items())}
         changed_s = self._steps.changed_s() or self._began_s
         quiet_s = max(self._clock() - changed_s, 0.0)
@@ -122,7 +123,7 @@ class _Growing:
     """
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
-        self._path = path
+        self.path = path
         self._at = 0
         if tail_bytes is not None and path.exists():
             self._at = max(path.stat().st_size - tail_bytes, 0)
@@ -132,7 +133,7 @@ class _Growing:
     def is_another(self) -> bool:
         """Return whether the file is another one, or shorter than what was read of it."""
         try:
-            stat = self._path.stat()
+            stat = self.path.stat()
         except FileNotFoundError:
             return False
         before, self._id = self._id, (stat.st_dev, stat.st_ino)
@@ -144,25 +145,22 @@ class _Growing:
     def changed_s(self) -> float | None:
         """Return when it was written last, None where it is not there."""
         try:
-            return self._path.stat().st_mtime
+            return self.path.stat().st_mtime
         except FileNotFoundError:
             return None
 
     def read(self) -> Iterator[Mapping[str, Any]]:
         """Yield the lines that are new and whole."""
-        if not self._path.exists():
+        if not self.path.is_file():
             return
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self._at)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    return
+            while (text := file.readline(MAX_LINE)).endswith(b"\n"):
                 self._at += len(text)
                 if self._is_inside_line:
                     self._is_inside_line = False
                     continue
-                try:
-                    line = json.loads(text)
-                except ValueError as error:
-                    raise ConfigError(f"{self._path}: not a line of JSON ({error})") from error
+                line = parse_line(text.decode(errors="replace"))
+                if line is None:
+                    raise ConfigError(f"{self.path}: not a line of JSON with a step")
                 yield line

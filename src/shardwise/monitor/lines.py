@@ -9,6 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from shardwise.errors import ConfigError
+from shardwise.strict_json import check_containers
+
+MAX_LINE = 1 << 24  # characters
 _KIND = re.compile(r'{"kind": "(\w+)"')
 
 
@@ -64,26 +68,35 @@ def _cut(path: Path, last_step: int) -> None:
     cut_path.replace(path)
 
 
-def _parse(text: str) -> Mapping[str, Any] | None:
+def parse_line(text: str) -> Mapping[str, Any] | None:
     """Return the values of a line; None where it is not whole, or of no step."""
     try:
+        check_containers(text.encode())
         line: Mapping[str, Any] = json.loads(text)
         return line if text.endswith("\n") and int(line["step"]) else None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
 def _step_of(text: str) -> int:
-    line = _parse(text)
+    line = parse_line(text)
     return 0 if line is None else int(line["step"])
 
 
 def read_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the lines of a file that may still be written; one that is not whole is left out."""
+    yield from filter(None, map(parse_line, _texts(path)))
+
+
+def _texts(path: Path) -> Iterator[str]:
+    """Yield the lines of a file; one longer than `MAX_LINE` in parts, which are no JSON."""
     if not path.exists():
         return
+    if not path.is_file():  # a pipe would be waited for
+        raise ConfigError(f"{path}: expected a file")
     with path.open(encoding="utf-8", errors="replace") as file:
-        yield from filter(None, map(_parse, file))
+        while text := file.readline(MAX_LINE):
+            yield text
 
 
 def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[str, Any]]:
@@ -91,14 +104,11 @@ def read_newest(path: Path, kinds: Collection[str], count: int) -> list[Mapping[
 
     **Cost** reads the whole file, but makes values only of what it returns.
     """
-    if not path.exists():
-        return []
     newest: dict[str, deque[tuple[int, str]]] = {kind: deque(maxlen=count) for kind in kinds}
     found: list[tuple[int, str]] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file):
-            match = _KIND.match(text)
-            if text.endswith("\n"):
-                newest.get(match[1] if match else "", found).append((number, text))
+    for number, text in enumerate(_texts(path)):
+        match = _KIND.match(text)
+        if text.endswith("\n"):
+            newest.get(match[1] if match else "", found).append((number, text))
     kept = sorted([*found, *(each for lines in newest.values() for each in lines)])
-    return [line for _, text in kept if (line := _parse(text))]
+    return [line for _, text in kept if (line := parse_line(text))]

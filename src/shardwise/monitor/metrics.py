@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.monitor.line_kinds import Figure, Rank
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
 from shardwise.names import MAIN
 
@@ -131,11 +132,11 @@ def axis_mib(axis: str) -> str:
 class OverRanks:
     """One figure over all ranks: its extremes and who has them."""
 
-    min: float
-    median: float
-    max: float
-    min_rank: int
-    max_rank: int
+    min: Figure
+    median: Figure
+    max: Figure
+    min_rank: Rank
+    max_rank: Rank
 
 
 def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:

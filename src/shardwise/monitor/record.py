@@ -14,9 +14,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from shardwise.errors import ConfigError
+from shardwise.keys import checked_value, read_json, shown
+from shardwise.monitor.line_kinds import MAX_RANKS, Amount, Count, Figure, Name, Rank, checked_line
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import OverRanks
 
@@ -29,16 +33,16 @@ KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
 class UnitFacts:
     """One unit of the model; bytes in the master dtype, padding summed over the ranks."""
 
-    name: str
-    class_name: str
-    num_params: int
-    numel: int
-    full_bytes: int
-    rank_bytes: int
-    padding_bytes: int
-    dtype: str
-    layout: str
-    home: str = ""
+    name: Name
+    class_name: Name
+    num_params: Count
+    numel: Count
+    full_bytes: Count
+    rank_bytes: Count
+    padding_bytes: Count
+    dtype: Name
+    layout: Name
+    home: Name = ""
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,22 @@ class RunFacts:
     ``bucket_bytes`` is.
     """
 
-    stage: int
-    degrees: Mapping[str, int]
-    num_ranks: int
-    device: str
-    device_bytes: int
-    bucket_bytes: int
-    prefetch_bytes: int | None
+    stage: Annotated[int, Field(ge=0, le=3)]
+    degrees: Mapping[Name, Annotated[int, Field(ge=1, le=MAX_RANKS)]]
+    num_ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    device: Name
+    device_bytes: Count
+    bucket_bytes: Count
+    prefetch_bytes: Count | None
     units: tuple[UnitFacts, ...]
-    hosts: tuple[str, ...] = ()
-    peak_flops: float | None = None
-    flops_per_token: float = 0.0
-    versions: Mapping[str, str] = field(default_factory=dict)
-    started: str = ""
-    optimizer: str = ""
-    offload: str = ""
-    unsharded_bytes: int = 0
+    hosts: tuple[Name, ...] = ()
+    peak_flops: Amount | None = None
+    flops_per_token: Amount = 0.0
+    versions: Mapping[Name, Name] = field(default_factory=dict)
+    started: Name = ""
+    optimizer: Name = ""
+    offload: Name = ""
+    unsharded_bytes: Count = 0
     reduces_units_alone: bool = False
     format: int = FORMAT
 
@@ -91,12 +95,12 @@ class StepLine:
     messages; the few longest, where the transport tells.
     """
 
-    step: int
-    num_steps: int
-    at_s: float
-    metrics: Mapping[str, OverRanks]
-    values: Mapping[str, float | None] = field(default_factory=dict)
-    waited_for: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    step: Count
+    num_steps: Annotated[int, Field(ge=1, le=1 << 62)]
+    at_s: Amount
+    metrics: Mapping[Name, OverRanks]
+    values: Mapping[Name, float | None] = field(default_factory=dict)
+    waited_for: Mapping[Rank, Mapping[Rank, Figure]] = field(default_factory=dict)
 
 
 def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
@@ -162,9 +166,13 @@ def read_run(path: str | Path, newest: int | None = None) -> RunRecord:
     """
     found, folder = Path(path), folder_of(path)
     facts = read_facts(folder, found)
-    steps = tuple(read_step(line) for line in read_lines(folder / "steps.jsonl"))
+    path = folder / "steps.jsonl"
+    steps = tuple(read_step(line, path) for line in read_lines(path))
     by_rank = {
-        rank: tuple(read_lines(file) if newest is None else read_newest(file, KINDS, newest))
+        rank: tuple(
+            checked_line(line, file)
+            for line in (read_lines(file) if newest is None else read_newest(file, KINDS, newest))
+        )
         for rank, file in rank_files(folder)
     }
     written_s = max(file.stat().st_mtime for file in folder.iterdir())
@@ -189,30 +197,23 @@ def read_facts(folder: Path, run: Path) -> RunFacts:
     **Raises** ConfigError where there is none, or where another version has written it.
     """
     path = folder / "run.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] == FORMAT:
-            units = tuple(UnitFacts(**unit) for unit in values["units"])
-            return RunFacts(**{**values, "units": units, "hosts": tuple(values["hosts"])})
-    except (FileNotFoundError, NotADirectoryError) as error:
+    if not path.is_file():
         raise ConfigError(
             f"{run}: no observed run, as there is no {path}. `with "
             "shardwise.observe(model, optimizer, output=...)` and `shardwise train` write one"
-        ) from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: not the facts of a run ({error})") from error
-    raise ConfigError(
-        f"{path}: format {values['format']}, and this version reads {FORMAT}; read it with the "
-        "version that wrote it"
-    )
+        )
+    values = read_json(path)
+    format_number = values.get("format", FORMAT) if isinstance(values, dict) else FORMAT
+    if format_number != FORMAT:
+        raise ConfigError(
+            f"{path}: format {shown(format_number)}, and this version reads {FORMAT}; read it with "
+            "the version that wrote it"
+        )
+    facts: RunFacts = checked_value(RunFacts, values, f"{path}: not the facts of a run")
+    return facts
 
 
-def read_step(line: Mapping[str, Any]) -> StepLine:
-    """Return a line of ``steps.jsonl`` as values."""
-    metrics = {name: OverRanks(**value) for name, value in line["metrics"].items()}
-    values = line.get("values", {})
-    waited_for = {
-        int(rank): {int(other): ms for other, ms in row.items()}
-        for rank, row in line.get("waited_for", {}).items()
-    }
-    return StepLine(line["step"], line["num_steps"], line["at_s"], metrics, values, waited_for)
+def read_step(line: Mapping[str, Any], path: object = "steps.jsonl") -> StepLine:
+    """Return a line of ``steps.jsonl`` as values. **Raises** ConfigError for other types."""
+    step: StepLine = checked_value(StepLine, line, f"{path}: step {shown(line['step'])}")
+    return step

@@ -20,7 +20,7 @@ from pydantic import (
 
 from shardwise.errors import ConfigError
 from shardwise.homes import OffloadLike, offload_of, resolve_offload
-from shardwise.keys import check_keys, flag_of, key, read_fields, read_options
+from shardwise.keys import check_keys, flag_of, key, read_fields, read_keys, read_options, shown
 from shardwise.precisions import GatherName, ReduceName, plain_precision
 from shardwise.train.curves import CURVES, Curve, make_curve
 from shardwise.train.model_keys import ModelKeys
@@ -325,7 +325,7 @@ def load_config(
             theirs = {k: v for k, v in theirs.items() if k in mine and v != "auto"}
             mine = {k: v for k, v in mine.items() if k in theirs}
         if _plain(name, mine) != _plain(name, theirs):
-            text = f"{name}: {path} says {mine!r}, {other} says {theirs!r}"
+            text = f"{name}: {path} says {shown(mine)}, {other} says {shown(theirs)}"
             lines.append(f"{text}; change one, or give {flag_of(name)}")
     if lines:
         raise ConfigError("\n".join(lines))
@@ -358,20 +358,3 @@ def _plain(name: str, value: Any) -> Any:
 def dump_config(config: TrainConfig) -> str:
     """Write a config as YAML that `load_config` reads back to the same config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def read_keys(path: Path) -> dict[str, Any]:
-    """Read the keys of a YAML file, unchecked. **Raises** ConfigError where it is not YAML."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: expected YAML: {error}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{path}: expected `key: value` lines, got a {type(values).__name__} at the top"
-        )
-    return {str(key): value for key, value in values.items()}

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Self
 
+from shardwise import terminal
+
 INTERRUPTED = 130
 _SHUTDOWN_TIMEOUT_S = 120
 
@@ -118,7 +120,7 @@ def _report_failure(rank: int, exit_code: int) -> int:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
-        sys.stderr.write(f"rank {rank} was killed by {name}{hint}; the other ranks were ended\n")
+        terminal.complain(f"rank {rank} was killed by {name}{hint}; the other ranks were ended\n")
         return 1
-    sys.stderr.write(f"rank {rank} ended with exit code {exit_code}; its own message is above\n")
+    terminal.complain(f"rank {rank} ended with exit code {exit_code}; its own message is above\n")
     return exit_code

@@ -72,7 +72,7 @@ def read_curves(lines: Iterable[str]) -> Curves:
         try:
             line = json.loads(text)
             step = int(line["step"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             continue
         if "load_s" in line:
             found.resumed.append(step)

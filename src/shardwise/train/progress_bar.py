@@ -3,7 +3,6 @@
 import time
 from typing import Self
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -13,6 +12,7 @@ from rich.progress import (
 )
 
 from shardwise.progress import Clock, ProgressLines
+from shardwise.terminal import EscapingConsole
 
 
 class ProgressBar:
@@ -25,7 +25,7 @@ class ProgressBar:
     def __init__(
         self, num_steps: int, shown: bool, num_done: int = 0, clock: Clock = time.monotonic
     ) -> None:
-        console = Console()
+        console = EscapingConsole()
         self._num_steps, self._status = num_steps, ""
         self._lines = ProgressLines(
             lambda done, total, elapsed_s: f"step {done:,.0f} of {total:,.0f}: {self._status}",

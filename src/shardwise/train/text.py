@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.errors import ConfigError
+from shardwise.keys import shown
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
@@ -129,7 +130,7 @@ def read_texts(path: Path) -> Iterator[str]:
                 continue
             try:
                 yield _text_of(json.loads(line))
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ConfigError(
                     f"data: {path} line {number}: expected an object with a string `text`: {error}"
                 ) from None
@@ -137,7 +138,7 @@ def read_texts(path: Path) -> Iterator[str]:
 
 def _text_of(record: Any) -> str:
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise TypeError(f"got {str(record)[:60]!r}")
+        raise TypeError(f"got {shown(record)}")
     text: str = record["text"]
     return text
 

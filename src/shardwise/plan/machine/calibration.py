@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from shardwise.errors import ConfigError
-from shardwise.keys import checked_value
+from shardwise.keys import checked_value, read_json
 from shardwise.spelling import did_you_mean
 
 FORMAT = "shardwise-calibration"
@@ -159,12 +159,7 @@ def read_calibration(path: Path) -> Calibration:
     **Raises** ConfigError, naming the file and the key: it cannot be read, it is no calibration or
     one of a later version, or a value is missing or makes no sense.
     """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected JSON: {error}") from None
+    values = read_json(path)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ConfigError(
             f"{path}: expected a calibration, as `shardwise bench --calibrate` writes it"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.keys import read_json, shown
 
 _SIZES = frozenset(
     (
@@ -29,6 +30,21 @@ _ALSO_READ = (
     *("output_attentions", "attn_implementation"),
 )
 _NEAR = 0.8
+_MOST_KEYS = 1000
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return what a ``config.json`` says, its sizes checked. **Raises** ConfigError."""
+    try:
+        config = read_json(path)
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigError(f"model: {path}: expected a Hugging Face config with the key model_type")
+    if len(config) > _MOST_KEYS or max(map(len, config)) > _MOST_KEYS:
+        raise ConfigError(f"model: {path}: expected at most {_MOST_KEYS} keys, of such a length")
+    check_sizes(config, path)
+    return config
 
 
 def check_sizes(config: Mapping[str, Any], path: Path) -> None:
@@ -38,7 +54,7 @@ def check_sizes(config: Mapping[str, Any], path: Path) -> None:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (is_integer and value > 0):
             raise ConfigError(
-                f"model: {path}: {name}: expected a whole number above 0, got {value!r}"
+                f"model: {path}: {name}: expected a whole number above 0, got {shown(value)}"
             )
 
 

@@ -5,7 +5,6 @@ needed; nothing is downloaded.
 """
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.errors import ConfigError
 from shardwise.keys import near_miss
 from shardwise.plan.model.activations import Implementation
-from shardwise.plan.model.config_keys import check_sizes, unknown_keys
+from shardwise.plan.model.config_keys import read_config, unknown_keys
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, shape_from_config
 from shardwise.spelling import did_you_mean
@@ -114,7 +113,7 @@ def huggingface_source(path: Path) -> ModelSource:
     **Raises** ConfigError when the file is not there or not a config, its ``model_type`` is
     unknown, a key is misspelt, or a size is not above 0.
     """
-    config = _read_config(path)
+    config = read_config(path)
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     longest = config.get("max_position_embeddings") or config.get("n_positions")
     seq = min(longest, 4096) if isinstance(longest, int) and longest > 0 else 2048
@@ -145,19 +144,6 @@ def huggingface_source(path: Path) -> ModelSource:
         eager="transformers" if is_known else "decoder",
         notes=tuple(notes),
     )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"model: {path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model: {path}: expected JSON: {error}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigError(f"model: {path}: expected a Hugging Face config with the key model_type")
-    check_sizes(config, path)
-    return config
 
 
 def _shape_without_transformers(config: dict[str, Any]) -> DecoderShape:

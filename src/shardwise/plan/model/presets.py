@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
+from shardwise.plan.model.config_keys import read_config
 from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
 from shardwise.spelling import did_you_mean
 
@@ -127,6 +128,7 @@ def find_model(text: str, *, seq: int = 2048) -> ModelSource:
         path = path / "config.json" if path.is_dir() else path
         if not path.exists():
             raise ConfigError(f"model: {path}: cannot be read: No such file or directory")
+        read_config(path)
     elif "/" in text:
         raise ConfigError(
             f"model: {text!r} is no file here; expected a preset ({preset_names()[1]}, ...), a "

@@ -1,4 +1,4 @@
-"""JSON in bytes, read strictly: what two readers could understand in two ways is refused.
+"""JSON in bytes, read strictly and within limits of nesting, of numbers and of memory.
 
 It imports no torch, so that a checkpoint can be looked at and verified without it.
 """
@@ -26,28 +26,35 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes, where: str) -> Any:
-    """Read JSON strictly: what two readers could understand in two ways is refused.
-
-    **Raises** CheckpointError for what is no JSON in UTF-8, keys that come twice, numbers that are
-    not finite or have more than 4300 digits, nesting beyond 64 levels and halves of characters.
-    """
+    """Read a checkpoint's JSON as `parse` does. **Raises** CheckpointError where that refuses."""
     try:
-        check_containers(data)
-        text = data.decode("utf-8")
-        value = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_int=_parse_int,
-            parse_float=_parse_float,
-            parse_constant=_refuse_constant,
-        )
-        if "\\u" in text:
-            dumps(value)  # an escape may be half of a character, which UTF-8 cannot write
-    except (ValueError, RecursionError) as error:
+        return parse(data)
+    except ValueError as error:
         raise CheckpointError(
             f"{where}: expected JSON as Shardwise writes it: {error}. The file is damaged or was "
             "not written by Shardwise; load another checkpoint"
         ) from None
+
+
+def parse(data: bytes, *, has_constants: bool = False) -> Any:
+    """Read JSON strictly: what two readers could understand in two ways is refused.
+
+    With ``has_constants`` NaN and infinities are numbers, as Python writes them.
+
+    **Raises** ValueError for what is no JSON in UTF-8, keys that come twice, numbers that are not
+    finite or have more than 4300 digits, nesting beyond 64 levels and halves of characters.
+    """
+    check_containers(data)
+    text = data.decode("utf-8")
+    value = json.loads(
+        text,
+        object_pairs_hook=_unique,
+        parse_int=_parse_int,
+        parse_float=float if has_constants else _parse_float,
+        parse_constant=float if has_constants else _refuse_constant,
+    )
+    if "\\u" in text:  # an escape may be half of a character, which UTF-8 cannot write
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
 
 

@@ -1,0 +1,58 @@
+"""The way to the terminal: all that commands print passes here, and can command no terminal.
+
+Names, keys and errors come out of files that anybody may have written.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+_PIPE_WIDTH = 160
+
+
+def escaped(text: str) -> str:
+    """Return a text in which only new lines and tabs are no visible characters."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write to stdout, or to ``stream``, at once."""
+    stream = sys.stdout if stream is None else stream
+    stream.write(escaped(text))
+    stream.flush()
+
+
+def complain(text: str) -> None:
+    """Write to stderr, at once."""
+    say(text, sys.stderr)
+
+
+class EscapingConsole(Console):
+    """A console of rich that escapes every text which it lays out, before and after."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Yield the segments of a renderable."""
+        if isinstance(renderable, Text) and escaped(renderable.plain) != renderable.plain:
+            text = renderable
+            parts = [(escaped(part.text), part.style or "") for part in text.render(self)]
+            how: dict[str, Any] = {"no_wrap": text.no_wrap, "end": text.end}
+            renderable = Text.assemble(*parts, justify=text.justify, overflow=text.overflow, **how)
+        for segment in super().render(renderable, options):
+            is_text = segment.control is None
+            yield segment._replace(text=escaped(segment.text)) if is_text else segment
+
+
+def open_console(stream: TextIO | None = None) -> Console:
+    """Return stdout, or ``stream``: as wide as the terminal, or wide enough for tables."""
+    console = EscapingConsole(file=stream, highlight=False)
+    if console.is_terminal:
+        return console
+    return EscapingConsole(file=stream, highlight=False, width=_PIPE_WIDTH)
