@@ -24,8 +24,13 @@ from heapq import nlargest
 from operator import itemgetter
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from shardwise.comm import stacks
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.meeting import ranks_of
+from shardwise.comm.meeting import ranks_of, reason_of
+from shardwise.comm.watch import WATCH
+from shardwise.errors import CollectiveError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     BAD_VALUES,
@@ -36,6 +41,7 @@ from shardwise.monitor.metrics import (
     pace,
     step_metrics,
 )
+from shardwise.monitor.oom import is_out_of_memory
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.sampling import Sampler
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of, without_lines_of
@@ -47,6 +53,7 @@ _FIRST_STEPS = 10  # which are handed over one by one
 _LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
+_MAX_TOLD = 1000  # characters of an error
 
 
 class Sink(Protocol):
@@ -160,31 +167,33 @@ class Gatherer:
         """Return when all that was taken is told and written. **Raises** what went wrong."""
         self._hand_over()
         self._stop_thread()
-        self._end(None)
+        self._end(self._error)
         self.raise_once()
 
-    def abandon(self, error: str, last: ObservedStep | None) -> None:
+    def abandon(self, error: BaseException, last: ObservedStep | None, **place: Any) -> None:
         """End without the other ranks, which may never come: no more is told to them.
 
-        ``last`` is a step that was not taken yet.
+        ``last`` is a step that was not taken yet, ``place`` says where the error was raised.
         """
         self._taken += [] if last is None else [last]
         self._is_abandoned = True
         self._hand_over()
         self._control.break_off()
         self._stop_thread()
-        self._end(error)
+        self._end(error, **place)
 
     def _stop_thread(self) -> None:
         self._batches.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
-    def _end(self, error: str | None) -> None:
+    def _end(self, error: BaseException | None, **place: Any) -> None:
         """Say that the run is over, which a run that hangs or was killed does not; close files."""
         outputs = self._outputs
+        said = {"error": None} if error is None or _is_clean_exit(error) else _told(error) | place
         with self._writing(), suppress(ValueError):  # closed already
-            outputs.own.write(kind="end", step=max(self._last_step, 1), error=error)
+            at_s = round(time.time(), 3)
+            outputs.own.write(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
         for close in (outputs.steps.close, outputs.own.close, *(s.close for s in outputs.sinks)):
             with self._writing():
                 close()
@@ -287,6 +296,25 @@ class Gatherer:
                 for sink in self._outputs.sinks:
                     sink.write(line)
                 self._on_line(line)
+
+
+def _is_clean_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and not error.code
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """Return what the line of a rank's end says of an error.
+
+    ``follows``: communication failed, as a rule since another rank had failed before.
+    """
+    text, call = reason_of(error), None
+    follows = isinstance(error, CollectiveError)
+    if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
+        call = stacks.wait_of_error(error.__traceback__)
+    if call is not None:
+        text = f"{call.text} failed: {WATCH.reason(call.group) or text}"
+        follows = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return {"error": type(error).__name__, "message": text[:_MAX_TOLD], "follows": follows}
 
 
 def _rows(spans: Sequence[Span], begin_s: float) -> list[list[Any]]:

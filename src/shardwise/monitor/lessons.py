@@ -225,6 +225,20 @@ _LESSONS = (
         "The curve of steps over time ends in a flat line.",
     ),
     Lesson(
+        "SW023",
+        "The run died",
+        "critical",
+        "A rank raised, ran out of memory or was killed, or the ranks made different collectives.",
+        "A rank's file says that it ended with an error, or does not say that it ended, and its "
+        "process is gone (seen on its own machine). Ctrl-C counts as an end.",
+        (
+            "an error: the log of the rank that is named has its stack",
+            "killed: the system's log (dmesg) and the scheduler's: memory of the host, time limits",
+            "a collective: shardwise.watch(hang_timeout) names the rank that does not make it",
+        ),
+        "The curves end, and nothing after them says that the run is over.",
+    ),
+    Lesson(
         "SW030",
         "Activations are what does not fit",
         "warning",

@@ -130,6 +130,17 @@ class RunRecord:
     by_rank: Mapping[int, tuple[Mapping[str, Any], ...]]
     idle_s: float | None = None
 
+    @property
+    def last_words(self) -> Mapping[int, Mapping[str, Any]]:
+        """By rank the line that says how it has ended; where none does, the line of its begin."""
+        kinds = ("begin", "end")
+        return {
+            rank: line
+            for rank, lines in self.by_rank.items()
+            for line in lines
+            if line.get("kind") in kinds
+        }
+
     def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the lines of one kind ("timeline", "memory"), with their ranks."""
         for each, lines in self.by_rank.items():
