@@ -221,6 +221,8 @@ def let_go(rank: int, world_size: int) -> None:
         gc.collect()
         assert [each() for each in alive] == [None, None]
         assert run.step == other.step == last.step == STEPS
+        closure: Any = dist.all_reduce.__closure__
+        assert any(cell.cell_contents is dist.all_reduce.__wrapped__ for cell in closure)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -23,6 +23,7 @@ import torch
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.pulse import own_process
+from shardwise.comm.torch_calls import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.facts import facts_of
@@ -185,6 +186,7 @@ class Observation:
         """Begin to observe."""
         for comm in self._parts.comms:
             self._open.enter_context(comm.tracer.telling(self._recorder))
+        self._open.enter_context(TORCH_CALLS.telling(self._recorder))
         for each in self._optimizers:
             before = each.register_step_pre_hook(self._before_step)
             self._open.callback(before.remove)
