@@ -330,6 +330,27 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
     assert not codes(replace(usual, steps=tuple(others)))
 
 
+@pytest.mark.parametrize(
+    ("since", "first", "rank"),
+    [
+        ({"loss": {0: 8, 1: 7, 2: 8}}, 7, 1),  # others take it over in the next step
+        ({"loss": {0: 7}}, 7, None),  # the only rank that logs
+        ({"loss": {0: 7, 1: 7, 2: 7}}, 7, None),
+        ({"loss": {0: 0, 1: 7, 2: 7}}, 7, None),
+        ({"numbers/non_finite_gradients": {0: 7, 1: 0}, "loss": {0: 9, 1: 8}}, 7, None),
+    ],
+)
+def test_the_first_bad_step_is_exact_and_a_rank_named_if_others_were_finite_then(
+    since: Mapping[str, Mapping[int, int]], first: int, rank: int | None
+) -> None:
+    run = run_of(values={"loss": None})
+    lines = [replace(line, num_steps=4, bad_since=since) for line in run.steps[9:]]
+    (finding,) = diagnose(replace(run, steps=(*lines,))).findings
+    assert (finding.code, finding.rank) == ("SW041", rank)
+    assert finding.evidence["first bad step"] == first and f"step {first}" in finding.verdict
+    assert "before step" not in str(finding.changes)
+
+
 def test_a_slow_loader_of_one_rank_is_no_straggler_too() -> None:
     late = {
         "comm/waited(ms)": spread(20, 300, 310, 5, 2),

@@ -22,7 +22,13 @@ from shardwise.monitor.record import read_run
 SAMPLE = [
     *("copies only", "one unit", "tiny buckets", "slow link", "slow rank", "slow loader on a rank"),
     "slow loop on a rank, the loss is averaged",
-    *("slow step on the host", "overflows", "bad batch on a rank", "bad gradients", "slow disk"),
+    *(
+        "slow step on the host",
+        "overflows",
+        "bad batch on a rank in a long line",
+        "bad gradients",
+        "slow disk",
+    ),
 ]
 HEALTHY_SAMPLE = ["stage 0 of 2", "stage 3 of 1", "stage 3 of 3", "accumulation", "fully_shard"]
 
@@ -38,6 +44,8 @@ def test_a_fault_is_found_with_its_rank(name: str, tmp_path: Path) -> None:
     if not found and "cores of their own" in without.get(scenario.code, ""):
         return  # on a machine at work on something else it says so; records hold what it finds
     assert found == [(scenario.code, scenario.rank)]
+    if "bad_batch" in scenario.train and scenario.train.get("logs", True):
+        assert told.findings[0].evidence["first bad step"] == scenario.train["bad_batch"][1]
 
 
 @pytest.mark.parametrize("name", HEALTHY_SAMPLE)

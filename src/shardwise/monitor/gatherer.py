@@ -33,6 +33,7 @@ from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
+    BAD_GRADIENTS,
     BAD_VALUES,
     MFU_SHARE,
     STEP_S,
@@ -119,6 +120,8 @@ class Gatherer:
         self._line = Sampler(every)
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
         self._values: dict[str, float] = {}
+        self._bad_since: dict[str, int] = {}  # as in `StepLine`, of this rank
+        self._finite_step = 0  # the last one in which gradients were looked at and finite
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
         self._is_abandoned = self._is_told = False
@@ -243,11 +246,22 @@ class Gatherer:
             with suppress(KeyError, ValueError):  # a group that is gone
                 self._waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(step.values)
+        num_bad = step.figures.get(BAD_GRADIENTS)
+        looked_at = step.values | (
+            {} if num_bad is None else {BAD_GRADIENTS: math.inf if num_bad else 0}
+        )
+        for name, value in looked_at.items():
+            if not self._bad_since.get(name):
+                self._bad_since[name] = 0 if math.isfinite(value) else step.step
         for moments in step.memory:
             self._write_own(kind="memory", step=step.step, **moments)
         if step.bad_gradients:
             names = list(step.bad_gradients[:_MAX_NAMED])
-            self._write_own(kind="non_finite", step=step.step, parameters=names)
+            self._write_own(
+                kind="non_finite", step=step.step, parameters=names, finite_step=self._finite_step
+            )
+        elif num_bad is not None:
+            self._finite_step = step.step
 
     def _look_at(self, step: ObservedStep) -> dict[str, float]:
         """Return the figures of a step's spans; write them, if its timeline is kept."""
@@ -277,7 +291,8 @@ class Gatherer:
         num_steps = self._line.num_steps
         mine = {**self._line.mean(), **self._standing.read(num_steps)}
         longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=itemgetter(1))
-        told = {"metrics": mine, "waited_for": {r: 1e3 * s / num_steps for r, s in longest}}
+        waited_ms = {r: 1e3 * s / num_steps for r, s in longest}
+        told = {"metrics": mine, "waited_for": waited_ms, "bad_since": self._bad_since}
         self._waited_for.clear()
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
         metrics = over_ranks([row["metrics"] for row in rows])
@@ -286,9 +301,15 @@ class Gatherer:
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)
         }
+        self._bad_since = {}
+        bad_since: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        for rank, row in enumerate(rows):
+            for name, since in row["bad_since"].items():
+                bad_since[name][rank] = since
+        bad_since = {name: told for name, told in bad_since.items() if any(told.values())}
         at_s = time.monotonic() - self._began_s
         values = dict(self._values)
-        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for)
+        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for, bad_since)
         self.latest = line
         if self._control.rank == 0:
             with self._writing():

@@ -88,7 +88,9 @@ class StepLine:
 
     ``values`` are what the user's loop has logged, of rank 0. ``at_s`` counts from the start.
     ``waited_for[rank][other]`` are milliseconds of each step that a rank waits for another one's
-    messages; the few longest, where the transport tells.
+    messages; the few longest, where the transport tells. ``bad_since[name][rank]`` is the first of
+    the steps in which what a rank has logged was not finite, 0 where all of it was; of names that
+    are bad on any rank, and of gradients by their metric's name.
     """
 
     step: int
@@ -97,6 +99,7 @@ class StepLine:
     metrics: Mapping[str, OverRanks]
     values: Mapping[str, float | None] = field(default_factory=dict)
     waited_for: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    bad_since: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
 def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
@@ -226,4 +229,9 @@ def read_step(line: Mapping[str, Any]) -> StepLine:
         int(rank): {int(other): ms for other, ms in row.items()}
         for rank, row in line.get("waited_for", {}).items()
     }
-    return StepLine(line["step"], line["num_steps"], line["at_s"], metrics, values, waited_for)
+    bad_since = {
+        name: {int(rank): step for rank, step in row.items()}
+        for name, row in line.get("bad_since", {}).items()
+    }
+    told = line["step"], line["num_steps"], line["at_s"]
+    return StepLine(*told, metrics, values, waited_for, bad_since)
