@@ -233,7 +233,10 @@ FAULTS = {
     "loader that stalls": Scenario("SW021", 2, train={"stalls": 3, "steps": 20}),
     "bad batch on a rank": Scenario("SW041", 3, train={"bad_batch": (1, 5)}, rank=1),
     "bad batch on a rank in a long line": Scenario(
-        "SW041", 3, train={"bad_batch": (1, 24), "steps": 30}, rank=1
+        "SW041",
+        3,
+        train={"bad_batch": (1, 24), "steps": 30, "save_every": 8, "wait": False},
+        rank=1,
     ),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
     "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),

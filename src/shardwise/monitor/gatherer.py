@@ -157,7 +157,7 @@ class Gatherer:
 
     def note(self, **values: Any) -> None:
         """Write a line of this rank's own now."""
-        with self._writing():
+        with self._writing(), suppress(ValueError):  # closed already
             self._outputs.own.write(**values)
 
     def raise_once(self) -> None:
@@ -302,11 +302,12 @@ class Gatherer:
             for rank, row in enumerate(rows)
         }
         self._bad_since = {}
-        bad_since: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        for rank, row in enumerate(rows):
-            for name, since in row["bad_since"].items():
-                bad_since[name][rank] = since
-        bad_since = {name: told for name, told in bad_since.items() if any(told.values())}
+        bad_since = {
+            name: {
+                r: row["bad_since"][name] for r, row in enumerate(rows) if name in row["bad_since"]
+            }
+            for name in sorted({n for row in rows for n, step in row["bad_since"].items() if step})
+        }
         at_s = time.monotonic() - self._began_s
         values = dict(self._values)
         line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for, bad_since)

@@ -325,7 +325,7 @@ _LESSONS = (
         "use (looked at every 10 steps or 2 s, and whenever a logged value is bad). Without a loss "
         "scaler; one that skips such steps is left alone.",
         (
-            "go on from the last checkpoint before it",
+            "go on from a checkpoint that was finite as it was saved; the finding names the newest",
             "look at the batch of the rank that is named, and at the parameters that are",
             "a smaller learning rate, a longer warm-up, clipping; bf16 in the place of fp16",
         ),

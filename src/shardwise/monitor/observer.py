@@ -195,6 +195,9 @@ class Observation:
             self._open.callback(after.remove)
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
+        self._recorder.on_saved = lambda path, is_finite: self._gatherer.note(
+            kind="save", step=max(self._step, 1), path=path, is_finite=is_finite
+        )
         self._recorder.cut()
         return self
 

@@ -1,7 +1,11 @@
 """Numbers that a training cannot go on with."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from shardwise.monitor.doctor.evidence import NotEnough, finding, steady
 from shardwise.monitor.findings import Change, Finding
@@ -69,15 +73,16 @@ def not_finite(run: RunRecord) -> list[Finding]:
     who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
     parameters = ""
     named = sorted(run.lines("non_finite"), key=lambda each: each[1]["step"])
-    told = next((line for _, line in named if line["step"] >= first), {"parameters": []})
-    if told["parameters"]:
-        parameters = f"gradients of {', '.join(told['parameters'][:3])}"
+    told: Mapping[str, Any] = next((line for _, line in named if line["step"] >= first), {})
+    params: Sequence[str] = told.get("parameters", ())
+    if params:
+        parameters = f"gradients of {', '.join(params[:3])}"
     if values:
         what = f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} not finite"
         also = f"; {parameters} are not either, at step {told['step']}" if parameters else ""
     else:
         what, also = f"{parameters or 'gradients'} are not finite", ""
-        finite_step = told.get("finite_step", 0)
+        finite_step = int(told.get("finite_step", 0))
         if 0 < finite_step < first - 1:
             also = f"; step {finite_step} was the last in which they were looked at and finite"
     return [
@@ -88,7 +93,7 @@ def not_finite(run: RunRecord) -> list[Finding]:
             {"first bad step": first, "ranks that began": len(ranks)},
             "The step makes the parameters so, and nothing that follows can be used.",
             [Change("resume", None, _last_finite(run))],
-            unit=told["parameters"][0] if told["parameters"] else None,
+            unit=params[0] if params else None,
             rank=ranks[0] if len(ranks) == 1 else None,
         )
     ]
@@ -103,7 +108,27 @@ def _is_bad(line: StepLine) -> bool:
 
 def _last_finite(run: RunRecord) -> str:
     """Return the newest checkpoint that all ranks found finite as they saved it."""
-    return "a checkpoint whose parameters are finite: none is known to be"
+    if run.idle_s is None:  # as it goes on, only rank 0's lines are known
+        return "a checkpoint that `shardwise doctor` names, as it was finite when it was saved"
+    found: dict[str, dict[int, bool]] = defaultdict(dict)
+    newest: dict[str, int] = {}
+    for rank, line in run.lines("save"):
+        found[line["path"]][rank] = line["is_finite"]
+        newest[line["path"]] = line["step"]
+    finite = [
+        path
+        for path, told in found.items()
+        if len(told) == run.facts.num_ranks and all(told.values()) and _may_be_there(Path(path))
+    ]
+    if not finite:
+        return "a checkpoint whose numbers are finite: of none that is there it is known"
+    path = max(finite, key=lambda each: newest[each])
+    return f"{path}, which all ranks found finite as they saved it"
+
+
+def _may_be_there(path: Path) -> bool:
+    """Tell whether a folder is there, or cannot be seen from here."""
+    return path.exists() or not path.parent.exists()
 
 
 def _is_half(facts: RunFacts) -> bool:
