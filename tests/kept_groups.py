@@ -50,7 +50,7 @@ class KeptGroups:
         for key, group in self.in_use:  # a call that closes a group by itself needs fresh ranks
             is_torchs = isinstance(group, dist.ProcessGroup)
             assert not is_torchs or group in distributed_c10d._world.pg_map, key
-        self.free += [each for each in self.in_use if not WATCH.has_failed(each[1])]
+        self.free += [each for each in self.in_use if WATCH.reason(each[1]) is None]
         self.in_use = []
         surplus, self.free = self.free[:-KEPT], self.free[-KEPT:]
         kept = {id(group) for _, group in self.free}

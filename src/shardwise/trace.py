@@ -44,6 +44,9 @@ class Recorder(Protocol):
     def see_inputs(self, args: Any, kwargs: Any) -> None:
         """Look at what the model was called with."""
 
+    def saved(self, path: str, is_finite: bool) -> None:
+        """Note that a checkpoint is on disk, and whether all that this rank wrote is finite."""
+
 
 class Tracer:
     """Tells what goes on in one model to torch's profiler, and to a recorder while one listens.

@@ -217,6 +217,9 @@ FAULTS = {
         "SW020", 2, options={"stage": 0}, inject=lambda r, m: sleeps(r, m, 0), rank=0
     ),
     "slow loop on a rank": Scenario("SW020", 3, train={"loop_s": {2: 0.3}}, rank=2),
+    "slow loop on a rank, the loss is averaged": Scenario(
+        "SW020", 3, train={"loop_s": {1: 0.3}, "averages": True}, rank=1
+    ),
     "slow loader": Scenario("SW021", 3, train={"data_s": dict.fromkeys(range(3), 0.2)}),
     "slow loader on a rank": Scenario("SW021", 3, train={"data_s": {1: 0.3}}, rank=1),
     "slow step on the host": Scenario("SW032", 2, options=OFFLOAD, inject=slow_step),
@@ -229,6 +232,12 @@ FAULTS = {
     ),
     "loader that stalls": Scenario("SW021", 2, train={"stalls": 3, "steps": 20}),
     "bad batch on a rank": Scenario("SW041", 3, train={"bad_batch": (1, 5)}, rank=1),
+    "bad batch on a rank in a long line": Scenario(
+        "SW041",
+        3,
+        train={"bad_batch": (1, 24), "steps": 30, "save_every": 8, "wait": False},
+        rank=1,
+    ),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
     "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
 }
@@ -324,6 +333,8 @@ def _loop(
                     loss = model(x).square().mean() / count
                 scaler.scale(loss).backward()
         time.sleep(settings.get("loop_s", {}).get(rank, 0.0))
+        if settings.get("averages"):
+            dist.all_reduce(loss.detach())
         if settings.get("logs", True):
             run.log(loss=loss.item())
         scaler.step(optimizer)

@@ -91,7 +91,7 @@ def run_of(
         StepLine(n, 1, float(n), metrics, values or {"loss": 2.0}, waited_for or {})
         for n in range(1, 16)
     )
-    own = {0: (memory or memory_line(30, 20), {"kind": "end", "step": 15})}
+    own = {0: (memory or memory_line(30, 20), {"kind": "end", "step": 15, "error": None})}
     return RunRecord(Path("x"), facts(**of_facts), lines, own, idle_s=5.0)
 
 
@@ -208,7 +208,25 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
         lambda: over_time(run_of(), 400.0, saves=range(3)),
     ),
     "a run that hangs": ("SW022", lambda: replace(run_of(), by_rank={}, idle_s=1000.0)),
+    "a run that goes on after one that ended, and hangs": (
+        "SW022",
+        lambda: replace(
+            run_of(), by_rank={0: (ended("ValueError"), {"kind": "begin", "step": 9})}, idle_s=1e3
+        ),
+    ),
+    "a rank that raised after others had lost it": (
+        "SW023",
+        lambda: replace(
+            run_of(),
+            by_rank={0: (ended("CollectiveError", follows=True),), 1: (ended("KeyError"),)},
+        ),
+    ),
 }
+
+
+def ended(error: str, **other: Any) -> dict[str, Any]:
+    told = {"kind": "end", "step": 8, "error": error, "message": "x", "during": 9, "unix_s": 1.0}
+    return {**told, "phase": "forward", "unit": "layers.0", **other}
 
 
 def over_time(run: RunRecord, line_s: float, saves: Iterable[int] = ()) -> RunRecord:
@@ -312,6 +330,27 @@ def test_a_rank_that_is_late_now_and_then_is_told_once_it_is_no_chance(
     assert not codes(replace(usual, steps=tuple(others)))
 
 
+@pytest.mark.parametrize(
+    ("since", "first", "rank"),
+    [
+        ({"loss": {0: 8, 1: 7, 2: 8}}, 7, 1),  # others take it over in the next step
+        ({"loss": {0: 7}}, 7, None),  # the only rank that logs
+        ({"loss": {0: 7, 1: 7, 2: 7}}, 7, None),
+        ({"loss": {0: 0, 1: 7, 2: 7}}, 7, None),
+        ({"numbers/non_finite_gradients": {0: 7, 1: 0}, "loss": {0: 9, 1: 8}}, 7, None),
+    ],
+)
+def test_the_first_bad_step_is_exact_and_a_rank_named_if_others_were_finite_then(
+    since: Mapping[str, Mapping[int, int]], first: int, rank: int | None
+) -> None:
+    run = run_of(values={"loss": None})
+    lines = [replace(line, num_steps=4, bad_since=since) for line in run.steps[9:]]
+    (finding,) = diagnose(replace(run, steps=(*lines,))).findings
+    assert (finding.code, finding.rank) == ("SW041", rank)
+    assert finding.evidence["first bad step"] == first and f"step {first}" in finding.verdict
+    assert "before step" not in str(finding.changes)
+
+
 def test_a_slow_loader_of_one_rank_is_no_straggler_too() -> None:
     late = {
         "comm/waited(ms)": spread(20, 300, 310, 5, 2),
@@ -321,8 +360,11 @@ def test_a_slow_loader_of_one_rank_is_no_straggler_too() -> None:
     assert (finding.code, finding.rank) == ("SW021", 5)
 
 
-def test_a_run_that_has_ended_does_not_hang() -> None:
+def test_a_run_that_has_ended_or_was_stopped_by_its_user_neither_hangs_nor_died() -> None:
     assert not codes(replace(run_of(), idle_s=1e6))
+    left_alone = ended("CollectiveError", follows=True)
+    by_rank = {0: (left_alone,), 1: (ended("KeyboardInterrupt"),)}
+    assert not codes(replace(run_of(), idle_s=1e6, by_rank=by_rank))
 
 
 def test_a_finding_is_the_same_after_json() -> None:

@@ -1,20 +1,34 @@
 """The doctor on real ranks: a sample of its faults and healthy runs; all in campaigns/doctor.py."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
+import shardwise
 from faults import FAULTS, HEALTHY, train
-from ranks import run_ranks
+from models import Stack
+from ranks import run_ranks, start_ranks
+from shardwise import observe, shard
 from shardwise.cli.main import app
 from shardwise.monitor.doctor.rules import diagnose
 from shardwise.monitor.record import read_run
 
 SAMPLE = [
     *("copies only", "one unit", "tiny buckets", "slow link", "slow rank", "slow loader on a rank"),
-    *("slow step on the host", "overflows", "bad batch on a rank", "bad gradients", "slow disk"),
+    "slow loop on a rank, the loss is averaged",
+    *(
+        "slow step on the host",
+        "overflows",
+        "bad batch on a rank in a long line",
+        "bad gradients",
+        "slow disk",
+    ),
 ]
 HEALTHY_SAMPLE = ["stage 0 of 2", "stage 3 of 1", "stage 3 of 3", "accumulation", "fully_shard"]
 
@@ -30,6 +44,10 @@ def test_a_fault_is_found_with_its_rank(name: str, tmp_path: Path) -> None:
     if not found and "cores of their own" in without.get(scenario.code, ""):
         return  # on a machine at work on something else it says so; records hold what it finds
     assert found == [(scenario.code, scenario.rank)]
+    if name.startswith("bad batch"):  # step 24 is saved too, after its bad step
+        assert told.findings[0].evidence["first bad step"] == 24
+        (change,) = told.findings[0].changes
+        assert str(change.after).startswith(f"{tmp_path}/checkpoints/step-00000016, which all")
 
 
 @pytest.mark.parametrize("name", HEALTHY_SAMPLE)
@@ -38,6 +56,51 @@ def test_a_healthy_run_has_no_finding(name: str, tmp_path: Path) -> None:
     live = run_ranks(train, scenario.world_size, str(tmp_path), "healthy", name)[0]
     assert not diagnose(read_run(tmp_path)).findings
     assert not live and not (tmp_path / "observed" / "findings.jsonl").read_text()
+
+
+def die(rank: int, world_size: int, output: str, how: str) -> None:
+    """Let the last rank fail in step 3."""
+    shardwise.watch(5)
+    model = shard(Stack(), stage=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_last = rank == world_size - 1
+    with observe(model, optimizer, output) as run:
+        for step in range(1, 7):
+            if step == 3 and is_last and how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == 3 and is_last and how == "raises":
+                raise ValueError("label 17 is none of 10")
+            if step == 3 and is_last and how == "out of memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            if not (step == 3 and is_last and how == "skips"):
+                dist.all_reduce(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss=1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "world_size", "rank", "said"),
+    [
+        ("killed", 1, 0, "rank 0 on"),
+        ("killed", 3, 2, "rank 2 on"),
+        ("raises", 3, 2, "rank 2 raised ValueError: label 17 is none of 10, in step 3"),
+        ("out of memory", 1, 0, "rank 0 ran out of memory in step 3, asking for 2 GiB"),
+        ("skips", 2, None, "torch's all_reduce of"),
+    ],
+)
+def test_a_run_that_died_is_a_critical_finding_with_its_cause(
+    how: str, world_size: int, rank: int | None, said: str, tmp_path: Path
+) -> None:
+    outcomes = start_ranks(die, world_size, str(tmp_path), how).wait()
+    assert not all(outcome.ok for outcome in outcomes)
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path), "--json"])
+    assert shown.exit_code == 2
+    (finding,) = json.loads(shown.output)["findings"]
+    assert (finding["code"], finding["severity"]) == ("SW023", "critical")
+    assert said in finding["verdict"] and (rank is None or finding["rank"] == rank)
 
 
 def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from models import Checkpointed, Stack
@@ -221,6 +222,8 @@ def let_go(rank: int, world_size: int) -> None:
         gc.collect()
         assert [each() for each in alive] == [None, None]
         assert run.step == other.step == last.step == STEPS
+        closure: Any = dist.all_reduce.__closure__
+        assert any(cell.cell_contents is dist.all_reduce.__wrapped__ for cell in closure)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -22,6 +22,7 @@ from shardwise.checkpoint.save_load import (
     holds_checkpoint,
     new_run,
     tell_other_files,
+    tell_saved,
 )
 from shardwise.checkpoint.saving import Saving, Staging
 from shardwise.checkpoint.state import Item, Table
@@ -283,6 +284,7 @@ class Checkpoints:
                 replace=step in self._passed_over,
                 progress=progress,
             )
+        tell_saved(self._tracer, self._to_stage(table), target)
         self._passed_over.discard(step)
         if self._control.rank == 0:
             other_files = [written.other_files] if written.other_files else []

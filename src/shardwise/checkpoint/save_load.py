@@ -2,15 +2,16 @@
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.assemble import assemble
+from shardwise.checkpoint.assemble import assemble, written_items
 from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.folder import is_usable, step_name, steps_in
 from shardwise.checkpoint.gc_pause import collector_paused
@@ -19,15 +20,17 @@ from shardwise.checkpoint.loading import Loaded, Request, load_newest, load_one
 from shardwise.checkpoint.places import host_of
 from shardwise.checkpoint.same_bits import once
 from shardwise.checkpoint.sealed import MANIFEST
-from shardwise.checkpoint.state import Table, collect
+from shardwise.checkpoint.state import Item, Table, collect
 from shardwise.checkpoint.write import NONCE_BYTES, Progress, Written, write_checkpoint
 from shardwise.comm.control import Control, naming
 from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Optimizer, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.trace import Tracer
 
 NOTHING: Mapping[str, Any] = {}
 _RUN_BYTES = 8
+_LOOKED_AT = 1 << 20  # elements at once
 
 
 @collector_paused()
@@ -65,10 +68,29 @@ def save(
         run, nonce = new_run(control), os.urandom(NONCE_BYTES)
         manifest, part = assemble(control, table, run, step)
         written = write_checkpoint(files, control, target, nonce, manifest, part, replace, progress)
+        own = written_items(table, control.members, control.rank)
+        tell_saved(parts.comm.tracer, [*own, *table.uncut, *table.own], target)
     parts.origin = Origin(target, step, run, is_saved=True)
     if control.rank == 0:
         _warn(files, written, step)
     return written
+
+
+def tell_saved(tracer: Tracer, items: Iterable[Item], target: Path) -> None:
+    """Tell a recorder of a checkpoint that is on disk, and whether its numbers are finite.
+
+    ``items`` are what this rank wrote. **Cost** reads them, where a recorder listens.
+    """
+    recorder = tracer.recorder
+    if recorder is not None:
+        numbers = (item.data for item in items if item.info.kind in ("param", "optimizer"))
+        recorder.saved(str(target), all(map(_is_finite, numbers)))
+
+
+def _is_finite(data: torch.Tensor) -> bool:
+    if not data.is_floating_point() or data.itemsize == 1:
+        return True
+    return all(bool(part.isfinite().all()) for part in data.reshape(-1).split(_LOOKED_AT))
 
 
 def _warn(files: Files, written: Written, step: int | None) -> None:

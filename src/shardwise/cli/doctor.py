@@ -1,6 +1,7 @@
 """`shardwise doctor`: what is wrong with an observed run, as cards or as JSON.
 
-Exit codes: 0 nothing was found; 1 something was; 2 it cannot be judged, or there is no such run.
+Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, it cannot be judged,
+or there is no such run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from shardwise.monitor.findings import Diagnosis, Finding, Gain
     from shardwise.monitor.record import RunRecord
 
-_HEALTHY, _FOUND, _CANNOT_JUDGE = 0, 1, 2
+_HEALTHY, _FOUND, _NOT_WHOLE = 0, 1, 2
+_BROKEN_RUN = ("SW022", "SW023")
 _COLOURS = {"critical": "red", "warning": "yellow"}
 _CARD_WIDTH = 100
 
@@ -42,7 +44,8 @@ def run_command(arguments: Sequence[str]) -> int:
 def _doctor(path: Path, as_json: bool) -> int:
     """Tell what is wrong with an observed run, the numbers behind it, and what to change.
 
-    Exit codes: 0 nothing was found; 1 something was; 2 no such run, or too little of it to judge.
+    Exit codes: 0 nothing was found; 1 something was; 2 the run has died or hangs, there is no such
+    run, or too little of it to judge.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
@@ -56,9 +59,11 @@ def _doctor(path: Path, as_json: bool) -> int:
         print_json({"kind": "diagnosis", "run": str(path)} | diagnosis.to_json())
     else:
         _show(run, diagnosis)
+    if any(finding.code in _BROKEN_RUN for finding in diagnosis.findings):
+        return _NOT_WHOLE
     if diagnosis.findings:
         return _FOUND
-    return _HEALTHY if _is_judged(diagnosis) else _CANNOT_JUDGE
+    return _HEALTHY if _is_judged(diagnosis) else _NOT_WHOLE
 
 
 def _is_judged(diagnosis: Diagnosis) -> bool:

@@ -100,7 +100,7 @@ class CountedCollectives(TorchDispatchMode):
         is_real = not any(issubclass(kind, FakeTensor) for kind in types)
         if is_real and isinstance(func, torch._ops.OpOverload):
             found = _OPERATORS.get(func.namespace, {}).get(func._opname)
-            if found is not None and not _is_counted(sys._getframe(1)):
+            if found is not None and not is_counted(sys._getframe(1)):
                 self._count(*found, _by_name(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -164,7 +164,7 @@ def _bytes_of(given: Any) -> int:
     return sum(map(_bytes_of, given))
 
 
-def _is_counted(frame: FrameType | None) -> bool:
+def is_counted(frame: FrameType | None) -> bool:
     """Tell whether a collective is one that Shardwise makes, and counts."""
     while frame is not None:
         name = frame.f_code.co_filename

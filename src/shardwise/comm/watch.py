@@ -114,9 +114,9 @@ class Watch:
                 "from a checkpoint"
             )
 
-    def has_failed(self, group: Any) -> bool:
-        """Tell whether a collective of a group has failed."""
-        return id(group) in self._failed
+    def reason(self, group: Any) -> str | None:
+        """Return why a collective of a group has failed; None where none has."""
+        return self._failed.get(id(group), (None, None))[1]
 
     def begin(self, meeting: Meeting) -> int:
         """Count a collective that this rank begins; return its number."""

@@ -45,9 +45,9 @@ class Snapshot:
     @property
     def ending(self) -> str | None:
         """How the run has ended, as it said so itself; None while it goes on, or was killed."""
-        for _, line in self.record.lines("end"):
-            return f"it broke off: {line['error']}" if line.get("error") else "it is over"
-        return None
+        ends = [line for line in self.record.last_words.values() if line["kind"] == "end"]
+        errors = [line["error"] for line in ends if line.get("error")]
+        return f"it broke off: {errors[0]}" if errors else "it is over" if ends else None
 
     @property
     def gap_s(self) -> float | None:
@@ -108,7 +108,9 @@ class LiveRun:
             if growing.is_another():
                 self._own.pop(rank, None)
             newest = self._own.setdefault(rank, {})
-            newest |= {line.get("kind", ""): checked_line(line, file) for line in growing.read()}
+            for line in growing.read():
+                newest.pop(kind := line.get("kind", ""), None)  # the order is that of the newest
+                newest[kind] = checked_line(line, file)
         by_rank = {rank: tuple(newest.values()) for rank, newest in sorted(self._own.items())}
         changed_s = self._steps.changed_s() or self._began_s
         quiet_s = max(self._clock() - changed_s, 0.0)

@@ -24,10 +24,16 @@ from heapq import nlargest
 from operator import itemgetter
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
+from shardwise.comm import stacks
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.meeting import ranks_of
+from shardwise.comm.meeting import ranks_of, reason_of
+from shardwise.comm.watch import WATCH
+from shardwise.errors import CollectiveError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
+    BAD_GRADIENTS,
     BAD_VALUES,
     MFU_SHARE,
     STEP_S,
@@ -36,6 +42,7 @@ from shardwise.monitor.metrics import (
     pace,
     step_metrics,
 )
+from shardwise.monitor.oom import is_out_of_memory
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.sampling import Sampler
 from shardwise.monitor.spans import Recorded, Span, device_spans_of, spans_of, without_lines_of
@@ -47,6 +54,7 @@ _FIRST_STEPS = 10  # which are handed over one by one
 _LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
+_MAX_TOLD = 1000  # characters of an error
 
 
 class Sink(Protocol):
@@ -112,6 +120,8 @@ class Gatherer:
         self._line = Sampler(every)
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
         self._values: dict[str, float] = {}
+        self._bad_since: dict[str, int] = {}  # as in `StepLine`, of this rank
+        self._finite_step = 0  # the last one in which gradients were looked at and finite
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
         self._is_abandoned = self._is_told = False
@@ -147,7 +157,7 @@ class Gatherer:
 
     def note(self, **values: Any) -> None:
         """Write a line of this rank's own now."""
-        with self._writing():
+        with self._writing(), suppress(ValueError):  # closed already
             self._outputs.own.write(**values)
 
     def raise_once(self) -> None:
@@ -160,31 +170,33 @@ class Gatherer:
         """Return when all that was taken is told and written. **Raises** what went wrong."""
         self._hand_over()
         self._stop_thread()
-        self._end(None)
+        self._end(self._error)
         self.raise_once()
 
-    def abandon(self, error: str, last: ObservedStep | None) -> None:
+    def abandon(self, error: BaseException, last: ObservedStep | None, **place: Any) -> None:
         """End without the other ranks, which may never come: no more is told to them.
 
-        ``last`` is a step that was not taken yet.
+        ``last`` is a step that was not taken yet, ``place`` says where the error was raised.
         """
         self._taken += [] if last is None else [last]
         self._is_abandoned = True
         self._hand_over()
         self._control.break_off()
         self._stop_thread()
-        self._end(error)
+        self._end(error, **place)
 
     def _stop_thread(self) -> None:
         self._batches.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
-    def _end(self, error: str | None) -> None:
+    def _end(self, error: BaseException | None, **place: Any) -> None:
         """Say that the run is over, which a run that hangs or was killed does not; close files."""
         outputs = self._outputs
+        said = {"error": None} if error is None or _is_clean_exit(error) else _told(error) | place
         with self._writing(), suppress(ValueError):  # closed already
-            outputs.own.write(kind="end", step=max(self._last_step, 1), error=error)
+            at_s = round(time.time(), 3)
+            outputs.own.write(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
         for close in (outputs.steps.close, outputs.own.close, *(s.close for s in outputs.sinks)):
             with self._writing():
                 close()
@@ -234,11 +246,22 @@ class Gatherer:
             with suppress(KeyError, ValueError):  # a group that is gone
                 self._waited_for[ranks_of(group)[peer]] += seconds
         self._values.update(step.values)
+        num_bad = step.figures.get(BAD_GRADIENTS)
+        looked_at = step.values | (
+            {} if num_bad is None else {BAD_GRADIENTS: math.inf if num_bad else 0}
+        )
+        for name, value in looked_at.items():
+            if not self._bad_since.get(name):
+                self._bad_since[name] = 0 if math.isfinite(value) else step.step
         for moments in step.memory:
             self._write_own(kind="memory", step=step.step, **moments)
         if step.bad_gradients:
             names = list(step.bad_gradients[:_MAX_NAMED])
-            self._write_own(kind="non_finite", step=step.step, parameters=names)
+            self._write_own(
+                kind="non_finite", step=step.step, parameters=names, finite_step=self._finite_step
+            )
+        elif num_bad is not None:
+            self._finite_step = step.step
 
     def _look_at(self, step: ObservedStep) -> dict[str, float]:
         """Return the figures of a step's spans; write them, if its timeline is kept."""
@@ -268,7 +291,8 @@ class Gatherer:
         num_steps = self._line.num_steps
         mine = {**self._line.mean(), **self._standing.read(num_steps)}
         longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=itemgetter(1))
-        told = {"metrics": mine, "waited_for": {r: 1e3 * s / num_steps for r, s in longest}}
+        waited_ms = {r: 1e3 * s / num_steps for r, s in longest}
+        told = {"metrics": mine, "waited_for": waited_ms, "bad_since": self._bad_since}
         self._waited_for.clear()
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
         metrics = over_ranks([row["metrics"] for row in rows])
@@ -277,9 +301,16 @@ class Gatherer:
             rank: {int(other): ms for other, ms in row["waited_for"].items()}
             for rank, row in enumerate(rows)
         }
+        self._bad_since = {}
+        bad_since = {
+            name: {
+                r: row["bad_since"][name] for r, row in enumerate(rows) if name in row["bad_since"]
+            }
+            for name in sorted({n for row in rows for n, step in row["bad_since"].items() if step})
+        }
         at_s = time.monotonic() - self._began_s
         values = dict(self._values)
-        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for)
+        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for, bad_since)
         self.latest = line
         if self._control.rank == 0:
             with self._writing():
@@ -287,6 +318,25 @@ class Gatherer:
                 for sink in self._outputs.sinks:
                     sink.write(line)
                 self._on_line(line)
+
+
+def _is_clean_exit(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and not error.code
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """Return what the line of a rank's end says of an error.
+
+    ``follows``: communication failed, as a rule since another rank had failed before.
+    """
+    text, call = reason_of(error), None
+    follows = isinstance(error, CollectiveError)
+    if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
+        call = stacks.wait_of_error(error.__traceback__)
+    if call is not None:
+        text = f"{call.text} failed: {WATCH.reason(call.group) or text}"
+        follows = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return {"error": type(error).__name__, "message": text[:_MAX_TOLD], "follows": follows}
 
 
 def _rows(spans: Sequence[Span], begin_s: float) -> list[list[Any]]:

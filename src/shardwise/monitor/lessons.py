@@ -225,6 +225,20 @@ _LESSONS = (
         "The curve of steps over time ends in a flat line.",
     ),
     Lesson(
+        "SW023",
+        "The run died",
+        "critical",
+        "A rank raised, ran out of memory or was killed, or the ranks made different collectives.",
+        "A rank's file says that it ended with an error, or does not say that it ended, and its "
+        "process is gone (seen on its own machine). Ctrl-C counts as an end.",
+        (
+            "an error: the log of the rank that is named has its stack",
+            "killed: the system's log (dmesg) and the scheduler's: memory of the host, time limits",
+            "a collective: shardwise.watch(hang_timeout) names the rank that does not make it",
+        ),
+        "The curves end, and nothing after them says that the run is over.",
+    ),
+    Lesson(
         "SW030",
         "Activations are what does not fit",
         "warning",
@@ -311,7 +325,7 @@ _LESSONS = (
         "use (looked at every 10 steps or 2 s, and whenever a logged value is bad). Without a loss "
         "scaler; one that skips such steps is left alone.",
         (
-            "go on from the last checkpoint before it",
+            "go on from a checkpoint that was finite as it was saved; the finding names the newest",
             "look at the batch of the rank that is named, and at the parameters that are",
             "a smaller learning rate, a longer warm-up, clipping; bf16 in the place of fp16",
         ),

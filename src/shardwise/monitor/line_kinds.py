@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, WrapValidator
 
+from shardwise.comm.pulse import Process
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, shown
 
@@ -61,12 +62,47 @@ class _Memory:
 class _NonFinite:
     step: Count
     parameters: list[Name]
+    finite_step: Count = 0
+
+
+@dataclass(frozen=True)
+class _Begin:
+    step: Count
+    process: Process | None = None
 
 
 @dataclass(frozen=True)
 class _End:
     step: Count
-    error: str | None
+    error: Name | None
+    message: Name = ""
+    follows: bool = False
+    during: Count = 0
+    phase: Name = ""
+    unit: Name = ""
+    unix_s: Amount = 0.0
+
+
+@dataclass(frozen=True)
+class _Save:
+    step: Count
+    path: Annotated[str, Field(max_length=4096)]
+    is_finite: bool
+
+
+@dataclass(frozen=True)
+class _Fix:
+    change: Name
+    fits: bool
+
+
+@dataclass(frozen=True)
+class _OutOfMemory:
+    step: Count
+    asked_bytes: Count | None
+    in_use_bytes: Count
+    capacity_bytes: Count
+    fixes: list[_Fix]
 
 
 def _has_peak(line: _Memory) -> _Memory:
@@ -79,6 +115,9 @@ _KINDS: Mapping[str, Any] = {
     "timeline": _Timeline,
     "memory": Annotated[_Memory, AfterValidator(_has_peak)],
     "non_finite": _NonFinite,
+    "out_of_memory": _OutOfMemory,
+    "begin": _Begin,
+    "save": _Save,
     "end": _End,
 }
 

@@ -32,8 +32,7 @@ class JsonLines:
     def write(self, **values: Any) -> None:
         """Append one line."""
         if self._file is not None:
-            self._file.write(json.dumps(_finite(values)))
-            self._file.write("\n")
+            self._file.write(json.dumps(_finite(values)) + "\n")  # several threads write
             self._file.flush()
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import Control, exchange_any
+from shardwise.comm.pulse import own_process
+from shardwise.comm.torch_calls import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.monitor.facts import facts_of
@@ -125,6 +127,7 @@ def _open(
         steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
         path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
         outputs = Outputs(steps, JsonLines(path, done), sinks if is_first else ())
+        outputs.own.write(kind="begin", step=done + 1, process=asdict(own_process()))
         made.append((outputs, LiveDoctor(facts, folder if is_first else None, done)))
 
     on_all_ranks(control, open_files)
@@ -183,6 +186,7 @@ class Observation:
         """Begin to observe."""
         for comm in self._parts.comms:
             self._open.enter_context(comm.tracer.telling(self._recorder))
+        self._open.enter_context(TORCH_CALLS.telling(self._recorder))
         for each in self._optimizers:
             before = each.register_step_pre_hook(self._before_step)
             self._open.callback(before.remove)
@@ -191,6 +195,9 @@ class Observation:
             self._open.callback(after.remove)
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
+        self._recorder.on_saved = lambda path, is_finite: self._gatherer.note(
+            kind="save", step=max(self._step, 1), path=path, is_finite=is_finite
+        )
         self._recorder.cut()
         return self
 
@@ -214,9 +221,11 @@ class Observation:
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is None:
             return self.close()
-        self._look_at_error(error, *self._recorder.now_in())
+        phase, unit = self._recorder.now_in()
+        self._look_at_error(error, phase, unit)
         self._let_go()
-        self._gatherer.abandon(type(error).__name__, self._over)
+        place = {"during": self._step + 1, "phase": phase, "unit": unit}
+        self._gatherer.abandon(error, self._over, **place)
         self._doctor.close()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:

@@ -92,7 +92,9 @@ class StepLine:
 
     ``values`` are what the user's loop has logged, of rank 0. ``at_s`` counts from the start.
     ``waited_for[rank][other]`` are milliseconds of each step that a rank waits for another one's
-    messages; the few longest, where the transport tells.
+    messages; the few longest, where the transport tells. ``bad_since[name][rank]`` is the first of
+    the steps in which what a rank has logged was not finite, 0 where all of it was; of names that
+    are bad on any rank, and of gradients by their metric's name.
     """
 
     step: Count
@@ -101,6 +103,7 @@ class StepLine:
     metrics: Mapping[Name, OverRanks]
     values: Mapping[Name, float | None] = field(default_factory=dict)
     waited_for: Mapping[Rank, Mapping[Rank, Figure]] = field(default_factory=dict)
+    bad_since: Mapping[Name, Mapping[Rank, Count]] = field(default_factory=dict)
 
 
 def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
@@ -133,6 +136,17 @@ class RunRecord:
     steps: tuple[StepLine, ...]
     by_rank: Mapping[int, tuple[Mapping[str, Any], ...]]
     idle_s: float | None = None
+
+    @property
+    def last_words(self) -> Mapping[int, Mapping[str, Any]]:
+        """By rank the line that says how it has ended; where none does, the line of its begin."""
+        kinds = ("begin", "end")
+        return {
+            rank: line
+            for rank, lines in self.by_rank.items()
+            for line in lines
+            if line.get("kind") in kinds
+        }
 
     def lines(self, kind: str, rank: int | None = None) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the lines of one kind ("timeline", "memory"), with their ranks."""

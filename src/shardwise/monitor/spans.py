@@ -125,6 +125,7 @@ class SpanRecorder:
         self._waited_for: dict[tuple[Any, int], float] = defaultdict(float)
         self._first: DeviceMoment | None = None
         self.on_error: Callable[[BaseException, str, str], None] | None = None  # left by an error
+        self.on_saved: Callable[[str, bool], None] | None = None
         self.on_main: Callable[[str, str], None] | None = None  # looks on at each event of MAIN
 
     def _clock(self) -> float:
@@ -221,6 +222,11 @@ class SpanRecorder:
         if not self.is_paused:
             self._num_tokens += num_tokens(args, kwargs)
             self.in_half = self.in_half or self._casts_to_half()
+
+    def saved(self, path: str, is_finite: bool) -> None:
+        """Pass on that a checkpoint is on disk."""
+        if self.on_saved is not None:
+            self.on_saved(path, is_finite)
 
     def cut(self, times_device: bool = False) -> Recorded:
         """Return what was told since the last cut; from now on time the device, or not."""

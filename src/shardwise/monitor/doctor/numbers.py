@@ -1,12 +1,16 @@
 """Numbers that a training cannot go on with."""
 
 import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from shardwise.monitor.doctor.evidence import NotEnough, finding, steady
 from shardwise.monitor.findings import Change, Finding
 from shardwise.monitor.metrics import BAD_GRADIENTS, BAD_VALUES, IN_HALF, SKIPPED_STEPS
-from shardwise.monitor.record import RunFacts, RunRecord
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine
 
 _SKIPPED = 0.05
 _LEAST_SCALE = 1.0
@@ -49,54 +53,82 @@ def half_precision(run: RunRecord) -> list[Finding]:
 
 
 def not_finite(run: RunRecord) -> list[Finding]:
-    """Find logged values or gradients that are inf or nan."""
-    found = _bad_gradients(run) or _bad_values(run)
-    return [] if found is None else [found]
-
-
-def _bad_values(run: RunRecord) -> Finding | None:
-    for line in run.steps:
-        names = [n for n, v in line.values.items() if v is None or not math.isfinite(v)]
-        told = line.metrics.get(BAD_VALUES)
-        if not names and (told is None or not told.max):
-            continue
-        rank = told.max_rank if told is not None and told.max and not told.min else None
-        what = ", ".join(names) or "a logged value"
-        who = "" if rank is None else f" on rank {rank}, not on all"
-        return finding(
+    """Find logged values or gradients that are inf or nan: the first step, and who began."""
+    line = next(filter(_is_bad, run.steps), None)
+    if line is None:
+        return []
+    since = line.bad_since or {
+        name: {0: line.step} for name, v in line.values.items() if v is None or not math.isfinite(v)
+    }
+    first = min((s for told in since.values() for s in told.values() if s), default=line.step)
+    names = [name for name, told in since.items() if first in told.values()]
+    values = [name for name in names if name != BAD_GRADIENTS]
+    # Gradients are means over ranks, so all have it; a value of a rank's own tells who began it.
+    began = [
+        {rank for rank, step in since[name].items() if step == first}
+        for name in values
+        if any(step != first for step in since[name].values())
+    ]
+    ranks = sorted(set.union(*began)) if began else []
+    who = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}, not on others"
+    parameters = ""
+    named = sorted(run.lines("non_finite"), key=lambda each: each[1]["step"])
+    told: Mapping[str, Any] = next((line for _, line in named if line["step"] >= first), {})
+    params: Sequence[str] = told.get("parameters", ())
+    if params:
+        parameters = f"gradients of {', '.join(params[:3])}"
+    if values:
+        what = f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} not finite"
+        also = f"; {parameters} are not either, at step {told['step']}" if parameters else ""
+    else:
+        what, also = f"{parameters or 'gradients'} are not finite", ""
+        finite_step = int(told.get("finite_step", 0))
+        if 0 < finite_step < first - 1:
+            also = f"; step {finite_step} was the last in which they were looked at and finite"
+    return [
+        finding(
             run,
             "SW041",
-            f"{what} is not finite at step {line.step}{who}",
-            {"step": line.step, "values": told.max if told is not None else len(names)},
-            "What follows from it is not finite either.",
-            [Change("resume", None, f"a checkpoint from before step {line.step}")],
-            rank=rank,
+            f"{what} at step {first}{who if ranks else ''}{also}",
+            {"first bad step": first, "ranks that began": len(ranks)},
+            "The step makes the parameters so, and nothing that follows can be used.",
+            [Change("resume", None, _last_finite(run))],
+            unit=params[0] if params else None,
+            rank=ranks[0] if len(ranks) == 1 else None,
         )
-    return None
+    ]
 
 
-def _bad_gradients(run: RunRecord) -> Finding | None:
-    line = next((e for e in run.steps if (t := e.metrics.get(BAD_GRADIENTS)) and t.max), None)
-    if line is None:
-        return None
-    told = line.metrics[BAD_GRADIENTS]
-    named = sorted(run.lines("non_finite"), key=lambda each: each[1]["step"])
-    parameters = list(named[0][1]["parameters"]) if named else []
-    shown = f" of {', '.join(parameters[:3])}" if parameters else ""
-    values = line.metrics.get(BAD_VALUES)
-    # Gradients are means over ranks, so all have it; a loss of its own tells who began it.
-    rank = values.max_rank if values is not None and values.max and not values.min else None
-    who = "" if rank is None else f"; rank {rank} alone has logged a value that is not finite"
-    return finding(
-        run,
-        "SW041",
-        f"gradients{shown} are not finite at step {line.step}{who}",
-        {"step": line.step, "parameters on a rank": told.max},
-        "The step makes the parameters so, and nothing that follows can be used.",
-        [Change("resume", None, f"a checkpoint from before step {line.step}")],
-        unit=parameters[0] if parameters else None,
-        rank=rank,
-    )
+def _is_bad(line: StepLine) -> bool:
+    counts = [
+        line.metrics[name].max for name in (BAD_GRADIENTS, BAD_VALUES) if name in line.metrics
+    ]
+    return any(counts) or any(v is None or not math.isfinite(v) for v in line.values.values())
+
+
+def _last_finite(run: RunRecord) -> str:
+    """Return the newest checkpoint that all ranks found finite as they saved it."""
+    if run.idle_s is None:  # as it goes on, only rank 0's lines are known
+        return "a checkpoint that `shardwise doctor` names, as it was finite when it was saved"
+    found: dict[str, dict[int, bool]] = defaultdict(dict)
+    newest: dict[str, int] = {}
+    for rank, line in run.lines("save"):
+        found[line["path"]][rank] = line["is_finite"]
+        newest[line["path"]] = line["step"]
+    finite = [
+        path
+        for path, told in found.items()
+        if len(told) == run.facts.num_ranks and all(told.values()) and _may_be_there(Path(path))
+    ]
+    if not finite:
+        return "a checkpoint whose numbers are finite: of none that is there it is known"
+    path = max(finite, key=lambda each: newest[each])
+    return f"{path}, which all ranks found finite as they saved it"
+
+
+def _may_be_there(path: Path) -> bool:
+    """Tell whether a folder is there, or cannot be seen from here."""
+    return path.exists() or not path.parent.exists()
 
 
 def _is_half(facts: RunFacts) -> bool:

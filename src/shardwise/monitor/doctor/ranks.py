@@ -1,7 +1,6 @@
-"""Ranks that others wait for, batches that a rank waits for, and steps that do not come."""
+"""Ranks that others wait for, and batches that a rank waits for."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from shardwise.monitor.doctor.evidence import (
     NotEnough,
@@ -27,7 +26,6 @@ from shardwise.monitor.metrics import (
     WAITED_MS,
 )
 from shardwise.monitor.record import RunRecord, StepLine
-from shardwise.quantities import format_duration
 
 _SKEW = 0.1  # of the step
 _LATE_LINES, _LATE_SHARE = 3, 0.25  # of those judged: fewer may be chance
@@ -35,7 +33,6 @@ _EXPLAINS = 0.5  # of the skew, by what the rank does longer
 _TIMES_CORE_WAIT = 2.0
 _DATA = 0.1  # of the step
 _SLOW_LINES = 0.2  # of the lines
-_HANG_TIMES, _HANG_S = 5.0, 60.0
 _CAUSES = {
     COMPUTE_S: "computing",
     DATA_S: "waiting for data",
@@ -165,36 +162,5 @@ def data_loader(run: RunRecord) -> list[Finding]:
             [Change("loader", None, "more workers, prefetching, batches packed before the run")],
             Gain(data_s - _DATA * whole_s, "s/step", "down to a tenth of the step", data_s),
             rank=rank if is_one else None,
-        )
-    ]
-
-
-def no_step(run: RunRecord) -> list[Finding]:
-    """Find a run that has not ended and tells of no step any more."""
-    if run.idle_s is None or any(True for _ in run.lines("end")):
-        return []
-    if len(run.steps) < 3:
-        raise NotEnough("lines of steps, by which to tell how long one takes")
-    intervals = sorted(later.at_s - line.at_s for line, later in pairwise(run.steps))
-    longest = intervals[int(0.99 * (len(intervals) - 1))]
-    # Lines are written every few steps: of the first ones each has its own.
-    per_step = longest / min(line.num_steps for line in run.steps)
-    longest = max(longest, per_step * max(line.num_steps for line in run.steps))
-    if run.idle_s < max(_HANG_TIMES * longest, _HANG_S):
-        return []
-    last = run.steps[-1].step
-    return [
-        finding(
-            run,
-            "SW022",
-            f"no step for {format_duration(run.idle_s)} after step {last}: it hangs, or was killed",
-            {
-                "idle, s": run.idle_s,
-                "longest interval, s": longest,
-                "threshold, intervals": _HANG_TIMES,
-                "last step": last,
-            },
-            "The run has not said that it is over, and its lines came far more often before.",
-            [Change("resume", None, "auto, once the cause is found")],
         )
     ]

@@ -2,7 +2,15 @@
 
 from collections.abc import Callable
 
-from shardwise.monitor.doctor import checkpoints, communication, memory, numbers, ranks, units
+from shardwise.monitor.doctor import (
+    checkpoints,
+    communication,
+    ends,
+    memory,
+    numbers,
+    ranks,
+    units,
+)
 from shardwise.monitor.doctor.evidence import NotEnough
 from shardwise.monitor.findings import Abstention, Diagnosis, Finding, worst_first
 from shardwise.monitor.record import RunRecord
@@ -21,7 +29,8 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (communication.slow_axis, ("SW014",)),
     (ranks.straggler, ("SW020",)),
     (ranks.data_loader, ("SW021",)),
-    (ranks.no_step, ("SW022",)),
+    (ends.no_step, ("SW022",)),
+    (ends.died, ("SW023",)),
     (memory.what_does_not_fit, ("SW030", "SW005")),
     (memory.fragmentation, ("SW031",)),
     (memory.step_of_offload, ("SW032", "SW033")),
@@ -35,6 +44,7 @@ _EXPLAINS = {
     "SW013": ("SW012", "SW020"),
     "SW014": ("SW012",),
     "SW021": ("SW020",),
+    "SW023": ("SW022",),
 }
 
 
