@@ -182,7 +182,8 @@ def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
     for inner in managed:
         note_managed(inner)
     for each in modules:
-        each.__class__ = sharded_class(type(each))
+        cls: Any = type(each)
+        each.__class__ = sharded_class(cls)
 
 
 def _check_container(module: Any) -> None:
