@@ -38,6 +38,7 @@ from shardwise.names import list_names
 from shardwise.offload.disk import Disk
 from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.trace import FullParamLedger, Stats, Traffic
+from shardwise.unit.grad_hooks import check_hooks
 from shardwise.unit.home import Files
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
@@ -257,6 +258,7 @@ def _check_model(model: nn.Module, init: Init | None, hang_timeout: float | None
                 "pass the module inside, which is its .module"
             )
     for name, param in model.named_parameters():
+        check_hooks(name, param)
         if isinstance(param, ShardTensor):
             raise ConfigError(
                 f"model: parameter '{name}' is sharded already, with a model that has this "

@@ -230,6 +230,7 @@ class Materializer:
             form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
             param.lie_apart(OwnGather(policy, frees=self._config.stage.frees_after_backward))
             param.index = number
+            param.grad_hooks.adopt(spec.param)
             unit.add(param)
             made.append(param)
         dtype = params[0].param.dtype
@@ -262,6 +263,7 @@ class Materializer:
             made.lie_in(storage, number)
             storage.fill(number, made.encoding.spread(value))
             made.keep_notes(vars(param.param))
+            made.grad_hooks.adopt(param.param)
             unit.add(made)
         storage.free()
         return storage

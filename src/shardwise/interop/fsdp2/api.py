@@ -32,6 +32,7 @@ from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, axes_of
+from shardwise.unit.grad_hooks import check_hooks
 from shardwise.unit.replaced import retire
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
@@ -63,6 +64,9 @@ def _checking(function: Any) -> Any:
         modules = list(module) if isinstance(module, list | tuple) else [module]
         for each in modules:
             check_is_module(each)
+            for name, param in each.named_parameters():
+                if param not in (options.get("ignored_params") or ()):
+                    check_hooks(name, param)
         if not modules:
             raise ConfigError("model: expected a module, or a list of some, got an empty list")
         for name, (kind, expected) in _KINDS.items():
@@ -110,11 +114,11 @@ def fully_shard(
         device = current_device(spread.mesh.device_type)
     managed = list(_managed_modules(modules, ignored_params))
     params = list(_managed_params(managed, ignored_params or set()))
+    uses = _uses_of(modules, params)
     _move(managed, params, device)
     coded = precision.gather, precision.reduce_name, precision.block
     asked = Asked(device, mp, offload, reshard_after_forward is None, moves, *coded)
     units: dict[ShardingMesh, Unit] = {}
-    uses = _uses_of(modules, params)
 
     def unit_on(where: ShardingMesh) -> Unit:
         if where not in units:
