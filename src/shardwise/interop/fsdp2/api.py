@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardwise.axes import Axes
+from shardwise.axes import Axes, shared_mesh
 from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
@@ -228,9 +228,9 @@ def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bo
         )
     if asked in (1, size):
         return asked != 1, None
-    return True, axes_of(
-        DeviceMesh(spread.mesh.device_type, spread.mesh.mesh.view(-1, asked))
-    ).shard
+    device_type, groups = spread.mesh.device_type, spread.mesh.mesh.view(-1, asked)
+    key = device_type, tuple(map(tuple, groups.tolist()))
+    return True, axes_of(shared_mesh(key, lambda: DeviceMesh(device_type, groups))).shard
 
 
 def _managed_modules(
