@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
+from shardwise import axes
 from shardwise.comm import control
 from shardwise.comm.watch import WATCH
 
@@ -47,6 +48,7 @@ class KeptGroups:
 
     def give_back(self) -> bool:
         """End a call: keep its groups, close the oldest; tell whether any was closed."""
+        axes._MESHES.clear()  # which hold groups that may be closed here
         for key, group in self.in_use:  # a call that closes a group by itself needs fresh ranks
             is_torchs = isinstance(group, dist.ProcessGroup)
             assert not is_torchs or group in distributed_c10d._world.pg_map, key

@@ -1,5 +1,7 @@
 """The degrees of parallelism: what fits, which ranks are on which axis, what `shard()` takes."""
 
+import gc
+import os
 import re
 from dataclasses import replace
 from itertools import product
@@ -157,3 +159,35 @@ def the_same_from_axes_and_meshes(rank: int, num_ranks: int) -> None:
 
 def test_shard_takes_what_carries_data_parallelism() -> None:
     run_sizes(the_same_from_axes_and_meshes, {1: (), 3: (), 4: ()})
+
+
+def count_what_models_open(rank: int, num_ranks: int) -> None:
+    """Make models on equal meshes, and drop them."""
+
+    def on_axes() -> nn.Module:
+        return shardwise.shard(nn.Linear(4, 4), mesh=Axes(ep=num_ranks))
+
+    def fully() -> nn.Module:
+        return shardwise.fully_shard(nn.Linear(4, 4), mesh=Axes(ep=num_ranks))
+
+    def in_groups() -> nn.Module:
+        return shardwise.fully_shard(nn.Linear(4, 4), reshard_after_forward=num_ranks // 2 or True)
+
+    found = []
+    for number in range(6):
+        for make in (on_axes, fully, in_groups):
+            model = make()
+            model(torch.ones(2, 4)).sum().backward()
+            del model
+        gc.collect()  # models are in circles
+        if number:
+            num_groups = len(torch.distributed.distributed_c10d._world.pg_map)
+            found.append((num_groups, len(os.listdir("/proc/self/task"))))
+    assert len({num_groups for num_groups, _ in found}) == 1, found
+    # Threads of closed groups may still be ending; 12 more models would have left 24 and more.
+    assert found[-1][1] - found[0][1] < 12, found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+def test_models_on_equal_meshes_leave_no_more_groups_and_threads_than_one(num_ranks: int) -> None:
+    run_ranks(count_what_models_open, num_ranks)

@@ -1,6 +1,7 @@
 """State of a plain or DDP run, loaded by torch's own calls: cut, and trained on to the bit."""
 
 import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -275,3 +276,32 @@ def what_cannot_be_pickled(rank: int, world_size: int, folder: str) -> None:
 
 def test_what_cannot_be_saved_from_slices_says_what_to_call(tmp_path: Any) -> None:
     run_ranks(what_cannot_be_pickled, 2, str(tmp_path))
+
+
+def warn_of_updates_that_round_away(rank: int, world_size: int) -> None:
+    """Step parameters in bfloat16, alone and under fp32 masters, and look at rank 0's log."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+    keeps = shardwise.Precision(torch.bfloat16)
+    for make, is_warned in (
+        (lambda: shardwise.shard(nn.LayerNorm(8).bfloat16(), precision=keeps), True),
+        (lambda: shardwise.fully_shard(nn.LayerNorm(8).bfloat16()), True),
+        (lambda: shardwise.shard(nn.LayerNorm(8), precision="bf16"), False),
+    ):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        said.clear()
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 8, dtype=torch.bfloat16)[None]).square().sum().backward()
+            optimizer.step()
+        wanted = "SGD steps parameters in 16 bits without fp32 masters: 'weight', 'bias'"
+        found = [text for text in said if wanted in text]
+        assert len(found) == (is_warned and rank == 0), said
+    logging.getLogger("shardwise").removeHandler(handler)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_in_16_bits_that_are_stepped_without_masters_are_named(world_size: int) -> None:
+    run_ranks(warn_of_updates_that_round_away, world_size)

@@ -13,22 +13,25 @@ have different tokens.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from shardwise.errors import ConfigError
 from shardwise.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
 DENSE = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SHARDING = ("dp_shard", "cp")
 _VIEWS = (*DENSE, "fsdp", "loss", "ep", "efsdp")
+_MESHES: WeakKeyDictionary[Any, dict[Hashable, DeviceMesh]] = WeakKeyDictionary()  # by world group
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,10 @@ class Axes:
     # -- meshes
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """All ranks, by the axes `DENSE`; those of one rank too. **Cost** a group for each axis."""
+        """All ranks, by the axes `DENSE`; those of one rank too.
+
+        **Cost** a group for each axis, which equal axes share.
+        """
         import torch  # only here, so that commands can ask for degrees without it
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -137,7 +143,10 @@ class Axes:
         sizes = tuple(self.over(dist.get_world_size())._dense.values())
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = self.device_type or ("cpu" if accelerator is None else accelerator.type)
-        return init_device_mesh(device_type, sizes, mesh_dim_names=DENSE)
+        return shared_mesh(
+            (device_type, sizes),
+            lambda: init_device_mesh(device_type, sizes, mesh_dim_names=DENSE),
+        )
 
     @cached_property
     def _views(self) -> dict[str, DeviceMesh]:
@@ -160,7 +169,11 @@ class Axes:
         if name == "loss":
             return joined(self.mesh, ("dp_replicate", *_SHARDING), "loss")
         region = joined(self.mesh, (*_SHARDING, "tp"), "dp_shard_cp_tp")
-        pair = region._unflatten(0, (region.size() // self.ep, self.ep), ("efsdp", "ep"))
+        sizes = region.size() // self.ep, self.ep
+        pair = shared_mesh(
+            (self.mesh.device_type, tuple(self.mesh.shape), sizes),
+            lambda: region._unflatten(0, sizes, ("efsdp", "ep")),
+        )
         self._views.update(efsdp=pair["efsdp"], ep=pair["ep"])
         return self._views[name]
 
@@ -180,6 +193,23 @@ class Axes:
     def __str__(self) -> str:
         """Name the degrees that are not 1."""
         return " x ".join(f"{n}={d}" for n, d in self._degrees.items() if d != 1) or "one rank"
+
+
+def shared_mesh(key: Hashable, make: Callable[[], DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that an earlier call has made for this key, or make it, on all ranks alike.
+
+    Torch closes the groups of a mesh with the process group, and not with the models on them: each
+    model would leave several gloo groups, of three threads each.
+    """
+    import torch.distributed as dist
+
+    made = _MESHES.setdefault(dist.group.WORLD, {})
+    if key in made:
+        with suppress(RuntimeError, ValueError, KeyError):  # of a group that was destroyed since
+            made[key].get_all_groups()
+            return made[key]
+    made[key] = make()
+    return made[key]
 
 
 def data_of(mesh: DeviceMesh) -> DeviceMesh:

@@ -36,7 +36,8 @@ class Precision:
     tensors of more dims) travel in that format, each ``block`` elements with a scale of their own,
     and the layers compute with what arrives; what is stored and stepped stays as it is. With
     ``reduce="int8-a2a"`` (or fp8, int4, bf16) gradients of matrices travel in that format, encoded
-    once, and every rank sums what it gets in float32, in rank order.
+    once, and every rank sums what it gets in float32, in rank order. Muon enlarges the error of
+    these codes: give it a dtype.
 
     **Raises** ConfigError for a value that a field does not take.
     """

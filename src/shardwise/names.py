@@ -10,6 +10,12 @@ def name_of_unit(name: str) -> str:
     return name or "(root)"
 
 
+def list_names(names: Sequence[str], most: int = 5) -> str:
+    """Return e.g. ``'a', 'b' and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"'{name}'" for name in names[:most]) + more
+
+
 def join_units(names: Sequence[str]) -> str:
     """Return one name for several units; that of one is its own."""
     return names[0] if len(names) == 1 else ", ".join(map(name_of_unit, names))

@@ -1,5 +1,6 @@
 """Hooks on a parameter's reduced gradient: the optimizer in backward."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from oracle import assert_same_bits
 from ranks import run_ranks
 from roundings import assert_rounded_alike
 from shardwise import fully_shard, gathered, shard
-from shardwise.errors import ShardError
+from shardwise.errors import ConfigError, ShardError
 from trainer import SPREAD, STAGES, adamw, full, full_parameters, make_steps, mean_square
 
 
@@ -131,6 +132,54 @@ def check_odd_and_refused(rank: int, world_size: int) -> None:
 
 def test_hooks_on_what_is_no_trained_parameter_are_refused() -> None:
     run_ranks(check_odd_and_refused, 2)
+
+
+SHARDS = {"shard": shard, "fully_shard": fully_shard}
+
+
+def check_hooks_set_before(rank: int, world_size: int) -> None:
+    """Hooks of a plain model are called by the sharded one, until their handles remove them."""
+    for shards in SHARDS.values():
+        model = Stack()
+        calls: list[tuple[str, float]] = []
+
+        def note(name: str, param: Tensor) -> None:
+            calls.append((name, full(param.grad).sum().item()))  # noqa: B023
+
+        handles = {
+            name: param.register_post_accumulate_grad_hook(partial(note, name))
+            for name, param in model.named_parameters()
+        }
+        shards(model)
+        x = torch.full((2, 8), float(rank))
+        model(x).sum().backward()
+        assert sorted(calls) == sorted(
+            (n, full(p.grad).sum().item()) for n, p in model.named_parameters()
+        )
+        handles.pop("head.weight").remove()
+        calls.clear()
+        model(x).sum().backward()
+        assert {name for name, _ in calls} == set(handles)
+        # Called with a gradient of one rank, as autograd has it: refused, and nothing is changed.
+        model = Stack()
+        before = dict(model.named_parameters())
+        handle = model.head.weight.register_hook(lambda grad: grad * 2)
+        with pytest.raises(ConfigError, match=r"'head.weight' has a hook of register_hook\(\)"):
+            shards(model)
+        assert all(p is before[name] for name, p in model.named_parameters())
+        handle.remove()
+        shards(model)
+    if world_size > 1:
+        model = Stack()
+        if rank == 1:
+            model.head.weight.register_post_accumulate_grad_hook(print)
+        with pytest.raises(ConfigError, match=r"rank 1 has .*'head.weight'.*1 hooks"):
+            shard(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_hooks_set_before_sharding_are_called_with_the_mean_or_refused(world_size: int) -> None:
+    run_ranks(check_hooks_set_before, world_size)
 
 
 def check_fully_shard(rank: int, world_size: int) -> None:

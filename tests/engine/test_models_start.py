@@ -10,8 +10,8 @@ from models import Block, Stack, stack_roundings
 from oracle import Grads, assert_same_bits
 from ranks import run_ranks
 from roundings import assert_all_rounded_alike, assert_rounded_alike
-from shardwise import shard
-from shardwise.errors import ConfigError
+from shardwise import fully_shard, shard
+from shardwise.errors import ConfigError, ShardwiseError
 from trainer import LAYOUTS, full_grads, full_parameters, mean_square, sgd
 
 
@@ -109,6 +109,88 @@ def start_with_init(rank: int, world_size: int) -> dict[str, Tensor]:
 def test_init_fills_the_modules_instead_of_reset_parameters() -> None:
     for values in run_ranks(start_with_init, 2):
         assert all(torch.equal(v, torch.full_like(v, 0.25)) for v in values.values())
+
+
+class Scaled(nn.Module):
+    """Parameters and buffers of several dtypes, all of which `reset_parameters` may write."""
+
+    leaves: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(7, 3))
+        self.register_buffer("scale", torch.empty(3))
+        self.register_buffer("mask", torch.empty(2, 3, dtype=torch.bool), persistent=False)
+        self.register_buffer("ids", torch.empty(5, dtype=torch.int64))
+        self.register_buffer("codes", torch.empty(4, dtype=torch.uint8))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if name not in self.leaves:
+                tensor.fill_(1)
+            elif name == "weight":
+                tensor[:6].fill_(1)  # all but a row
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight) * self.scale
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(block(x) for block in self.blocks)
+
+
+def on_meta(leaves: tuple[str, ...]) -> Scales:
+    with torch.device("meta"):
+        model = Scales()
+    model.blocks[1].leaves = leaves
+    return model
+
+
+ALL = ("weight", "scale", "mask", "ids", "codes")
+
+
+def refuse_unwritten(rank: int, world_size: int) -> None:
+    """Leave elements unwritten on all ranks, and on the last rank alone."""
+    names = ", ".join(f"'blocks.1.{name}'" for name in ALL)
+    x = torch.ones(2, 7)
+    assert torch.equal(shard(on_meta(()))(x), torch.full((2, 3), 14.0))
+    with pytest.raises(ConfigError, match=f"model: {names} had no value"):
+        shard(on_meta(ALL))
+    with pytest.raises(ConfigError, match=r"'blocks.1.scale' and 3 more had no"):
+        shard(on_meta(()), init=lambda m: [nn.init.ones_(p) for p in m.parameters(recurse=False)])
+    with pytest.raises(ConfigError, match=r"'blocks.1.scale' had no value"):
+        shard(on_meta(("scale",) if rank == world_size - 1 else ()))
+    assert torch.equal(emptied(())(x), torch.full((2, 3), 14.0))
+    model = emptied(ALL)
+    with pytest.raises(ConfigError, match=f"rank {rank}: nothing has written {names} since"):
+        model(x)
+    model.blocks[1].leaves = ()
+    model.blocks[1].reset_parameters()
+    assert torch.equal(model(x), torch.full((2, 3), 14.0))
+    last = world_size - 1
+    with pytest.raises(ShardwiseError, match=f"rank {last}: nothing has written 'blocks.1.ids'"):
+        emptied(("ids",) if rank == last else ())(x)
+
+
+def emptied(leaves: tuple[str, ...]) -> nn.Module:
+    model = on_meta(leaves)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model).to_empty(device="cpu")
+    for block in model.blocks:
+        block.reset_parameters()
+    return model
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_init_leaves_unwritten_of_a_model_on_meta_is_refused_by_name(world_size: int) -> None:
+    run_ranks(refuse_unwritten, world_size, fresh=True)
 
 
 class Mixed(nn.Module):

@@ -167,6 +167,7 @@ def _param_facts(spec: ParamSpec, unit: str) -> Iterator[str]:
     kind = "trainable" if spec.param.requires_grad else "frozen"
     dim = f", cut along dim {spec.dim}" if spec.dim else ""
     dim += "" if spec.owner is None else f", whole on rank {spec.owner} of the shard axis"
+    dim += f", {len(hooks)} hooks" if (hooks := spec.param._post_accumulate_grad_hooks) else ""
     yield f"parameter '{spec.name}' {_describe(spec.param)}, {kind}, unit '{unit}'{dim}"
     for use in spec.uses[1:]:
         yield f"parameter '{spec.name}' tied to '{use.name}'"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
-from shardwise.comm.control import control_over
+from shardwise.comm.control import Control, control_over
 from shardwise.comm.exchange import Exchange
 from shardwise.comm.watch import checked_timeout, watch
 from shardwise.config import PrecisionLike, ShardConfig, resolve_config
@@ -34,9 +34,11 @@ from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
 from shardwise.layout.placements import Placements, place_params, with_experts
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
+from shardwise.names import list_names
 from shardwise.offload.disk import Disk
 from shardwise.stages import DEFAULT_BUCKET_BYTES
 from shardwise.trace import FullParamLedger, Stats, Traffic
+from shardwise.unit.grad_hooks import check_hooks
 from shardwise.unit.home import Files
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
@@ -76,8 +78,9 @@ def shard(
     may be a function: `with_owners`; ``units`` are module classes, class names or modules (default:
     found); ``mesh`` is `Axes` or has one axis (shard) or two (replicate, shard), or name them;
     ``placements``, ``experts``: `place_params`; ``hang_timeout``: `watch`. A model on meta is
-    filled by its modules' ``reset_parameters()``, or by ``init(module)``. ``optional`` modules
-    may be skipped at stage 3. DTensors keep their placements. The rest is in `ShardConfig`.
+    filled by its modules' ``reset_parameters()`` or by ``init(module)``; what is left unwritten is
+    refused, afterwards. ``optional`` modules may be skipped at stage 3. DTensors keep their
+    placements. The rest is in `ShardConfig`.
 
     **Cost** one broadcast of the model from the first rank; one unit in full; one gloo group.
 
@@ -102,9 +105,8 @@ def shard(
     comm = _agreed(facts, axes, device, hang_timeout)
     engine = Engine(config, comm, FullParamLedger())
     materializer = _materializer(engine, config, comm, init, specs, files)
-    remaining = list(specs)[::-1]
-    del specs  # the parameters as they came are freed unit by unit
-    attach_engine(model, engine, _build(model, remaining, materializer, adoption))
+    remaining, specs = list(specs)[::-1], ()  # the parameters as they came are freed unit by unit
+    attach_engine(model, engine, _build(model, remaining, materializer, adoption, comm.control))
     _run_all_layers(model, engine)
     return model
 
@@ -140,7 +142,11 @@ def _materializer(
 
 
 def _build(
-    model: nn.Module, remaining: list[UnitSpec], materializer: Materializer, adoption: Adoption
+    model: nn.Module,
+    remaining: list[UnitSpec],
+    materializer: Materializer,
+    adoption: Adoption,
+    control: Control,
 ) -> list[Unit]:
     """Build the units, the last of the list first, and drop each one's specification."""
     built: list[Unit] = []
@@ -149,7 +155,23 @@ def _build(
         built.append(materializer.build(spec, len(built)))
         adoption.take(spec, built[-1])
     materializer.fill_buffers(model)
+    if materializer.unwritten is not None:
+        _refuse_unwritten(control, materializer.unwritten)
     return built
+
+
+def _refuse_unwritten(control: Control, names: Sequence[str]) -> None:
+    """Refuse a model on meta of which parameters or buffers have no values, on all ranks."""
+    refusal = None
+    if names:
+        refusal = ConfigError(
+            f"model: {list_names(names)} had no value on the meta device, and reset_parameters(), "
+            "or init=, has left elements unwritten. Let it write them, in place or by setting the "
+            "attribute, and build the model again: this one is sharded in part"
+        )
+    agree(control, refusal_facts(refusal), "shard()")
+    if refusal is not None:
+        raise refusal
 
 
 def _open_files(config: ShardConfig, device: torch.device) -> Files:
@@ -236,6 +258,7 @@ def _check_model(model: nn.Module, init: Init | None, hang_timeout: float | None
                 "pass the module inside, which is its .module"
             )
     for name, param in model.named_parameters():
+        check_hooks(name, param)
         if isinstance(param, ShardTensor):
             raise ConfigError(
                 f"model: parameter '{name}' is sharded already, with a model that has this "

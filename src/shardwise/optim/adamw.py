@@ -33,8 +33,8 @@ class AdamW(torch.optim.Optimizer):
 
     ``moments`` of ``"fp32"`` are torch's, with the bits of ``torch.optim.AdamW(fused=True)`` on
     float32 parameters. ``"bf16"`` rounds by chance, the same in every run. ``"8bit"`` has a float32
-    scale for each ``block`` elements. Both may differ from group to group. Arithmetic is in float32
-    (float64 for such parameters).
+    scale for each ``block`` elements; resumed on another number of ranks they are quantised anew.
+    Both may differ from group to group. Arithmetic is in float32 (float64 for such parameters).
 
     **State** bytes per element of a rank: 8, 4, or 2 + 8 / block; and 4 per parameter.
 

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.errors import ConfigError
+
 Hook = Callable[[Any], None]
 
 
@@ -15,7 +17,7 @@ class GradHooks:
 
     def __init__(self) -> None:
         self.is_due = False
-        self._hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._hooks: dict[int, Hook] = OrderedDict()
 
     def __bool__(self) -> bool:
         """Tell whether there are any."""
@@ -30,12 +32,28 @@ class GradHooks:
         self._hooks[handle.id] = hook
         return handle
 
+    def adopt(self, plain: torch.Tensor) -> None:
+        """Take over the hooks of the parameter that was sharded; their handles stay good."""
+        if plain._post_accumulate_grad_hooks is not None:
+            self._hooks = plain._post_accumulate_grad_hooks
+
     def run(self, param: Any) -> None:
         """Call the hooks if they are due."""
         is_due, self.is_due = self.is_due, False
         if is_due:
             for hook in list(self._hooks.values()):
                 hook(param)
+
+
+def check_hooks(name: str, param: torch.Tensor) -> None:
+    """Refuse a parameter with hooks that sharding can't carry over. **Raises** ConfigError."""
+    if param._backward_hooks:
+        raise ConfigError(
+            f"parameter '{name}' has a hook of register_hook(), which autograd calls with a "
+            "gradient of this rank and micro-batch alone; the sharded parameter has only the mean. "
+            "Remove it, and use register_post_accumulate_grad_hook(), which is called with the "
+            "mean in p.grad, or change p.grad before optimizer.step()"
+        )
 
 
 class _Unit(Protocol):

@@ -9,7 +9,7 @@ the next module, so the full model is never resident.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -43,6 +43,7 @@ from shardwise.unit.home import NO_FILES, Files, Home
 from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, own_axes_of
+from shardwise.unit.poison import is_unwritten, poison
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
@@ -79,6 +80,7 @@ class Materializer:
         self._slab: Slab | None = None
         self._in_files: dict[str, list[FileSlices]] = {}  # by unit, in the order of its storages
         self._seed = 0
+        self.unwritten: list[str] | None = None  # of what was on meta, by name; None: nothing was
 
     def reserve(self, specs: Sequence[UnitSpec]) -> None:
         """Take the host memory and the space in files that slices and reduced gradients will need.
@@ -229,6 +231,7 @@ class Materializer:
             form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
             param.lie_apart(OwnGather(policy, frees=self._config.stage.frees_after_backward))
             param.index = number
+            param.grad_hooks.adopt(spec.param)
             unit.add(param)
             made.append(param)
         dtype = params[0].param.dtype
@@ -261,6 +264,7 @@ class Materializer:
             made.lie_in(storage, number)
             storage.fill(number, made.encoding.spread(value))
             made.keep_notes(vars(param.param))
+            made.grad_hooks.adopt(param.param)
             unit.add(made)
         storage.free()
         return storage
@@ -303,11 +307,9 @@ class Materializer:
                 by_module.setdefault(id(param.uses[0].module), []).append(param)
         for params in by_module.values():
             use = params[0].uses[0]
-            module_name = use.name.rpartition(".")[0]
-            with self._live(use.module), self._seeded(module_name + self._apart(spec)):
-                self._reset_of(use.module, module_name)(use.module)
-                for param in params:
-                    values[param.name] = use.module._parameters[param.uses[0].attribute].detach()  # type: ignore[union-attr]
+            names = {param.uses[0].attribute: param.name for param in params}
+            found = self._fill(use.module, use.name.rpartition(".")[0], self._apart(spec), names)
+            values |= {names[attribute]: value for attribute, value in found.items()}
         return values
 
     def _apart(self, spec: UnitSpec) -> str:
@@ -321,24 +323,38 @@ class Materializer:
         first, main = (int(axes.mesh.mesh.min()) for axes in (spec.axes, self._comm.axes))
         return f"@{first}" if first != main else ""
 
-    @contextmanager
-    def _live(self, module: nn.Module) -> Iterator[None]:
-        """Put memory under the module's own parameters for a while, under meta buffers for good.
+    def _fill(
+        self, module: nn.Module, name: str, apart: str = "", wanted: Iterable[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """Initialise a module; return the ``wanted`` ones of its parameters, whole.
 
-        All of them: one that is live or sharded already (tied, say) must not be initialised again.
+        Its buffers on meta get memory for good. All of its parameters have some for a while: one
+        that is live or sharded already (tied, say) must not be initialised again. What is left
+        unwritten is noted.
         """
         before = dict(module._parameters)
-        for name, param in before.items():
+        for key, param in before.items():
             if param is not None:
-                real = torch.empty(tuple(param.shape), dtype=param.dtype, device=self._device)
-                module._parameters[name] = nn.Parameter(real, requires_grad=param.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=self._device)
+                real = self._unwritten_like(param)
+                module._parameters[key] = nn.Parameter(real, requires_grad=param.requires_grad)
+        on_meta = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        module._buffers.update((key, self._unwritten_like(b)) for key, b in on_meta.items())
         try:
-            yield
+            with self._seeded(name + apart):
+                self._reset_of(module, name)(module)
+            values = {key: module._parameters[key].detach() for key in wanted}  # type: ignore[union-attr]
         finally:
             module._parameters.update(before)
+        made = [*values.items(), *((key, module._buffers.get(key)) for key in on_meta)]
+        left = [key for key, value in made if value is not None and is_unwritten(local_of(value))]
+        self.unwritten = [*(self.unwritten or ()), *(f"{name}.{key}".lstrip(".") for key in left)]
+        return values
+
+    def _unwritten_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return memory for what is on meta, in which `is_unwritten` finds what nothing writes."""
+        made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
+        poison(made)
+        return made
 
     @contextmanager
     def _seeded(self, name: str) -> Iterator[None]:
@@ -363,8 +379,7 @@ class Materializer:
         for name, module in model.named_modules():
             buffers = {k: b for k, b in module._buffers.items() if b is not None}
             if any(b.is_meta for b in buffers.values()):
-                with self._live(module), self._seeded(name):
-                    self._reset_of(module, name)(module)
+                self._fill(module, name)
                 continue
             for key, buffer in buffers.items():
                 collective = CollectiveId("broadcast", f"{name}.{key}".lstrip("."), 0)

@@ -1,4 +1,4 @@
-"""State of an optimizer that was loaded whole, cut like its parameters before it is used.
+"""What is looked at before an optimizer's first step: state that was loaded whole, dtypes.
 
 Note [Plain state is cut at the first step]
 ``optimizer.load_state_dict(torch.load(...))`` of a plain or DistributedDataParallel run puts whole
@@ -9,17 +9,21 @@ a dict that was not seen before is looked through once. What has its parameter's
 is right for every optimizer whose state is elementwise; counts and other values stay.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError
+from shardwise.names import list_names
 from shardwise.unit.tensor import ShardTensor
 
+_LOG = logging.getLogger("shardwise")
 FULLY_SHARD = "_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
 _SEEN = "_shardwise_state_seen"
 # One number for the whole parameter, whatever shape that has.
@@ -63,6 +67,8 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if torch.compiler.is_compiling() or vars(optimizer).get(_SEEN) is optimizer.state:
         return
+    if _SEEN not in vars(optimizer):
+        _warn_of_lost_updates(optimizer)
     found = []
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
@@ -76,6 +82,23 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for param, state in found:
         optimizer.state[param] = state
     vars(optimizer)[_SEEN] = optimizer.state
+
+
+def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Name sharded parameters in 16 bits that an optimizer is about to step, on rank 0."""
+    if getattr(optimizer, "bf16_stochastic_round", False):  # of torchao: they go up by chance
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    owners = [owner_of(p) for p in params if p.dtype in (torch.bfloat16, torch.float16)]
+    names = [owner.name for owner in owners if owner is not None]
+    if names and dist.is_initialized() and dist.get_rank() == 0:
+        _LOG.warning(
+            "shardwise: %s steps parameters in 16 bits without fp32 masters: %s. An update below "
+            "half a unit in the last place (of bfloat16: 1/512 to 1/256 of the value) is rounded "
+            "away. Keep the model in fp32 and compute in 16 bits: shard(precision='bf16'), or "
+            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+            *(type(optimizer).__name__, list_names(names)),
+        )
 
 
 def cut_state_dict(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _get_root_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardwise.axes import Axes
+from shardwise.axes import Axes, shared_mesh
 from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
@@ -32,6 +32,7 @@ from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, axes_of
+from shardwise.unit.grad_hooks import check_hooks
 from shardwise.unit.replaced import retire
 from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
@@ -63,6 +64,9 @@ def _checking(function: Any) -> Any:
         modules = list(module) if isinstance(module, list | tuple) else [module]
         for each in modules:
             check_is_module(each)
+            for name, param in each.named_parameters():
+                if param not in (options.get("ignored_params") or ()):
+                    check_hooks(name, param)
         if not modules:
             raise ConfigError("model: expected a module, or a list of some, got an empty list")
         for name, (kind, expected) in _KINDS.items():
@@ -110,11 +114,11 @@ def fully_shard(
         device = current_device(spread.mesh.device_type)
     managed = list(_managed_modules(modules, ignored_params))
     params = list(_managed_params(managed, ignored_params or set()))
+    uses = _uses_of(modules, params)
     _move(managed, params, device)
     coded = precision.gather, precision.reduce_name, precision.block
     asked = Asked(device, mp, offload, reshard_after_forward is None, moves, *coded)
     units: dict[ShardingMesh, Unit] = {}
-    uses = _uses_of(modules, params)
 
     def unit_on(where: ShardingMesh) -> Unit:
         if where not in units:
@@ -182,7 +186,8 @@ def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
     for inner in managed:
         note_managed(inner)
     for each in modules:
-        each.__class__ = sharded_class(type(each))
+        cls: Any = type(each)
+        each.__class__ = sharded_class(cls)
 
 
 def _check_container(module: Any) -> None:
@@ -223,9 +228,9 @@ def _checked_reshard(asked: bool | int | None, spread: ShardingMesh) -> tuple[bo
         )
     if asked in (1, size):
         return asked != 1, None
-    return True, axes_of(
-        DeviceMesh(spread.mesh.device_type, spread.mesh.mesh.view(-1, asked))
-    ).shard
+    device_type, groups = spread.mesh.device_type, spread.mesh.mesh.view(-1, asked)
+    key = device_type, tuple(map(tuple, groups.tolist()))
+    return True, axes_of(shared_mesh(key, lambda: DeviceMesh(device_type, groups))).shard
 
 
 def _managed_modules(

@@ -1,22 +1,37 @@
 """The class that ``fully_shard`` gives its modules: ``FSDP<Cls>``, as torch's does."""
 
+from functools import cache
+from itertools import chain
 from typing import Any, NoReturn
 
-from torch import nn
+import torch
 
 from shardwise.engine.module_methods import FSDPModule
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+from shardwise.layout.placements import local_of
+from shardwise.unit.inner import plain_parts
+from shardwise.unit.poison import poison
 
 
 def _refuse_deepcopy(self: Any, memo: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
-def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return ``FSDP<Cls>``, a subclass of FSDPModule and of ``cls``, the same one every time."""
-    found = _CLASSES.get(cls)
-    if found is None:
-        made = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_deepcopy})
-        found = _CLASSES.setdefault(cls, made)  # another thread may have been first
-    return found
+@cache
+def sharded_class(cls: Any) -> Any:
+    """Return ``FSDP<Cls>``, a subclass of FSDPModule and of ``cls``, the same one every time.
+
+    Its ``to_empty`` lets the first forward pass find what nothing has written since.
+    """
+
+    def to_empty(
+        self: Any, *, device: torch.device | str | int | None, recurse: bool = True
+    ) -> Any:
+        cls.to_empty(self, device=device, recurse=recurse)
+        for tensor in chain(self.parameters(recurse), self.buffers(recurse)):
+            for part in plain_parts(local_of(tensor)).values():
+                poison(part)
+        self._get_fsdp_state().is_emptied = True
+        return self
+
+    members = {"__deepcopy__": _refuse_deepcopy, "to_empty": to_empty}
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)

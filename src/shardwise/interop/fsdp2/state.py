@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
+from shardwise.comm.watch import WATCH
 from shardwise.config import ShardConfig
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.module_state import ModuleState, note_state
@@ -25,8 +27,12 @@ from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
 from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
+from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
+from shardwise.names import list_names
 from shardwise.trace import FullParamLedger
+from shardwise.unit.inner import plain_parts
+from shardwise.unit.poison import is_unwritten
 from shardwise.unit.unit import Unit
 
 _ACTIVATIONS = Offload(activations="cpu")
@@ -101,6 +107,28 @@ class GroupEngine(Engine):
                     "torch.distributed.checkpoint for such a model"
                 )
 
+    def check_written(self) -> None:
+        """Refuse parameters and buffers that nothing has written since `to_empty`.
+
+        **Raises** ConfigError, naming them; ranks that wait for this one are told.
+        """
+        model = self.all_states[0].modules[0]
+        named = [*model.named_parameters(), *model.named_buffers()]
+        left = [
+            name
+            for name, tensor in named
+            if any(map(is_unwritten, plain_parts(local_of(tensor)).values()))
+        ]
+        if left:
+            text = (
+                f"rank {dist.get_rank()}: nothing has written {list_names(left)} since to_empty(): "
+                "load it, or let reset_parameters() or your own initialisation write all of it"
+            )
+            WATCH.tell_failure(text)
+            raise ConfigError(text)
+        for state in self.all_states:
+            state.is_emptied = False
+
     def on_backward(self, unit: Unit, is_first: bool) -> None:
         """Say so, in the log that torch's own writes."""
         if is_first:
@@ -144,6 +172,7 @@ class State(ModuleState):
         super().__init__()
         self._ledger = FullParamLedger()
         self._is_ready = False
+        self.is_emptied = False  # by `to_empty`; nothing has looked at the values since
         self._modules_to_run_forward: set[nn.Module] = set()
 
     @property
@@ -248,6 +277,8 @@ class State(ModuleState):
             tell("root_pre_forward")
             for state in engine.all_states:
                 state.make_ready()
+            if any(state.is_emptied for state in engine.all_states):
+                engine.check_written()
         if not engine.is_running() and device.type != "cpu" and (args or kwargs):
             moved, moved_kwargs = _to_kwargs(args, kwargs, device, False)
             args, kwargs = moved[0], moved_kwargs[0]

@@ -129,6 +129,7 @@ def take(
     made = ShardedParam(unit, uses, form, tuple(values.shape), param.requires_grad, dim=dim)
     chunk = chunk_of(values, shard.size, shard.rank, dim)
     made.sharded = nn.Parameter(as_dtensor(chunk, spec), requires_grad=param.requires_grad)
+    made.sharded._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     vars(made.sharded)[FULLY_SHARD] = OfFullyShard(made)
     unit.add(made)
 
