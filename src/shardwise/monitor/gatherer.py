@@ -35,6 +35,7 @@ from shardwise.monitor.metrics import (
     over_ranks,
     pace,
     step_metrics,
+    summarize_steps,
 )
 from shardwise.monitor.record import RunFacts, StepLine
 from shardwise.monitor.sampling import Sampler
@@ -111,6 +112,7 @@ class Gatherer:
         self._error: BaseException | None = None
         self._line = Sampler(every)
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
+        self._of_each: list[tuple[int, Mapping[str, float], Mapping[str, float]]] = []
         self._values: dict[str, float] = {}
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
@@ -223,11 +225,13 @@ class Gatherer:
 
     def _note(self, step: ObservedStep) -> None:
         recorded = step.recorded
-        told = {**pace(recorded.seconds, recorded.num_tokens), **step.figures}
+        told = pace(recorded.seconds, recorded.num_tokens)
         if self._facts.peak_flops and TOKENS_PER_S in told:
             flops = told[TOKENS_PER_S] * self._facts.flops_per_token
             told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
-        told[BAD_VALUES] = sum(not math.isfinite(value) for value in step.values.values())
+        self._of_each.append((step.step, told, step.values))
+        bad = sum(not math.isfinite(value) for value in step.values.values())
+        told = {**told, **step.figures, BAD_VALUES: bad}
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
         self._line.take(told, lambda: self._look_at(step), is_rare or bool(self._left_open))
         for (group, peer), seconds in recorded.waited_for.items():
@@ -278,8 +282,13 @@ class Gatherer:
             for rank, row in enumerate(rows)
         }
         at_s = time.monotonic() - self._began_s
+        of_each, self._of_each = self._of_each, []
+        over_steps = (
+            summarize_steps([(number, values) for number, _, values in of_each]),
+            summarize_steps([(number, told) for number, told, _ in of_each]),
+        )
         values = dict(self._values)
-        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for)
+        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for, *over_steps)
         self.latest = line
         if self._control.rank == 0:
             with self._writing():

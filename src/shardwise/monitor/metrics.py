@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
 from shardwise.names import MAIN
@@ -147,6 +148,36 @@ def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
         (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
         middle = statistics.median(value for value, _ in told)
         found[name] = OverRanks(low, middle, high, low_rank, high_rank)
+    return found
+
+
+@dataclass(frozen=True)
+class OverSteps:
+    """One figure over the steps of a line: its finite values, and how many are not finite.
+
+    ``min_step`` and ``max_step`` are the first steps with the extremes.
+    """
+
+    min: float
+    mean: float
+    max: float
+    min_step: int
+    max_step: int
+    non_finite: int = 0
+
+
+def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, OverSteps]:
+    """Return every figure that is finite in one of the steps; ``steps`` are numbered, in order."""
+    found = {}
+    for name in dict.fromkeys(name for _, values in steps for name in values):
+        told = [(values[name], step) for step, values in steps if name in values]
+        finite = [each for each in told if isfinite(each[0])]
+        if not finite:
+            continue
+        (low, low_step), (high, high_step) = min(finite), max(finite, key=lambda each: each[0])
+        mean = statistics.fmean(value for value, _ in finite)
+        num_bad = len(told) - len(finite)
+        found[name] = OverSteps(low, mean, high, low_step, high_step, num_bad)
     return found
 
 

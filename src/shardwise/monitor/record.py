@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.monitor.lines import read_lines, read_newest
-from shardwise.monitor.metrics import OverRanks
+from shardwise.monitor.metrics import OverRanks, OverSteps
 
 FORMAT = 1
 FOLDER = "observed"
@@ -86,7 +86,9 @@ class RunFacts:
 class StepLine:
     """The figures of ``num_steps`` steps up to ``step``, over all ranks; means of the steps.
 
-    ``values`` are what the user's loop has logged, of rank 0. ``at_s`` counts from the start.
+    ``values`` are what the user's loop has logged, of rank 0, each the last; ``values_over_steps``
+    are those that were logged in these steps. ``metrics_over_steps`` are what rank 0 knows of every
+    step: time, tokens, MFU. ``at_s`` counts from the start.
     ``waited_for[rank][other]`` are milliseconds of each step that a rank waits for another one's
     messages; the few longest, where the transport tells.
     """
@@ -97,6 +99,8 @@ class StepLine:
     metrics: Mapping[str, OverRanks]
     values: Mapping[str, float | None] = field(default_factory=dict)
     waited_for: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    values_over_steps: Mapping[str, OverSteps] = field(default_factory=dict)
+    metrics_over_steps: Mapping[str, OverSteps] = field(default_factory=dict)
 
 
 def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:
@@ -215,4 +219,10 @@ def read_step(line: Mapping[str, Any]) -> StepLine:
         int(rank): {int(other): ms for other, ms in row.items()}
         for rank, row in line.get("waited_for", {}).items()
     }
-    return StepLine(line["step"], line["num_steps"], line["at_s"], metrics, values, waited_for)
+    over_steps = [
+        {name: OverSteps(**value) for name, value in line.get(key, {}).items()}
+        for key in ("values_over_steps", "metrics_over_steps")
+    ]
+    return StepLine(
+        line["step"], line["num_steps"], line["at_s"], metrics, values, waited_for, *over_steps
+    )
