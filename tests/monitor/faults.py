@@ -26,6 +26,7 @@ from shardwise import fully_shard, observe, shard
 from shardwise.checkpoint.files import Writer
 from shardwise.comm.point_to_point import _Exchange
 from shardwise.offload.files import System
+from shardwise.trace import Tracer
 
 STEPS = 10
 
@@ -152,6 +153,21 @@ def slow_step(rank: int, model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def slow_copies(rank: int, model: nn.Module) -> Iterator[None]:
+    """Let copies of slices to the device take long."""
+    copies = Tracer.copies
+
+    @contextmanager
+    def slow(self: Tracer, line: str, *args: Any) -> Iterator[None]:
+        with copies(self, line, *args):
+            time.sleep(0.1 if line == "to_device" else 0.0)
+            yield
+
+    with mock.patch.object(Tracer, "copies", slow):
+        yield
+
+
+@contextmanager
 def slow_files(rank: int, model: nn.Module) -> Iterator[None]:
     """Let a disk take long to bring back what is offloaded."""
     read = System.read
@@ -220,6 +236,7 @@ FAULTS = {
     "slow loader": Scenario("SW021", 3, train={"data_s": dict.fromkeys(range(3), 0.2)}),
     "slow loader on a rank": Scenario("SW021", 3, train={"data_s": {1: 0.3}}, rank=1),
     "slow step on the host": Scenario("SW032", 2, options=OFFLOAD, inject=slow_step),
+    "slow copies": Scenario("SW032", 2, options=OFFLOAD, inject=slow_copies),
     "slow files": Scenario("SW033", 2, options={"stage": 3, "nvme": True}, inject=slow_files),
     "overflows": Scenario(
         "SW040", 2, options={"stage": 2, "precision": "fp16"}, train={"scaler": 1, "steps": 24}

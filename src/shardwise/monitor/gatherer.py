@@ -250,7 +250,6 @@ class Gatherer:
         spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
         by_host = without_lines_of(on_device, spans)
-        beside = [span for span in by_host if span.line != MAIN and "." not in span.line]
         if step.keeps_timeline:
             self._write_own(
                 kind="timeline",
@@ -258,7 +257,15 @@ class Gatherer:
                 seconds=recorded.seconds,
                 spans=_rows(by_host, recorded.begin_s) + _rows(on_device, 0.0),
             )
-        return step_metrics([*on_device, *beside] if on_device else spans, recorded.seconds)
+        if not on_device:
+            return step_metrics(spans, recorded.seconds)
+        began_s = recorded.begin_s  # where the device's spans count from
+        beside = [
+            span._replace(begin_s=span.begin_s - began_s, end_s=span.end_s - began_s)
+            for span in by_host
+            if span.line != MAIN and "." not in span.line
+        ]
+        return step_metrics([*on_device, *beside], recorded.seconds)
 
     def _write_own(self, **line: Any) -> None:
         with self._writing():

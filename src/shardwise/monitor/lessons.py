@@ -256,19 +256,21 @@ _LESSONS = (
     ),
     Lesson(
         "SW032",
-        "The step on the host takes over",
+        "Offload to host memory takes over",
         "warning",
         "With state in host memory, gradients go there, the optimizer steps there, parameters "
         "come back. Where that is a large part of the step, the device waits.",
-        "Offload to host memory, and the optimizer's step above 25 % of the step (on a CPU 40 % "
-        "and 50 ms).",
+        "Offload to host memory. The optimizer's step on the training thread, with copies and "
+        "background steps that nothing is computed beside, takes more than 25 % of the step. On a "
+        "CPU, where they take cores from forward and backward, all of them count: 40 % and 50 ms.",
         (
             "shardwise.optim.AdamW, whose step on the host is fused",
             'step_on="device"; overlap the step with the next forward pass',
-            "offload a fraction only (fraction=); more accumulation for each step",
+            "offload a fraction only (fraction=), or the optimizer's state alone (params= on the "
+            "device); more accumulation for each step",
             "cores for each rank: bind ranks to their own",
         ),
-        "The timeline: a long step that nothing runs behind.",
+        "The timeline: a long step that nothing runs behind, or copies beside idle time.",
     ),
     Lesson(
         "SW033",
@@ -276,8 +278,9 @@ _LESSONS = (
         "warning",
         "State in files is read and written once in each step. Where the disk is slower than the "
         "step can hide, everything waits for it.",
-        "Offload to files, and the optimizer's step above 25 % of the step (on a CPU 40 % and "
-        "50 ms).",
+        "Offload to files. The optimizer's step on the training thread, with reads, writes, copies "
+        "and background steps that nothing is computed beside, takes more than 25 % of the step. "
+        "On a CPU all of them count: 40 % and 50 ms.",
         (
             "host memory first, files for what does not fit there",
             "several folders on several disks; a file system that takes direct I/O",

@@ -28,6 +28,7 @@ STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoi
 # Copies of offloaded state by kind, which are lines of their own.
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
+OFFLOAD_MS, OFFLOAD_EXPOSED_MS = "offload/beside(ms)", "offload/exposed(ms)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
 SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
 MAX_ACTIVE_GIB, MAX_RESERVED_GIB = "memory/max_active(GiB)", "memory/max_reserved(GiB)"
@@ -68,6 +69,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     comm: dict[str, list[Interval]] = defaultdict(list)
     busy: list[Interval] = []
+    steps: list[Interval] = []
+    away: list[Interval] = []  # of copies of offloaded state, steps behind, waits for them
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
     for line, phase, _, begin_s, end_s, num_bytes in spans:
@@ -75,6 +78,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             seconds[phase] += end_s - begin_s
             if phase not in IDLE:
                 busy.append((begin_s, end_s))
+            if phase in ("step", "wait_step"):
+                (steps if phase == "step" else away).append((begin_s, end_s))
         elif "." in line:
             comm[phase].append((begin_s, end_s))
             axis = line.partition(".")[0]
@@ -84,12 +89,13 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             num_collectives += 1
         elif line not in (MAIN, "device"):
             seconds[f"behind {phase}"] += end_s - begin_s
+            if phase != "save":
+                away.append((begin_s, end_s))
     busy = union(busy)
     whole = union(when for kind in comm.values() for when in kind)
-    comm_s, exposed_s = length(whole), length_outside(whole, busy)
     # What blocks without work of its own is communication too: small exchanges between ranks.
-    exchange_s = seconds["exchange"]
-    exposed_s, comm_s = exposed_s + exchange_s, comm_s + exchange_s
+    comm_s = length(whole) + seconds["exchange"]
+    exposed_s = length_outside(whole, busy) + seconds["exchange"]
     found = {name: sum(seconds[p] for p in phases) for name, phases in _SECONDS_OF.items()}
     found |= {
         DATA_SHARE: 100 * found[DATA_S] / step_s,
@@ -106,11 +112,13 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         BACKGROUND_STEP_MS: 1e3 * seconds["behind step"],
         SAVE_S: seconds["behind save"] + found[STALL_S],
     }
-    found |= axes
+    if away:
+        found[OFFLOAD_MS] = 1e3 * length_outside(away, steps)
+        found[OFFLOAD_EXPOSED_MS] = 1e3 * length_outside(away, busy)
     for kind in TRANSFERS:
         if (taken_s := seconds.get(f"behind {kind}")) is not None:
             found[transfers_ms(kind)] = 1e3 * taken_s
-    return found
+    return found | axes
 
 
 def transfers_ms(kind: str) -> str:

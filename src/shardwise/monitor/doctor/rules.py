@@ -24,7 +24,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (ranks.no_step, ("SW022",)),
     (memory.what_does_not_fit, ("SW030", "SW005")),
     (memory.fragmentation, ("SW031",)),
-    (memory.step_of_offload, ("SW032", "SW033")),
+    (memory.cost_of_offload, ("SW032", "SW033")),
     (numbers.half_precision, ("SW040",)),
     (numbers.not_finite, ("SW041",)),
     (checkpoints.slow_saves, ("SW050",)),
