@@ -7,6 +7,7 @@ so that no verdict depends on how fast the machine is.
 from __future__ import annotations
 
 import importlib
+import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -108,6 +109,14 @@ def sleeps(rank: int, model: nn.Module, on: int = 1, seconds: float = 0.3) -> It
         yield
     finally:
         hook.remove()
+
+
+class SlowFile(io.BytesIO):
+    """A file on a slow disk."""
+
+    def write(self, data: Any) -> int:
+        time.sleep(0.2)
+        return super().write(data)
 
 
 class Late:
@@ -247,6 +256,7 @@ FAULTS = {
     "loader that stalls": Scenario("SW021", 2, train={"stalls": 3, "steps": 20}),
     "bad batch on a rank": Scenario("SW041", 3, train={"bad_batch": (1, 5)}, rank=1),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
+    "torch.save while others wait": Scenario("SW050", 2, train={"torch_saves": True}, rank=0),
     "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
 }
 HEALTHY = {
@@ -346,5 +356,9 @@ def _loop(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        if settings.get("torch_saves") and step % 3 == 0:
+            if rank == 0:
+                torch.save({"step": step}, SlowFile())
+            dist.barrier()
         if keeper is not None and step % settings["save_every"] == 0:
             keeper.save(step, wait=settings["wait"])

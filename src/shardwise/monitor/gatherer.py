@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.meeting import ranks_of
+from shardwise.comm.stacks import save_under_way
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     BAD_VALUES,
@@ -46,6 +47,7 @@ from shardwise.names import MAIN
 _LOG = logging.getLogger("shardwise")
 _FIRST_STEPS = 10  # which are handed over one by one
 _LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
+_LOOK_S = 0.1  # without a step, after which the training thread is looked at
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
 
@@ -114,6 +116,8 @@ class Gatherer:
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
         self._of_each: list[tuple[int, Mapping[str, float], Mapping[str, float]]] = []
         self._values: dict[str, float] = {}
+        self._saves: defaultdict[str, float] = defaultdict(float)  # seconds in each call
+        self._trained_by = threading.get_ident()
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
         self._is_abandoned = self._is_told = False
@@ -212,7 +216,7 @@ class Gatherer:
     # -- the thread
     def _run(self) -> None:
         try:
-            while (batch := self._batches.get()) is not None:
+            while (batch := self._next_batch()) is not None:
                 for step in batch:
                     self._last_step = step.step
                     self._note(step)
@@ -223,7 +227,20 @@ class Gatherer:
         except BaseException as error:
             self._error = error
 
+    def _next_batch(self) -> list[ObservedStep] | None:
+        """Wait for steps; meanwhile look whether the training thread is in a save of torch's."""
+        while True:
+            began_s = time.monotonic()
+            try:
+                return self._batches.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if (call := save_under_way(self._trained_by)) is not None:
+                    self._saves[call] += time.monotonic() - began_s
+
     def _note(self, step: ObservedStep) -> None:
+        for call, seconds in self._saves.items():
+            self._write_own(kind="other_save", step=step.step, call=call, seconds=seconds)
+        self._saves.clear()
         recorded = step.recorded
         told = pace(recorded.seconds, recorded.num_tokens)
         if self._facts.peak_flops and TOKENS_PER_S in told:

@@ -326,7 +326,9 @@ _LESSONS = (
         "warning",
         "Training waits while a checkpoint is copied, or for the save before it, or for the disk "
         "where saves do not go on in the background.",
-        "Time in saves on the training thread above 3 % of the run, and 0.3 s in a line of it.",
+        "Time in saves on the training thread above 3 % of the run, and 0.3 s in a line of it. "
+        "Saves by torch.save and torch's distributed checkpoints are seen by a look at the training "
+        "thread every 0.1 s.",
         (
             "save in the background (Checkpoints.save without wait=True; reserve() once)",
             "save less often than a save takes",

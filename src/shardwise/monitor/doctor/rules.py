@@ -28,6 +28,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (numbers.half_precision, ("SW040",)),
     (numbers.not_finite, ("SW041",)),
     (checkpoints.slow_saves, ("SW050",)),
+    (checkpoints.other_saves, ("SW050",)),
     (checkpoints.no_saves, ("SW051",)),
 )
 # A finding of the first kind explains one of the others, of the same rank where both name one.
