@@ -37,7 +37,8 @@ class OneUnit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.a, self.d = (nn.Linear(8, 8) for _ in range(2))
+        self.b, self.c = nn.Linear(8, 80_000), nn.Linear(80_000, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.d(self.c(self.b(self.a(x))))
@@ -63,8 +64,8 @@ class WideHead(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].up = nn.Linear(8, 20_000)
-        self.blocks[1].down = nn.Linear(20_000, 8)
+        self.blocks[1].up = nn.Linear(8, 80_000)
+        self.blocks[1].down = nn.Linear(80_000, 8)
 
 
 class FewRows(nn.Module):

@@ -351,6 +351,19 @@ def test_offload_that_is_hidden_costs_an_accelerator_nothing_and_is_not_judged_o
     assert "cores of their own" in missing["SW032"]
 
 
+def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy() -> None:
+    def made(full_bytes: int, num_modules: int) -> list[str]:
+        whole = unit("", full_bytes=full_bytes, rank_bytes=full_bytes // 8, num_modules=num_modules)
+        return codes(run_of(units=(whole,)))
+
+    assert made(4 << 20, 4) == made(4 << 20, 0) == ["SW002"]
+    assert made(4 << 20, 3) == made((4 << 20) - 1, 4) == []  # an nn.LSTM between two layers; a toy
+    for head, found in ((3 << 20, []), (5 << 20, ["SW004"])):
+        blocks = [unit(f"layers.{n}", full_bytes=65536, rank_bytes=8192) for n in range(4)]
+        large = unit("", full_bytes=head, rank_bytes=head // 8)
+        assert codes(run_of(units=(large, *blocks))) == found
+
+
 def test_a_run_that_has_ended_does_not_hang() -> None:
     assert not codes(replace(run_of(), idle_s=1e6))
 

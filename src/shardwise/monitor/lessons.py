@@ -42,7 +42,8 @@ _LESSONS = (
         "warning",
         "All parameters are gathered, reduced and freed together. Nothing can be gathered while "
         "something else computes, and at stage 3 the whole model is on the device at its peak.",
-        "Over several ranks: a single unit that has at least 8 parameters. Known at step 0.",
+        "Over several ranks: a single unit that has at least 8 parameters in at least 4 modules, "
+        "of 4 MiB or more. Known at step 0.",
         (
             "name the blocks: shard(model, units=[...]) or fully_shard on each block",
             "keep the blocks in a ModuleList, where shard() finds them by itself",
@@ -69,7 +70,8 @@ _LESSONS = (
         "What the largest unit needs is held beside everything else: its full parameters and "
         "gradients are the spike of the step. While it is gathered there is nothing to compute.",
         "One unit has more than half of the parameters (30 % where its bytes also exceed 5 % of "
-        "the device) beside at least 3 others, and 3 times the next one. Known at step 0.",
+        "the device) beside at least 3 others, and 3 times the next one; of a model of at least 4 "
+        "MiB. Known at step 0.",
         (
             "make units of the embedding and the head, outside the root unit",
             "split the unit: name its parts in units=",
@@ -327,8 +329,8 @@ _LESSONS = (
         "Training waits while a checkpoint is copied, or for the save before it, or for the disk "
         "where saves do not go on in the background.",
         "Time in saves on the training thread above 3 % of the run, and 0.3 s in a line of it. "
-        "Saves by torch.save and torch's distributed checkpoints are seen by a look at the training "
-        "thread every 0.1 s.",
+        "Saves by torch.save and torch's distributed checkpoints are seen by a look at the "
+        "training thread every 0.1 s.",
         (
             "save in the background (Checkpoints.save without wait=True; reserve() once)",
             "save less often than a save takes",

@@ -27,7 +27,10 @@ KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One unit of the model; bytes in the master dtype, padding summed over the ranks."""
+    """One unit of the model; bytes in the master dtype, padding summed over the ranks.
+
+    ``num_modules`` hold its parameters themselves; 0 in a record of an earlier version.
+    """
 
     name: str
     class_name: str
@@ -39,6 +42,7 @@ class UnitFacts:
     dtype: str
     layout: str
     home: str = ""
+    num_modules: int = 0
 
 
 @dataclass(frozen=True)
