@@ -25,9 +25,14 @@ def available_host_bytes() -> int:
     """Return how much memory this process may still take on its host, without swapping.
 
     What the system has (proc(5), MemAvailable) or, if less, what the limit of the process's control
-    group leaves: memory.max and memory.current (version 2), or their names of version 1.
+    group leaves: memory.max and memory.current (version 2), or their names of version 1; or what
+    its own limit of address space does (ulimit -v).
     """
     found = []
+    if (most := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        with suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            found.append(max(most - pages * resource.getpagesize(), 0))
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         found.append(next(int(n.split()[1]) for n in lines if n.startswith("MemAvailable")) * 1024)

@@ -7,6 +7,7 @@ so that no verdict depends on how fast the machine is.
 from __future__ import annotations
 
 import importlib
+import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,6 +27,7 @@ from shardwise import fully_shard, observe, shard
 from shardwise.checkpoint.files import Writer
 from shardwise.comm.point_to_point import _Exchange
 from shardwise.offload.files import System
+from shardwise.trace import Tracer
 
 STEPS = 10
 
@@ -35,7 +37,8 @@ class OneUnit(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+        self.a, self.d = (nn.Linear(8, 8) for _ in range(2))
+        self.b, self.c = nn.Linear(8, 80_000), nn.Linear(80_000, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.d(self.c(self.b(self.a(x))))
@@ -61,8 +64,8 @@ class WideHead(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].up = nn.Linear(8, 20_000)
-        self.blocks[1].down = nn.Linear(20_000, 8)
+        self.blocks[1].up = nn.Linear(8, 80_000)
+        self.blocks[1].down = nn.Linear(80_000, 8)
 
 
 class FewRows(nn.Module):
@@ -109,6 +112,14 @@ def sleeps(rank: int, model: nn.Module, on: int = 1, seconds: float = 0.3) -> It
         hook.remove()
 
 
+class SlowFile(io.BytesIO):
+    """A file on a slow disk."""
+
+    def write(self, data: Any) -> int:
+        time.sleep(0.2)
+        return super().write(data)
+
+
 class Late:
     """A message that comes later than it does."""
 
@@ -148,6 +159,21 @@ def slow_step(rank: int, model: nn.Module) -> Iterator[None]:
         adam(*args, **kwargs)
 
     with mock.patch.object(module, "adam", slow):
+        yield
+
+
+@contextmanager
+def slow_copies(rank: int, model: nn.Module) -> Iterator[None]:
+    """Let copies of slices to the device take long."""
+    copies = Tracer.copies
+
+    @contextmanager
+    def slow(self: Tracer, line: str, *args: Any) -> Iterator[None]:
+        with copies(self, line, *args):
+            time.sleep(0.1 if line == "to_device" else 0.0)
+            yield
+
+    with mock.patch.object(Tracer, "copies", slow):
         yield
 
 
@@ -223,6 +249,7 @@ FAULTS = {
     "slow loader": Scenario("SW021", 3, train={"data_s": dict.fromkeys(range(3), 0.2)}),
     "slow loader on a rank": Scenario("SW021", 3, train={"data_s": {1: 0.3}}, rank=1),
     "slow step on the host": Scenario("SW032", 2, options=OFFLOAD, inject=slow_step),
+    "slow copies": Scenario("SW032", 2, options=OFFLOAD, inject=slow_copies),
     "slow files": Scenario("SW033", 2, options={"stage": 3, "nvme": True}, inject=slow_files),
     "overflows": Scenario(
         "SW040", 2, options={"stage": 2, "precision": "fp16"}, train={"scaler": 1, "steps": 24}
@@ -239,6 +266,7 @@ FAULTS = {
         rank=1,
     ),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
+    "torch.save while others wait": Scenario("SW050", 2, train={"torch_saves": True}, rank=0),
     "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
 }
 HEALTHY = {
@@ -340,5 +368,9 @@ def _loop(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        if settings.get("torch_saves") and step % 3 == 0:
+            if rank == 0:
+                torch.save({"step": step}, SlowFile())
+            dist.barrier()
         if keeper is not None and step % settings["save_every"] == 0:
             keeper.save(step, wait=settings["wait"])

@@ -103,6 +103,7 @@ def codes(run: RunRecord) -> list[str]:
     return [finding.code for finding in diagnose(run).findings]
 
 
+COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
 FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
     "activations": (
@@ -163,6 +164,21 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
     "the host's step": (
         "SW032",
         lambda: run_of({"time_metrics/optimizer(s)": 0.6}, offload="Offload(optimizer='cpu')"),
+    ),
+    "copies that nothing is computed beside": (
+        "SW032",
+        lambda: run_of(
+            {"offload/exposed(ms)": 400.0, "offload/beside(ms)": 500.0, **COPIES},
+            offload="Offload(params='cpu', optimizer='cpu')",
+        ),
+    ),
+    "a step behind on the cores that compute": (
+        "SW032",
+        lambda: run_of(
+            {"offload/beside(ms)": 500.0, "offload/exposed(ms)": 10.0, **COPIES},
+            offload="Offload(optimizer='cpu')",
+            device="cpu",
+        ),
     ),
     "a straggler": (
         "SW020",
@@ -358,6 +374,33 @@ def test_a_slow_loader_of_one_rank_is_no_straggler_too() -> None:
     }
     (finding,) = diagnose(run_of(late)).findings
     assert (finding.code, finding.rank) == ("SW021", 5)
+
+
+def test_offload_that_is_hidden_costs_an_accelerator_nothing_and_is_not_judged_on_busy_cores() -> (
+    None
+):
+    hidden = {"offload/beside(ms)": 700.0, "offload/exposed(ms)": 10.0}
+    offload = "Offload(optimizer='cpu')"
+    assert not codes(run_of(hidden, offload=offload))
+    inputs = "Offload(optimizer='device', activations='cpu')"
+    assert codes(run_of(hidden | {"offload/exposed(ms)": 400.0}, offload=inputs)) == ["SW032"]
+    assert not codes(run_of({"time_metrics/optimizer(s)": 0.6}, offload=inputs))
+    busy = run_of(hidden | {"host/waits_for_core(s)": 0.9}, offload=offload, device="cpu")
+    missing = {each.code: each.missing for each in diagnose(busy).abstentions}
+    assert "cores of their own" in missing["SW032"]
+
+
+def test_units_of_a_toy_and_a_module_that_no_unit_can_divide_are_healthy() -> None:
+    def made(full_bytes: int, num_modules: int) -> list[str]:
+        whole = unit("", full_bytes=full_bytes, rank_bytes=full_bytes // 8, num_modules=num_modules)
+        return codes(run_of(units=(whole,)))
+
+    assert made(4 << 20, 4) == made(4 << 20, 0) == ["SW002"]
+    assert made(4 << 20, 3) == made((4 << 20) - 1, 4) == []  # an nn.LSTM between two layers; a toy
+    for head, found in ((3 << 20, []), (5 << 20, ["SW004"])):
+        blocks = [unit(f"layers.{n}", full_bytes=65536, rank_bytes=8192) for n in range(4)]
+        large = unit("", full_bytes=head, rank_bytes=head // 8)
+        assert codes(run_of(units=(large, *blocks))) == found
 
 
 def test_a_run_that_has_ended_or_was_stopped_by_its_user_neither_hangs_nor_died() -> None:

@@ -22,13 +22,8 @@ from shardwise.monitor.record import read_run
 SAMPLE = [
     *("copies only", "one unit", "tiny buckets", "slow link", "slow rank", "slow loader on a rank"),
     "slow loop on a rank, the loss is averaged",
-    *(
-        "slow step on the host",
-        "overflows",
-        "bad batch on a rank in a long line",
-        "bad gradients",
-        "slow disk",
-    ),
+    *("slow step on the host", "slow copies", "slow disk", "torch.save while others wait"),
+    *("overflows", "bad batch on a rank in a long line", "bad gradients"),
 ]
 HEALTHY_SAMPLE = ["stage 0 of 2", "stage 3 of 1", "stage 3 of 3", "accumulation", "fully_shard"]
 

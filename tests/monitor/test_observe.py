@@ -30,6 +30,7 @@ from shardwise.monitor.metrics import (
     SENT_MIB,
     SKIPPED_STEPS,
     STEP_S,
+    OverSteps,
 )
 from shardwise.monitor.record import read_run
 
@@ -97,6 +98,12 @@ def test_figures_of_all_steps_and_ranks_are_kept(way: str, world_size: int, tmp_
     assert (record.steps[0].metrics[NUM_COLLECTIVES].min > 0) is (world_size > 1)
     for line in record.steps:  # what was logged after a step is the step's
         assert line.values["step"] == line.step and math.isfinite(line.values["loss"])
+        first = line.step - line.num_steps + 1
+        every = OverSteps(first, (first + line.step) / 2, line.step, first, line.step)
+        assert line.values_over_steps["step"] == every  # each step, not the last of the line
+        took = line.metrics_over_steps[STEP_S]
+        assert took.min <= took.mean <= took.max
+        assert line.metrics[STEP_S].min <= took.mean <= line.metrics[STEP_S].max
     assert {each["last"] for each in told} == {STEPS}
     assert set(record.by_rank) == set(range(world_size))
 

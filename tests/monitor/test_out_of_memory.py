@@ -84,6 +84,11 @@ def test_it_is_told_where_memory_ran_out_and_whose_it_is(where: str, tmp_path: P
         )
         sizes = [block[2] for block in line["blocks"]]
         assert sizes == sorted(sizes, reverse=True)
+        # Of the host only what the limit of the process leaves, not all that there is; and its
+        # libraries, loaded before the first step, are nothing that another setting gives back.
+        assert line["in_use_bytes"] <= line["capacity_bytes"] <= line["in_use_bytes"] + (1 << 31)
+        halved = [fix for fix in line["fixes"] if fix["change"].startswith("half the micro-batch")]
+        assert all(fix["saved_bytes"] < line["other_bytes"] // 4 for fix in halved)
     assert [rank for rank, _ in lines] == [0, 1]
 
 

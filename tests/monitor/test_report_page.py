@@ -1,8 +1,9 @@
 """Pages of observed runs: what is drawn is what was recorded, in one small file by itself."""
 
 import json
+import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ from shardwise.cli.report import run_command
 from shardwise.errors import ConfigError
 from shardwise.monitor.findings import Change, Diagnosis, Finding, Gain, worst_first
 from shardwise.monitor.lines import read_newest
-from shardwise.monitor.metrics import STEP_S, OverRanks
+from shardwise.monitor.metrics import STEP_S, OverRanks, OverSteps, summarize_steps
 from shardwise.monitor.record import FOLDER, KINDS, StepLine, read_run, read_step
 from shardwise.monitor.report.colours import colour_of_kind
 from shardwise.monitor.report.curves import metric_curve, not_numbers, value_curve
@@ -90,6 +91,26 @@ def test_what_is_no_number_is_a_gap_of_its_curve() -> None:
     lines = [line(6, 1, 1, 1), read_step(json.loads(text)), line(8, 2, 2, 2)]
     assert [column.step for column in value_curve(lines, "loss", 10)] == [6, 8]
     assert not_numbers(lines, "loss") == [7]
+
+
+def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_lines() -> None:
+    numbered = [(step, {"loss": 2.0, STEP_S: 1.0}) for step in range(1, 2001)]
+    numbered[1206] = (1207, {"loss": 1000.0, STEP_S: 9.0})
+    numbered[1550] = (1551, {"loss": math.nan, STEP_S: 1.0})
+    lines = []
+    for last in range(20, 2001, 20):
+        steps = summarize_steps(numbered[last - 20 : last])
+        each = replace(line(last, 1.0, 1.0, 1.0, 20), values={"loss": 2.0})
+        each = replace(each, values_over_steps=steps, metrics_over_steps=steps)
+        lines.append(read_step(json.loads(json.dumps(asdict(each)))))
+    assert lines[60].values_over_steps["loss"] == OverSteps(2.0, 51.9, 1000.0, 1201, 1207)
+    for most in (200, 10):
+        assert max(value_curve(lines, "loss", most), key=lambda c: c.high).high == 1000.0
+        assert sorted(c.high for c in metric_curve(lines, STEP_S, most))[-2:] == [1.0, 9.0]
+    means = [column.middle * column.weight for column in value_curve(lines, "loss", 10)]
+    assert sum(means) / 2000 == pytest.approx((1999 * 2 + 1000) / 2000)
+    assert not_numbers(lines, "loss") == [1560]
+    assert not summarize_steps([(1, {"loss": math.inf})])
 
 
 def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.metrics import OverRanks
+from shardwise.monitor.metrics import OverRanks, summarize_steps
 from shardwise.monitor.record import StepLine
 from shardwise.monitor.sinks import MLflow, TensorBoard, WandB, flat_figures
 
@@ -45,6 +45,9 @@ def test_every_figure_has_a_name_and_extremes_where_ranks_differ() -> None:
     assert flat_figures(LINE) == FLAT
     values = {"loss": None, "lr": 1.0}
     assert flat_figures(StepLine(1, 1, 0.0, {}, values)) == {"lr": 1.0}
+    steps = summarize_steps([(n, {"loss": loss, "lr": 1.0}) for n, loss in ((1, 2.0), (2, 6.0))])
+    told = flat_figures(StepLine(2, 2, 0.0, {}, {"loss": 6.0, "lr": 1.0}, {}, steps))
+    assert told == {"loss": 6.0, "loss/min": 2.0, "loss/mean": 4.0, "loss/max": 6.0, "lr": 1.0}
 
 
 def test_tensorboard_gets_a_scalar_of_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from shardwise.monitor.metrics import (
     ALL_GATHER_MS,
     EXPOSED_MS,
     IDLE_SHARE,
+    OFFLOAD_EXPOSED_MS,
+    OFFLOAD_MS,
     OVERLAP_SHARE,
     step_metrics,
 )
@@ -160,6 +162,26 @@ def test_exposed_communication_is_what_nothing_is_computed_beside() -> None:
     assert figures[OVERLAP_SHARE] == 50
     # Outside of all (0 to 1, 6 to 7) and waiting for nothing (4 to 5).
     assert abs(figures[IDLE_SHARE] - 100 * 3 / 7) < 1e-9
+
+
+def test_offload_is_what_it_takes_beside_the_step_and_what_nothing_is_computed_beside() -> None:
+    recorder, _ = recorder_of_seconds()  # 0
+    recorder.enter("step behind", "step", "a")  # 1
+    recorder.enter(MAIN, "forward", "a")  # 2
+    copy = recorder.begin("to_device", "b", 8, ())  # 3
+    recorder.leave("step behind", "step", "a")  # 4
+    recorder.leave(MAIN, "forward", "a")  # 5
+    copy()  # 6
+    recorder.enter(MAIN, "step", "")  # 7
+    read = recorder.begin("disk_read", "a", 8, None)  # 8
+    recorder.leave(MAIN, "step", "")  # 9
+    recorder.enter("save behind", "save", "")  # 10
+    read()  # 11
+    figures = step_metrics(spans_of(recorder.cut(), {}), 12.0)  # 12
+    assert figures[OFFLOAD_MS] == 7000  # 1 to 6, 9 to 11
+    assert figures[OFFLOAD_EXPOSED_MS] == 4000  # 1 to 2, 5 to 6, 9 to 11
+    recorder.enter("save behind", "save", "")
+    assert OFFLOAD_MS not in step_metrics(spans_of(recorder.cut(), {}), 2.0)
 
 
 class DeviceOfSeconds:

@@ -86,7 +86,9 @@ def test_once_prints_a_snapshot_and_ends(
     assert "step 40" in said and "2 x cpu, stage 3" in said
     row = next(text for text in said.splitlines() if text.strip().startswith("step time, s"))
     assert row.split()[3:8] == ["0.6", "0.5", "0", "0.7", "1"]
-    assert "param shards" in said and "backward" in said and "loss" in said
+    assert "param shards" in said and "backward" in said
+    row = next(text.split() for text in said.splitlines() if text.strip().startswith("loss"))
+    assert row[2:] == ["0.25", "0.25", "to", "10"]  # the last, the lowest and the highest
 
 
 def test_findings_of_a_run_are_told_while_it_goes_on(
@@ -114,6 +116,7 @@ def test_json_is_one_value_and_nothing_else(
         **{"min_rank": 0, "max_rank": 1},
     }
     assert told["values"]["loss"] == 0.25 and told["phases_s"]["backward"] == 0.2
+    assert told["values_over_steps"] == {}  # a record of an earlier version has none
 
 
 def test_a_run_whose_first_step_goes_on_says_so(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.monitor.following import LiveRun, Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE, _SHARE = 48, 30  # characters
+_CURVE, _SHARE = 32, 30  # characters
 _MOST_VALUES, _MOST_FINDINGS = 6, 4
 _TWO_COLUMNS = 150  # characters
 
@@ -154,7 +154,10 @@ def _curves(now: Snapshot) -> list[RenderableType]:
     width = max(len(name) for name in curves)
     rows: list[RenderableType] = []
     for name, columns in curves.items():
-        newest = "not a number" if not columns else f"{columns[-1].middle:.4g}"
+        value = now.lines[-1].values.get(name, columns[-1].middle if columns else None)
+        newest = "not a number" if value is None else f"{value:.4g}"
+        if columns:
+            newest += f"  {min(c.low for c in columns):.4g} to {max(c.high for c in columns):.4g}"
         blocks = sparkline([column.middle for column in columns])
         rows.append(Text(f"{printable(name):<{width}}  {blocks:<{_CURVE}}  {newest}"))
     return rows

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shardwise.comm.meeting import Meeting
 from shardwise.comm.pulse import Pulse
 
-FAILED = "a rank has failed, and will not come: "
+FAILED = "a rank has failed or ended, and will not come: "
 
 
 class Board:

@@ -156,6 +156,11 @@ def said_of(rank: int, failed: Record | None, pulses: Pulses, waits: Record) -> 
     who = f"rank {rank} ({pulse.process})"
     entered = "is stuck inside it too" if _has_begun(pulse, waits) else "has never entered it"
     life, cause = pulses.life(rank)
+    if pulse.left == ENDED_WELL:
+        return (
+            f"{who} has ended without an error, after fewer collectives than this rank: if ranks "
+            "have different numbers of batches, iterate over shardwise.join(model, batches)"
+        )
     if pulse.left:
         return f"{who} has ended: {pulse.left}"
     if life == "dead":

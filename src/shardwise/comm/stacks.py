@@ -23,7 +23,9 @@ import torch.distributed as dist
 _MAX_LINES_SHOWN = 3
 _PACKAGE = str(Path(__file__).parents[1])
 _DISTRIBUTED = str(Path(dist.__file__).parent)
-_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), str(Path(threading.__file__).parent))
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = (_PACKAGE, _TORCH, str(Path(threading.__file__).parent))
+_SAVES = ("save", "async_save")
 _OPERATORS = tuple(str(Path(torch.__file__).parent / name) for name in ("_ops.py", "_library"))
 _PIPELINE = str(Path(_DISTRIBUTED, "pipelining"))
 # Who is elsewhere in torch.distributed computes, as a DTensor does, or writes files.
@@ -63,6 +65,20 @@ def line_of(thread: int) -> str:
     """Return the line of the user's program that a thread is in, as ` (file:line)`."""
     frame = next(filter(_is_users, _frames(thread)), None)
     return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def save_under_way(thread: int) -> str | None:
+    """Return the save of torch that a thread is in, as ``torch.save (file:line)``; not ours."""
+    frames = list(_frames(thread))
+    names = [frame.f_code.co_filename for frame in frames]
+    if any(name.startswith(_PACKAGE) for name in names):
+        return None
+    for number, frame in enumerate(frames):
+        if frame.f_code.co_name in _SAVES and names[number].startswith(_TORCH):
+            users = next(filter(_is_users, frames[number:]), frame)
+            line = f"{Path(users.f_code.co_filename).name}:{users.f_lineno}"
+            return f"torch.{frame.f_code.co_name} ({line})"
+    return None
 
 
 def computed_s() -> float:

@@ -64,7 +64,7 @@ from shardwise.comm.waits import Begun, Flights, StandingWaits, Wait
 from shardwise.errors import CollectiveError, ConfigError, StorageError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
-AS_A_RULE = "As a rule another rank died or raised first: its log has the cause"
+AS_A_RULE = "As a rule another rank died, raised or ended first: its log has the cause"
 _HEAR_EVERY = 10  # looks
 _JOIN_S = 5.0
 _LEAST_S = 4.0  # a few looks: the missing are asked where they are

@@ -38,6 +38,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.device import DeviceTime, Event, follow_current
 from shardwise.errors import StateError
 from shardwise.homes import Offload
+from shardwise.trace import Tracer
 from shardwise.unit.unit import Unit
 
 _LOG = logging.getLogger("shardwise")
@@ -145,7 +146,7 @@ class _Input(_Kept):
         stream.wait(self.group.ready)
         if slot.read is not None:
             stream.wait(slot.read)
-        with stream.use():
+        with stream.use(), self._owner.tracer.copies("to_host", "", self.tensor.nbytes):
             slot.memory[: self.tensor.nbytes].copy_(_bytes_of(self.tensor), non_blocking=True)
             slot.written = stream.record()
         self._slot = slot
@@ -174,8 +175,11 @@ class _Input(_Kept):
             self._shape, self._stride, dtype=self._dtype, device=self._device
         )
         stream = self._owner.time.fetch_stream
-        with follow_current(self._owner.time, stream):
-            stream.wait(self._slot.written)
+        stream.wait(self._slot.written)
+        with (
+            follow_current(self._owner.time, stream),
+            self._owner.tracer.copies("to_device", "", made.nbytes),
+        ):
             _bytes_of(made).copy_(self._slot.memory[: made.nbytes], non_blocking=True)
             self._slot.read = stream.record()
         self._fetched = made, self._slot.read
@@ -209,9 +213,11 @@ class Activations:
         self,
         device: torch.device,
         time: DeviceTime,
+        tracer: Tracer,
         parameters: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
         self.time = time
+        self.tracer = tracer
         self.slots = _Slots(time)
         self._device = device
         self._parameters = parameters
@@ -359,6 +365,8 @@ def activations_of(
     """Return what moves the inputs of a model's checkpointed blocks; None where they stay."""
     if offload is None or offload.activations == "device":
         return None
-    return Activations(
-        comm.device, comm.time, lambda: (each.full for unit in units() for each in unit.storages)
-    )
+
+    def parameters() -> Iterable[torch.Tensor]:
+        return (each.full for unit in units() for each in unit.storages)
+
+    return Activations(comm.device, comm.time, comm.tracer, parameters)

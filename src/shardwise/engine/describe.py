@@ -69,6 +69,7 @@ class UnitDescription:
     home: str = ""  # where state rests, if not on the device
     gather: str = ""  # how parameters travel, if not as they are computed with
     reduce: str = ""  # how gradients travel, if they are encoded
+    num_modules: int = 0  # that hold the parameters themselves
 
     @property
     def resting(self) -> str:
@@ -193,6 +194,7 @@ def _describe_unit(unit: Unit) -> UnitDescription:
         home=str(unit.home or ""),
         gather=_describe_gather(unit),
         reduce=str(unit.precision.reduce_coding or ""),
+        num_modules=len({use.module for param in unit.params for use in param.uses}),
     )
 
 

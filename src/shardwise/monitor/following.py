@@ -65,7 +65,7 @@ class Snapshot:
     def to_json(self) -> dict[str, Any]:
         """Return it as values of JSON; figures are those of the newest line."""
         latest = self.lines[-1] if self.lines else None
-        facts = self.record.facts
+        facts, told = self.record.facts, asdict(latest) if latest else {}
         return {
             "run": str(self.record.path),
             "num_ranks": facts.num_ranks,
@@ -76,8 +76,7 @@ class Snapshot:
             "quiet_s": round(self.quiet_s, 3),
             "is_late": self.is_late,
             "ending": self.ending,
-            "metrics": {k: asdict(v) for k, v in latest.metrics.items()} if latest else {},
-            "values": dict(latest.values) if latest else {},
+            **{name: told.get(name, {}) for name in ("metrics", "values", "values_over_steps")},
             "phases_s": where_time_goes(self.lines),
             **diagnose(self.record).to_json(),
         }

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from shardwise.comm import stacks
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.meeting import ranks_of, reason_of
+from shardwise.comm.stacks import save_under_way
 from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
 from shardwise.monitor.lines import JsonLines
@@ -41,6 +42,7 @@ from shardwise.monitor.metrics import (
     over_ranks,
     pace,
     step_metrics,
+    summarize_steps,
 )
 from shardwise.monitor.oom import is_out_of_memory
 from shardwise.monitor.record import RunFacts, StepLine
@@ -52,6 +54,7 @@ from shardwise.names import MAIN
 _LOG = logging.getLogger("shardwise")
 _FIRST_STEPS = 10  # which are handed over one by one
 _LONG_S = 1.0  # seconds after which a step is handed over, whether its line is due or not
+_LOOK_S = 0.1  # without a step, after which the training thread is looked at
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
 _MAX_TOLD = 1000  # characters of an error
@@ -119,9 +122,12 @@ class Gatherer:
         self._error: BaseException | None = None
         self._line = Sampler(every)
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
+        self._of_each: list[tuple[int, Mapping[str, float], Mapping[str, float]]] = []
         self._values: dict[str, float] = {}
         self._bad_since: dict[str, int] = {}  # as in `StepLine`, of this rank
         self._finite_step = 0  # the last one in which gradients were looked at and finite
+        self._saves: defaultdict[str, float] = defaultdict(float)  # seconds in each call
+        self._trained_by = threading.get_ident()
         self._left_open: dict[str, list[tuple[str, str]]] = {}
         self._num_taken = self._last_step = 0
         self._is_abandoned = self._is_told = False
@@ -222,7 +228,7 @@ class Gatherer:
     # -- the thread
     def _run(self) -> None:
         try:
-            while (batch := self._batches.get()) is not None:
+            while (batch := self._next_batch()) is not None:
                 for step in batch:
                     self._last_step = step.step
                     self._note(step)
@@ -233,13 +239,28 @@ class Gatherer:
         except BaseException as error:
             self._error = error
 
+    def _next_batch(self) -> list[ObservedStep] | None:
+        """Wait for steps; meanwhile look whether the training thread is in a save of torch's."""
+        while True:
+            began_s = time.monotonic()
+            try:
+                return self._batches.get(timeout=_LOOK_S)
+            except queue.Empty:
+                if (call := save_under_way(self._trained_by)) is not None:
+                    self._saves[call] += time.monotonic() - began_s
+
     def _note(self, step: ObservedStep) -> None:
+        for call, seconds in self._saves.items():
+            self._write_own(kind="other_save", step=step.step, call=call, seconds=seconds)
+        self._saves.clear()
         recorded = step.recorded
-        told = {**pace(recorded.seconds, recorded.num_tokens), **step.figures}
+        told = pace(recorded.seconds, recorded.num_tokens)
         if self._facts.peak_flops and TOKENS_PER_S in told:
             flops = told[TOKENS_PER_S] * self._facts.flops_per_token
             told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
-        told[BAD_VALUES] = sum(not math.isfinite(value) for value in step.values.values())
+        self._of_each.append((step.step, told, step.values))
+        bad = sum(not math.isfinite(value) for value in step.values.values())
+        told = {**told, **step.figures, BAD_VALUES: bad}
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
         self._line.take(told, lambda: self._look_at(step), is_rare or bool(self._left_open))
         for (group, peer), seconds in recorded.waited_for.items():
@@ -269,7 +290,6 @@ class Gatherer:
         spans = spans_of(recorded, self._left_open)
         on_device = device_spans_of(recorded)
         by_host = without_lines_of(on_device, spans)
-        beside = [span for span in by_host if span.line != MAIN and "." not in span.line]
         if step.keeps_timeline:
             self._write_own(
                 kind="timeline",
@@ -277,7 +297,15 @@ class Gatherer:
                 seconds=recorded.seconds,
                 spans=_rows(by_host, recorded.begin_s) + _rows(on_device, 0.0),
             )
-        return step_metrics([*on_device, *beside] if on_device else spans, recorded.seconds)
+        if not on_device:
+            return step_metrics(spans, recorded.seconds)
+        began_s = recorded.begin_s  # where the device's spans count from
+        beside = [
+            span._replace(begin_s=span.begin_s - began_s, end_s=span.end_s - began_s)
+            for span in by_host
+            if span.line != MAIN and "." not in span.line
+        ]
+        return step_metrics([*on_device, *beside], recorded.seconds)
 
     def _write_own(self, **line: Any) -> None:
         with self._writing():
@@ -309,8 +337,14 @@ class Gatherer:
             for name in sorted({n for row in rows for n, step in row["bad_since"].items() if step})
         }
         at_s = time.monotonic() - self._began_s
+        of_each, self._of_each = self._of_each, []
+        over_steps = (
+            summarize_steps([(number, values) for number, _, values in of_each]),
+            summarize_steps([(number, told) for number, told, _ in of_each]),
+        )
         values = dict(self._values)
-        line = StepLine(step, num_steps, round(at_s, 3), metrics, values, waited_for, bad_since)
+        told = metrics, values, waited_for, bad_since, *over_steps
+        line = StepLine(step, num_steps, round(at_s, 3), *told)
         self.latest = line
         if self._control.rank == 0:
             with self._writing():

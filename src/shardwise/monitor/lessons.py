@@ -42,7 +42,8 @@ _LESSONS = (
         "warning",
         "All parameters are gathered, reduced and freed together. Nothing can be gathered while "
         "something else computes, and at stage 3 the whole model is on the device at its peak.",
-        "Over several ranks: a single unit that has at least 8 parameters. Known at step 0.",
+        "Over several ranks: a single unit that has at least 8 parameters in at least 4 modules, "
+        "of 4 MiB or more. Known at step 0.",
         (
             "name the blocks: shard(model, units=[...]) or fully_shard on each block",
             "keep the blocks in a ModuleList, where shard() finds them by itself",
@@ -69,7 +70,8 @@ _LESSONS = (
         "What the largest unit needs is held beside everything else: its full parameters and "
         "gradients are the spike of the step. While it is gathered there is nothing to compute.",
         "One unit has more than half of the parameters (30 % where its bytes also exceed 5 % of "
-        "the device) beside at least 3 others, and 3 times the next one. Known at step 0.",
+        "the device) beside at least 3 others, and 3 times the next one; of a model of at least 4 "
+        "MiB. Known at step 0.",
         (
             "make units of the embedding and the head, outside the root unit",
             "split the unit: name its parts in units=",
@@ -270,19 +272,21 @@ _LESSONS = (
     ),
     Lesson(
         "SW032",
-        "The step on the host takes over",
+        "Offload to host memory takes over",
         "warning",
         "With state in host memory, gradients go there, the optimizer steps there, parameters "
         "come back. Where that is a large part of the step, the device waits.",
-        "Offload to host memory, and the optimizer's step above 25 % of the step (on a CPU 40 % "
-        "and 50 ms).",
+        "Offload to host memory. The optimizer's step on the training thread, with copies and "
+        "background steps that nothing is computed beside, takes more than 25 % of the step. On a "
+        "CPU, where they take cores from forward and backward, all of them count: 40 % and 50 ms.",
         (
             "shardwise.optim.AdamW, whose step on the host is fused",
             'step_on="device"; overlap the step with the next forward pass',
-            "offload a fraction only (fraction=); more accumulation for each step",
+            "offload a fraction only (fraction=), or the optimizer's state alone (params= on the "
+            "device); more accumulation for each step",
             "cores for each rank: bind ranks to their own",
         ),
-        "The timeline: a long step that nothing runs behind.",
+        "The timeline: a long step that nothing runs behind, or copies beside idle time.",
     ),
     Lesson(
         "SW033",
@@ -290,8 +294,9 @@ _LESSONS = (
         "warning",
         "State in files is read and written once in each step. Where the disk is slower than the "
         "step can hide, everything waits for it.",
-        "Offload to files, and the optimizer's step above 25 % of the step (on a CPU 40 % and "
-        "50 ms).",
+        "Offload to files. The optimizer's step on the training thread, with reads, writes, copies "
+        "and background steps that nothing is computed beside, takes more than 25 % of the step. "
+        "On a CPU all of them count: 40 % and 50 ms.",
         (
             "host memory first, files for what does not fit there",
             "several folders on several disks; a file system that takes direct I/O",
@@ -337,7 +342,9 @@ _LESSONS = (
         "warning",
         "Training waits while a checkpoint is copied, or for the save before it, or for the disk "
         "where saves do not go on in the background.",
-        "Time in saves on the training thread above 3 % of the run, and 0.3 s in a line of it.",
+        "Time in saves on the training thread above 3 % of the run, and 0.3 s in a line of it. "
+        "Saves by torch.save and torch's distributed checkpoints are seen by a look at the "
+        "training thread every 0.1 s.",
         (
             "save in the background (Checkpoints.save without wait=True; reserve() once)",
             "save less often than a save takes",

@@ -91,6 +91,13 @@ class _Save:
 
 
 @dataclass(frozen=True)
+class _OtherSave:
+    step: Count
+    call: Name
+    seconds: Amount
+
+
+@dataclass(frozen=True)
 class _Fix:
     change: Name
     fits: bool
@@ -118,6 +125,7 @@ _KINDS: Mapping[str, Any] = {
     "out_of_memory": _OutOfMemory,
     "begin": _Begin,
     "save": _Save,
+    "other_save": _OtherSave,
     "end": _End,
 }
 

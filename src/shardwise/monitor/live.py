@@ -35,8 +35,8 @@ class LiveDoctor:
         self._told: set[tuple[str, int | None]] = set()
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Take a line of this rank alone: its memory, its bad gradients."""
-        if line["kind"] in ("memory", "non_finite"):
+        """Take a line of this rank alone: its memory, bad gradients, saves."""
+        if line["kind"] in ("memory", "non_finite", "other_save"):
             self._own.append(line)
 
     def look(self, line: StepLine) -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from shardwise.monitor.line_kinds import Figure, Rank
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
@@ -28,6 +29,7 @@ STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoi
 # Copies of offloaded state by kind, which are lines of their own.
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
+OFFLOAD_MS, OFFLOAD_EXPOSED_MS = "offload/beside(ms)", "offload/exposed(ms)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
 SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
 MAX_ACTIVE_GIB, MAX_RESERVED_GIB = "memory/max_active(GiB)", "memory/max_reserved(GiB)"
@@ -68,6 +70,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     comm: dict[str, list[Interval]] = defaultdict(list)
     busy: list[Interval] = []
+    steps: list[Interval] = []
+    away: list[Interval] = []  # of copies of offloaded state, steps behind, waits for them
     axes: dict[str, float] = defaultdict(float)
     sent = num_collectives = 0
     for line, phase, _, begin_s, end_s, num_bytes in spans:
@@ -75,6 +79,8 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             seconds[phase] += end_s - begin_s
             if phase not in IDLE:
                 busy.append((begin_s, end_s))
+            if phase in ("step", "wait_step"):
+                (steps if phase == "step" else away).append((begin_s, end_s))
         elif "." in line:
             comm[phase].append((begin_s, end_s))
             axis = line.partition(".")[0]
@@ -84,12 +90,13 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
             num_collectives += 1
         elif line not in (MAIN, "device"):
             seconds[f"behind {phase}"] += end_s - begin_s
+            if phase != "save":
+                away.append((begin_s, end_s))
     busy = union(busy)
     whole = union(when for kind in comm.values() for when in kind)
-    comm_s, exposed_s = length(whole), length_outside(whole, busy)
     # What blocks without work of its own is communication too: small exchanges between ranks.
-    exchange_s = seconds["exchange"]
-    exposed_s, comm_s = exposed_s + exchange_s, comm_s + exchange_s
+    comm_s = length(whole) + seconds["exchange"]
+    exposed_s = length_outside(whole, busy) + seconds["exchange"]
     found = {name: sum(seconds[p] for p in phases) for name, phases in _SECONDS_OF.items()}
     found |= {
         DATA_SHARE: 100 * found[DATA_S] / step_s,
@@ -106,11 +113,13 @@ def step_metrics(spans: Sequence[Span], step_s: float) -> dict[str, float]:
         BACKGROUND_STEP_MS: 1e3 * seconds["behind step"],
         SAVE_S: seconds["behind save"] + found[STALL_S],
     }
-    found |= axes
+    if away:
+        found[OFFLOAD_MS] = 1e3 * length_outside(away, steps)
+        found[OFFLOAD_EXPOSED_MS] = 1e3 * length_outside(away, busy)
     for kind in TRANSFERS:
         if (taken_s := seconds.get(f"behind {kind}")) is not None:
             found[transfers_ms(kind)] = 1e3 * taken_s
-    return found
+    return found | axes
 
 
 def transfers_ms(kind: str) -> str:
@@ -148,6 +157,36 @@ def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
         (low, low_rank), (high, high_rank) = min(told), max(told, key=lambda each: each[0])
         middle = statistics.median(value for value, _ in told)
         found[name] = OverRanks(low, middle, high, low_rank, high_rank)
+    return found
+
+
+@dataclass(frozen=True)
+class OverSteps:
+    """One figure over the steps of a line: its finite values, and how many are not finite.
+
+    ``min_step`` and ``max_step`` are the first steps with the extremes.
+    """
+
+    min: float
+    mean: float
+    max: float
+    min_step: int
+    max_step: int
+    non_finite: int = 0
+
+
+def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, OverSteps]:
+    """Return every figure that is finite in one of the steps; ``steps`` are numbered, in order."""
+    found = {}
+    for name in dict.fromkeys(name for _, values in steps for name in values):
+        told = [(values[name], step) for step, values in steps if name in values]
+        finite = [each for each in told if isfinite(each[0])]
+        if not finite:
+            continue
+        (low, low_step), (high, high_step) = min(finite), max(finite, key=lambda each: each[0])
+        mean = statistics.fmean(value for value, _ in finite)
+        num_bad = len(told) - len(finite)
+        found[name] = OverSteps(low, mean, high, low_step, high_step, num_bad)
     return found
 
 

@@ -26,6 +26,7 @@ from shardwise.comm.pulse import own_process
 from shardwise.comm.torch_calls import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
+from shardwise.host import available_host_bytes
 from shardwise.monitor.facts import facts_of
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, ObservedStep, Outputs, Sink
@@ -166,6 +167,8 @@ class Observation:
         self._is_check_due, self._check_again_s = False, -math.inf
         self._bad_gradients: list[str] = []
         self._open = ExitStack()
+        self._is_cpu = facts.device == "cpu"
+        self._base_bytes = 0  # of the process before the first step: its libraries, its data
 
     @property
     def latest(self) -> StepLine | None:
@@ -193,6 +196,8 @@ class Observation:
             last = each is self._optimizers[-1]
             after = each.register_step_post_hook(lambda *_, last=last: self._after_step(last))
             self._open.callback(after.remove)
+        if self._is_cpu:
+            self._base_bytes = owned_bytes(self._parts, self._optimizers).other_bytes
         self._gatherer.start()
         self._recorder.on_error = self._look_at_error
         self._recorder.on_saved = lambda path, is_finite: self._gatherer.note(
@@ -298,7 +303,7 @@ class Observation:
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
         moments, self._moments, self._state = self._moments, [], None
-        memory = [_memory_line(moments, self.facts.device == "cpu")] if moments else []
+        memory = [_memory_line(moments, self._is_cpu)] if moments else []
         figures, bad = self._figures(), tuple(self._bad_gradients)
         self._checks, self._bad_gradients = False, []
         is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._check_again_s
@@ -334,9 +339,13 @@ class Observation:
             return
         self._told = error
         owned = owned_bytes(self._parts, self._optimizers)
-        rank, capacity = self._gatherer.rank, self.facts.device_bytes
-        place = (rank, self._step + 1, phase, unit)
-        told = explain_out_of_memory(error, self.facts, owned, place, capacity)
+        capacity, place = (
+            self.facts.device_bytes,
+            (self._gatherer.rank, self._step + 1, phase, unit),
+        )
+        if self._is_cpu:  # others have memory of the host too
+            capacity = min(capacity, owned.in_use_bytes + available_host_bytes())
+        told = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)
         _LOG.error("shardwise: %s", told)
         self._gatherer.note(kind="out_of_memory", **asdict(told))
 

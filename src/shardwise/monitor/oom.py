@@ -3,7 +3,8 @@
 Note [What would have fitted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Each way to save memory takes bytes from kinds of the ledger that are known to the byte, or a share
-of what is not the engine's, which is taken to be activations. The new peak is what was in use and
+of what is not the engine's, which is taken to be activations; on a CPU of what the process has
+taken since its first step began. The new peak is what was in use and
 what was asked for, less these. Ways that leave the loss alone and cost little time come first; of
 several that fit, the first that fits is the one to try.
 """
@@ -105,15 +106,19 @@ def explain_out_of_memory(
     owned: OwnedBytes,
     place: tuple[int, int, str, str],
     capacity_bytes: int,
+    base_bytes: int = 0,
 ) -> OutOfMemory:
-    """Return what to tell; ``place`` is the rank, the step, the phase and the unit."""
+    """Return what to tell; ``place`` is the rank, the step, the phase and the unit.
+
+    ``base_bytes`` were in use before the first step and not the engine's, so they stay.
+    """
     asked = asked_bytes(error)
     needed = owned.in_use_bytes + (asked or 0)
     blocks = [(kind, unit, n) for (at, kind, unit), n in owned.owned.items() if at == "device"]
     blocks.sort(key=lambda block: -block[2])
     fixes = [
         Fix(change, saved, needed - saved, needed - saved <= capacity_bytes, cost)
-        for change, saved, cost in _ways(facts, owned)
+        for change, saved, cost in _ways(facts, owned, base_bytes)
         if saved > 0
     ]
     fixes.sort(key=lambda fix: (not fix.fits, 0 if fix.fits else fix.peak_bytes))
@@ -129,12 +134,12 @@ def explain_out_of_memory(
     )
 
 
-def _ways(facts: RunFacts, owned: OwnedBytes) -> list[tuple[str, int, str]]:
+def _ways(facts: RunFacts, owned: OwnedBytes, base_bytes: int) -> list[tuple[str, int, str]]:
     """Return changes, the bytes that each saves, and what it costs; the cheapest first.
 
     **Source** of one activation a block with recomputation: Chen et al. 2016, section 4.
     """
-    kinds, other = owned.by_kind(), owned.other_bytes
+    kinds, other = owned.by_kind(), max(owned.other_bytes - base_bytes, 0)
     state = kinds.get("optimizer_state", 0)
     shards, full = kinds.get("param_shards", 0), kinds.get("param_full", 0)
     grads = kinds.get("grad_full", 0) + kinds.get("grad_shards", 0)

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
 from shardwise.monitor.line_kinds import MAX_RANKS, Amount, Count, Figure, Name, Rank, checked_line
 from shardwise.monitor.lines import read_lines, read_newest
-from shardwise.monitor.metrics import OverRanks
+from shardwise.monitor.metrics import OverRanks, OverSteps
 
 FORMAT = 1
 FOLDER = "observed"
@@ -31,7 +31,10 @@ KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """One unit of the model; bytes in the master dtype, padding summed over the ranks."""
+    """One unit of the model; bytes in the master dtype, padding summed over the ranks.
+
+    ``num_modules`` hold its parameters themselves; 0 in a record of an earlier version.
+    """
 
     name: Name
     class_name: Name
@@ -43,6 +46,7 @@ class UnitFacts:
     dtype: Name
     layout: Name
     home: Name = ""
+    num_modules: Count = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ class RunFacts:
 class StepLine:
     """The figures of ``num_steps`` steps up to ``step``, over all ranks; means of the steps.
 
-    ``values`` are what the user's loop has logged, of rank 0. ``at_s`` counts from the start.
+    ``values`` are what the user's loop has logged, of rank 0, each the last; ``values_over_steps``
+    are those that were logged in these steps. ``metrics_over_steps`` are what rank 0 knows of every
+    step: time, tokens, MFU. ``at_s`` counts from the start.
     ``waited_for[rank][other]`` are milliseconds of each step that a rank waits for another one's
     messages; the few longest, where the transport tells. ``bad_since[name][rank]`` is the first of
     the steps in which what a rank has logged was not finite, 0 where all of it was; of names that
@@ -104,6 +110,8 @@ class StepLine:
     values: Mapping[Name, float | None] = field(default_factory=dict)
     waited_for: Mapping[Rank, Mapping[Rank, Figure]] = field(default_factory=dict)
     bad_since: Mapping[Name, Mapping[Rank, Count]] = field(default_factory=dict)
+    values_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
+    metrics_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)
 
 
 def over_steps(lines: Iterable[StepLine], name: str) -> OverRanks | None:

@@ -17,7 +17,8 @@ def flat_figures(line: StepLine) -> dict[str, float]:
     """Return a line as names and numbers: each figure's median, its extremes, the logged values.
 
     The median has the figure's own name, the extremes ``<name>/min`` and ``<name>/max`` where ranks
-    differ.
+    differ. A logged value is the last one, beside ``<name>/min``, ``<name>/mean`` and
+    ``<name>/max`` where the steps of the line differ.
     """
     found: dict[str, float] = {}
     for name, over in line.metrics.items():
@@ -25,6 +26,9 @@ def flat_figures(line: StepLine) -> dict[str, float]:
         if over.min != over.max:
             found[f"{name}/min"], found[f"{name}/max"] = over.min, over.max
     logged = ((name, value) for name, value in line.values.items() if value is not None)
+    for name, steps in line.values_over_steps.items():
+        if steps.min != steps.max:
+            found |= {f"{name}/{key}": getattr(steps, key) for key in ("min", "mean", "max")}
     return {**found, **dict(logged)}
 
 

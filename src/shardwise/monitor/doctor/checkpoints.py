@@ -1,5 +1,6 @@
 """What saves cost the training, and what their absence would."""
 
+from collections import defaultdict
 from itertools import pairwise
 from math import sqrt
 
@@ -60,6 +61,52 @@ def slow_saves(run: RunRecord) -> list[Finding]:
                 "down to 3 % of the run",
             ),
             rank=slowest.max_rank if slowest.max > 2 * slowest.median else None,
+        )
+    ]
+
+
+def other_saves(run: RunRecord) -> list[Finding]:
+    """Find saves by torch's own calls that the training waits for."""
+    steady(run)
+    whole_s = sum(line.metrics[STEP_S].median * line.num_steps for line in run.steps[3:])
+    told = [each for each in run.lines("other_save") if each[1]["step"] > run.steps[2].step]
+    by_rank: dict[int, float] = defaultdict(float)
+    for rank, line in told:
+        by_rank[rank] += line["seconds"]
+    if not by_rank:
+        return []
+    rank, stall_s = max(by_rank.items(), key=lambda each: each[1])
+    longest_s, call = max((line["seconds"], line["call"]) for at, line in told if at == rank)
+    if stall_s < _STALL * whole_s or longest_s < _STALL_S:
+        return []
+    is_one = len(by_rank) < run.facts.num_ranks
+    who = f"on rank {rank} " if is_one else ""
+    return [
+        finding(
+            run,
+            "SW050",
+            f"{call} {who}has stopped the training for {stall_s:.3g} s, {stall_s / whole_s:.0%} of "
+            "it",
+            {
+                "stalls, s": stall_s,
+                "longest, s": longest_s,
+                "run, s": whole_s,
+                "share": stall_s / whole_s,
+                "threshold": _STALL,
+            },
+            "The training thread writes the file itself"
+            + (", and the other ranks wait for that rank." if is_one else "."),
+            [
+                Change(
+                    "torch.save", None, "shardwise.Checkpoints(...).save(step), in the background"
+                )
+            ],
+            Gain(
+                (stall_s - _STALL * whole_s) / sum(line.num_steps for line in run.steps[3:]),
+                "s/step",
+                "down to 3 % of the run",
+            ),
+            rank=rank if is_one else None,
         )
     ]
 

@@ -33,10 +33,11 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (ends.died, ("SW023",)),
     (memory.what_does_not_fit, ("SW030", "SW005")),
     (memory.fragmentation, ("SW031",)),
-    (memory.step_of_offload, ("SW032", "SW033")),
+    (memory.cost_of_offload, ("SW032", "SW033")),
     (numbers.half_precision, ("SW040",)),
     (numbers.not_finite, ("SW041",)),
     (checkpoints.slow_saves, ("SW050",)),
+    (checkpoints.other_saves, ("SW050",)),
     (checkpoints.no_saves, ("SW051",)),
 )
 # A finding of the first kind explains one of the others, of the same rank where both name one.

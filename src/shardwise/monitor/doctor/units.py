@@ -13,10 +13,11 @@ from shardwise.quantities import format_bytes
 
 _WHOLE = 1.2  # slices x ranks beyond the parameters
 _UNSHARDED = 0.1
-_LAYERS = 8  # parameters that surely are several layers
+_LAYERS, _MODULES = 8, 4  # parameters, and modules that hold them, that surely are several layers
+_TOY_BYTES = 4 * MIB  # of a model, below which its units cost nothing that could be felt
 _UNITS_PER_BLOCK, _SMALL_UNIT_BYTES = 4, MIB
 _LARGEST, _LARGEST_IF_FELT, _FELT = 0.5, 0.3, 0.05
-_NUM_OTHERS, _TIMES_NEXT, _LARGEST_BYTES = 3, 3.0, 64 << 10
+_NUM_OTHERS, _TIMES_NEXT = 3, 3.0
 _PADDING = ((0.02, MIB), (0.2, 64 << 10))  # share, bytes
 _IN_BLOCK = re.compile(r"^(?:.*?\.)?\d+(?=\.|$)")  # "model.layers.3" of "model.layers.3.mlp"
 
@@ -80,6 +81,9 @@ def one_unit(run: RunRecord) -> list[Finding]:
     if facts.num_ranks == 1 or len(held) != 1 or held[0].num_params < _LAYERS:
         return []
     unit = held[0]
+    # What is in one module (nn.LSTM with all its layers) cannot be in several units.
+    if unit.full_bytes < _TOY_BYTES or 0 < unit.num_modules < _MODULES:
+        return []
     return [
         finding(
             run,
@@ -137,7 +141,7 @@ def largest_unit(run: RunRecord) -> list[Finding]:
     if (
         share < (_LARGEST_IF_FELT if is_felt else _LARGEST)
         or unit.full_bytes < _TIMES_NEXT * following.full_bytes
-        or unit.full_bytes < _LARGEST_BYTES
+        or facts.full_bytes < _TOY_BYTES
     ):
         return []
     name = name_of_unit(unit.name)

@@ -3,7 +3,8 @@
 Note [Thin curves]
 A run of a hundred thousand steps has more lines than a picture has columns. Steps that share a
 column become one: the least of the minima, the mean of the medians (weighed by how many steps a
-line is about), the greatest of the maxima. So a spike of one rank in one step is still seen.
+line is about), the greatest of the maxima. A line has the extremes of its steps for what was logged
+and what is known of every step, so a spike of one step is still seen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,24 +30,38 @@ def metric_curve(lines: Iterable[StepLine], name: str, most: int) -> list[Column
     for line in lines:
         value = line.metrics.get(name)
         if value is not None and _are_finite(value.min, value.median, value.max):
-            column = Column(line.step, value.min, value.median, value.max, line.num_steps)
-            found.append(column)
+            low, high = value.min, value.max
+            over = line.metrics_over_steps.get(name)
+            if over is not None:
+                low, high = min(low, over.min), max(high, over.max)
+            found.append(Column(line.step, low, value.median, high, line.num_steps))
     return thin(found, most)
 
 
 def value_curve(lines: Iterable[StepLine], name: str, most: int) -> list[Column]:
-    """Return what the loop has logged under a name, in at most ``most`` columns."""
+    """Return what the loop has logged under a name, in at most ``most`` columns.
+
+    If a line has no extremes, as it is of an earlier version, the last value is all three.
+    """
     found = []
     for line in lines:
+        over = line.values_over_steps.get(name)
         value = line.values.get(name)
-        if value is not None and _are_finite(value):
+        if over is not None:
+            found.append(Column(line.step, over.min, over.mean, over.max, line.num_steps))
+        elif value is not None and _are_finite(value):
             found.append(Column(line.step, value, value, value, line.num_steps))
     return thin(found, most)
 
 
 def not_numbers(lines: Iterable[StepLine], name: str) -> list[int]:
     """Return the steps at which what was logged under a name was not a finite number."""
-    return [line.step for line in lines if name in line.values and line.values[name] is None]
+    return [
+        line.step
+        for line in lines
+        if (name in line.values and line.values[name] is None)
+        or ((over := line.values_over_steps.get(name)) and over.non_finite)
+    ]
 
 
 def _are_finite(*values: float | None) -> bool:
