@@ -153,14 +153,22 @@ def eager_and_compiled(model: ShapedModel, base: Candidate, gpu: str) -> list[Pl
 
 
 # -- the search over all of it
+DEGREES = "1x1x1,8x1x1,1x2x1,1x1x2"
+
+
 @cache
 def searched() -> tuple[ShapedModel, Space, SearchResult]:
-    request = check_keys(PlanRequest, {}, {"ranks": 64, "search": True}, None, "plan")
+    request = check_keys(
+        PlanRequest, {}, {"ranks": 64, "search": True, "degrees": DEGREES}, None, "plan"
+    )
     setup = set_up("llama-3-8b", request)
     assert isinstance(setup.model, ShapedModel)
     space = space_of(setup)
     limits = limits_of(setup, request)
     return setup.model, space, search(setup.model, setup.cluster, space, limits, setup.prices_of)
+
+
+WINDOWS = 8  # of a rank and step: 4 Mi tokens over 64 ranks
 
 
 def by_hand(space: Space, draw: random.Random) -> Candidate:
@@ -175,12 +183,18 @@ def by_hand(space: Space, draw: random.Random) -> Candidate:
         layout=draw.choice(space.layouts),
         num_shards=num_shards,
         num_replicas=ranks // num_shards,
-        **{"tp": tp, "pp": pp, "cp": cp, "accumulation": pp},
+        **{"tp": tp, "pp": pp, "cp": cp},
         **{"kernels": kernels[0], "loss": kernels[1]},
         activation_checkpointing=draw.choice(space.activation_checkpointing),
         offload=draw.choice(space.offloads),
-        micro_batch=draw.choice([1, 1, 2, 4]),
+        **dict(zip(("micro_batch", "accumulation"), batches(tp * pp * cp, draw), strict=True)),
     )
+
+
+def batches(degrees: int, draw: random.Random) -> tuple[int, int]:
+    """Draw a micro-batch and the accumulation that make as many tokens as the search's steps."""
+    micro_batch = draw.choice([n for n in (1, 1, 2, 4) if n <= WINDOWS * degrees])
+    return micro_batch, WINDOWS * degrees // micro_batch
 
 
 def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
@@ -194,6 +208,8 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
         made.append(plan(model, winner.cluster, candidate))
     fitting = [each for each in made if each.verdict == "fits"]
     assert len(fitting) > 10
+    tokens = {each.tokens_per_step for each in (*made, *found.pareto)}
+    assert tokens == {WINDOWS * 64 * model.seq}
     assert max(each.tokens_per_s for each in fitting) <= winner.tokens_per_s
 
 
@@ -203,6 +219,7 @@ def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings() -> N
     assert {"per_op", "none", "full"} == set(space.activation_checkpointing)
     met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
     assert {c.kernels for c in met} == {"eager", "compiled"}
+    assert {c.loss for c in met} == {"eager", "compiled", "fused"}
     assert all(max(getattr(c, axis) for c in met) > 1 for axis in ("tp", "pp", "cp"))
 
 

@@ -63,7 +63,7 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
 
 
 def _elementwise(shape: DecoderShape, run: Execution) -> Cost:
-    """Return what the operations between products move; see Note [Bytes of elementwise ...]."""
+    """Return what the operations between products move; see the Note."""
     eager = run.dropout or run.implementation.startswith("eager") or run.by_kernel
     kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
     kernels += _LATENT_KERNELS * (shape.latent is not None)

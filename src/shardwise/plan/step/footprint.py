@@ -23,7 +23,7 @@ from shardwise.layout.memory import Memory, group_by_dtypes
 from shardwise.layout.segments import build_layout, even_segment
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
-from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName
+from shardwise.plan.sizes import DTYPE_BYTES, OPTIMIZERS, PRECISIONS, DtypeName, row_of
 from shardwise.plan.step.coding import CodingWork, coding_work
 from shardwise.plan.step.messages import (
     Message,
@@ -217,7 +217,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
     numels = [prod(shape) for _, shape in locals_]
     grads = [n * g.memory.full_size for g in trains for n in _updated_numels(g)]
-    table = OPTIMIZERS[setting.optimizer]
+    table = row_of(OPTIMIZERS, setting.optimizer, "optimizer")
     sums_apart = any(g.memory.full_size != g.reduce for g in trains)
     keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
     away = stale if setting.is_away else []
