@@ -165,7 +165,7 @@ def test_a_search_shows_winners_and_five_reasons_and_the_flags_that_make_the_win
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 45
     assert "compared at 196,608 tokens a step" in " ".join(lines)
-    start = next(n for n, line in enumerate(lines) if "in full" in line)
+    start = next(n for n, line in enumerate(lines) if "in full, with" in line)
     said = " ".join(lines[start : lines.index("", start)]).partition("--search: ")[2]
     winner = lines[lines.index("") + 2]
     assert run_plan([*flags[:-2], *shlex.split(said)]) == 0
