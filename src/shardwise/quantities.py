@@ -22,6 +22,12 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:{digits}} {unit}"
 
 
+def format_gb(num_bytes: float) -> str:
+    """Write a byte count in decimal gigabytes, as papers and data sheets do, e.g. ``1.61 GB``."""
+    size = num_bytes / 1e9
+    return f"{size:{'.0f' if abs(size) >= 999.5 else '.3g'}} GB"
+
+
 def format_count(count: float) -> str:
     """Write a count with a decimal suffix, e.g. ``33.7 M``."""
     size = float(count)

@@ -49,6 +49,7 @@ def test_the_accelerators_of_the_published_runs_are_there() -> None:
         ("h100", "H100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100-80GB"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H800", "H800-80GB"),
         ("A100 PCIe", "A100-80GB-PCIe"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("GeForce RTX 4090", "RTX4090"),

@@ -250,6 +250,9 @@ def test_a_factory_without_a_batch_gets_token_ids(tmp_path: Path) -> None:
     )
     tape = TracedModel(find_model(f"{file}:build"), 7).tape(Candidate(micro_batch=2))
     assert tape.input_bytes == 2 * 7 * 8
+    file.write_text("from torch import nn\ndef build():\n    return nn.Conv2d(3, 8, 3)\n")
+    with pytest.raises(ConfigError, match=r"fed int64 token ids.*no example_batch"):
+        TracedModel(find_model(f"{file}:build"), 7).tape(Candidate())
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from shardwise.cli.plan_space import limits_of, space_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate, Checkpointing
+from shardwise.plan.machine.catalogue import make_cluster
 from shardwise.plan.model.models import huggingface_source, shape_source
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.shapes import DecoderShape, gpt_shape, llama_shape
+from shardwise.plan.model.shapes import DecoderShape, Experts, gpt_shape, llama_shape
 from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import PlanRequest
@@ -125,23 +126,49 @@ def test_compiled_kernels_are_no_slower_and_need_no_more() -> None:
         model = ShapedModel(preset.name, preset.shape, preset.seq)
         for level in LEVELS:
             base = Candidate(num_shards=8, activation_checkpointing=level, loss="fused")
-            eager, compiled = (
-                plan(model, cluster_of_ranks(8), replace(base, kernels=kernels))
-                for kernels in ("eager", "compiled")
-            )
+            eager, compiled = eager_and_compiled(model, base, "h100")
             assert compiled.step_s <= eager.step_s
             assert compiled.played.peak.ledger.total <= eager.played.peak.ledger.total
 
 
+@pytest.mark.parametrize("gpu", ["V100-32GB", "A100-80GB", "h100", "cpu"])
+def test_compiled_kernels_are_no_slower_on_any_device(gpu: str) -> None:
+    """Products and attention are the same calls: what is computed again, and the loss, too."""
+    experts = Experts(8, 2, 2816)
+    mixture = replace(llama_shape(4, 1024, 8, 2, 2816, 32_000), experts=experts)
+    shapes = {name: find_preset(name).shape for name in ("gpt2-xl", "llama-3.2-1b", "qwen3-8b")}
+    for name, shape in {"mixture": mixture, **shapes}.items():
+        models = [ShapedModel(name, shape, 1024, eager=e) for e in ("decoder", "transformers")]
+        losses = zip(LEVELS, ("held", "chunked", "fused", "eager"), strict=True)
+        for model, precision, (level, loss) in product(models, ("bf16", "fp32"), [*losses]):
+            base = Candidate(num_shards=8, micro_batch=4, precision=precision, loss=loss)
+            base = replace(base, activation_checkpointing=level)
+            eager, compiled = eager_and_compiled(model, base, gpu)
+            assert compiled.step_s <= eager.step_s, (name, precision, level, loss)
+
+
+def eager_and_compiled(model: ShapedModel, base: Candidate, gpu: str) -> list[Plan]:
+    cluster = make_cluster(gpu, 8)
+    return [plan(model, cluster, replace(base, kernels=k)) for k in ("eager", "compiled")]
+
+
 # -- the search over all of it
+DEGREES = "1x1x1,8x1x1,1x2x1,1x1x2"
+
+
 @cache
 def searched() -> tuple[ShapedModel, Space, SearchResult]:
-    request = check_keys(PlanRequest, {}, {"ranks": 64, "search": True}, None, "plan")
+    request = check_keys(
+        PlanRequest, {}, {"ranks": 64, "search": True, "degrees": DEGREES}, None, "plan"
+    )
     setup = set_up("llama-3-8b", request)
     assert isinstance(setup.model, ShapedModel)
     space = space_of(setup)
     limits = limits_of(setup, request)
     return setup.model, space, search(setup.model, setup.cluster, space, limits, setup.prices_of)
+
+
+WINDOWS = 8  # of a rank and step: 4 Mi tokens over 64 ranks
 
 
 def by_hand(space: Space, draw: random.Random) -> Candidate:
@@ -156,12 +183,18 @@ def by_hand(space: Space, draw: random.Random) -> Candidate:
         layout=draw.choice(space.layouts),
         num_shards=num_shards,
         num_replicas=ranks // num_shards,
-        **{"tp": tp, "pp": pp, "cp": cp, "accumulation": pp},
+        **{"tp": tp, "pp": pp, "cp": cp},
         **{"kernels": kernels[0], "loss": kernels[1]},
         activation_checkpointing=draw.choice(space.activation_checkpointing),
         offload=draw.choice(space.offloads),
-        micro_batch=draw.choice([1, 1, 2, 4]),
+        **dict(zip(("micro_batch", "accumulation"), batches(tp * pp * cp, draw), strict=True)),
     )
+
+
+def batches(degrees: int, draw: random.Random) -> tuple[int, int]:
+    """Draw a micro-batch and the accumulation that make as many tokens as the search's steps."""
+    micro_batch = draw.choice([n for n in (1, 1, 2, 4) if n <= WINDOWS * degrees])
+    return micro_batch, WINDOWS * degrees // micro_batch
 
 
 def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
@@ -175,6 +208,8 @@ def test_no_plan_made_by_hand_fits_and_beats_the_winner() -> None:
         made.append(plan(model, winner.cluster, candidate))
     fitting = [each for each in made if each.verdict == "fits"]
     assert len(fitting) > 10
+    tokens = {each.tokens_per_step for each in (*made, *found.pareto)}
+    assert tokens == {WINDOWS * 64 * model.seq}
     assert max(each.tokens_per_s for each in fitting) <= winner.tokens_per_s
 
 
@@ -184,6 +219,7 @@ def test_the_search_plays_few_of_all_candidates_and_tells_of_all_settings() -> N
     assert {"per_op", "none", "full"} == set(space.activation_checkpointing)
     met = [p.candidate for p in found.pareto] + [r.candidate for r in found.rejected]
     assert {c.kernels for c in met} == {"eager", "compiled"}
+    assert {c.loss for c in met} == {"eager", "compiled", "fused"}
     assert all(max(getattr(c, axis) for c in met) > 1 for axis in ("tp", "pp", "cp"))
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,6 +155,23 @@ def test_a_search_shows_the_winner_the_front_and_each_reason_once(
     facts = json.loads(capsys.readouterr().out)
     assert facts["winner"]["candidate"]["accumulation"] == 4
     assert facts["num_candidates"] == len(facts["pareto"]) + len(facts["rejected"])
+
+
+def test_a_search_shows_winners_and_five_reasons_and_the_flags_that_make_the_winner(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["demo", "--ranks", "2", "--gpu", "rtx4090", "--degrees", "1x1x1"]
+    assert run_plan([*flags, "--search"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 45
+    assert "compared at 196,608 tokens a step" in " ".join(lines)
+    start = next(n for n, line in enumerate(lines) if "in full, with" in line)
+    said = " ".join(lines[start : lines.index("", start)]).partition("--search: ")[2]
+    winner = lines[lines.index("") + 2]
+    assert run_plan([*flags[:-2], *shlex.split(said)]) == 0
+    made = capsys.readouterr().out.splitlines()
+    assert made[1] == winner
+    assert made[3:5] == lines[lines.index("") + 4 : lines.index("") + 6]
 
 
 def test_a_search_in_which_nothing_fits_has_code_1_and_says_why(

@@ -20,6 +20,7 @@ from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
 from shardwise.plan.planning import plan
+from shardwise.plan.questions import asked_of
 from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.plan.searching import search
 from shardwise.quantities import parse_size
@@ -56,6 +57,15 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str, binary: boo
 def test_what_is_no_size_is_told_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--max-memory.*such as 40GiB"):
         ask(max_memory=text, search=True)
+
+
+@pytest.mark.parametrize("flag", ["max_memory", "host_memory", "disk_space"])
+def test_a_few_bytes_without_a_unit_are_refused_with_what_was_meant(flag: str) -> None:
+    for value in ("40", 40, "512"):
+        with pytest.raises(ConfigError, match=f"such as {value}GiB or {value}GB"):
+            ask(search=True, **{flag: value})
+    assert getattr(ask(search=True, **{flag: "80e9"}), flag) == 80 * 10**9
+    assert getattr(ask(search=True, **{flag: "40B"}), flag) == 40
 
 
 @pytest.mark.parametrize(
@@ -190,6 +200,43 @@ def test_padding_that_another_layout_saves_is_told(
     setup = set_up_tiny(tmp_path, layout=layout, ranks=ranks)
     notes = padding_notes(plan(setup.model, setup.cluster, setup.candidate))
     assert [f"do not divide by {ranks} cost" in note for note in notes] == [True] * is_told
+
+
+MIXTRAL = {
+    **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000},
+}
+
+
+def test_the_layout_is_chosen_unless_it_was_given(tmp_path: Path) -> None:
+    """Rows of 8 experts over 64 ranks are padding for the most part."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    flags = {"ranks": 64, "seq": 4096, "activation_checkpointing": "full"}
+    chosen, given = (set_up(str(path), ask(**flags, **more)) for more in ({}, {"layout": "rows"}))
+    assert (chosen.candidate.layout, given.candidate.layout) == ("flat", "rows")
+    assert any("layout flat is chosen" in note for note in chosen.notes)
+    made, rows = (plan(s.model, s.cluster, s.candidate) for s in (chosen, given))
+    assert made.verdict == "fits"
+    assert rows.verdict == "will not fit"
+    assert set_up("llama-3-8b", ask(ranks=8)).candidate.layout == "rows"  # which a run has
+    assert set_up("llama-3-8b", ask(optimizer="muon")).candidate.layout == "matrices"
+    assert set_up_tiny(tmp_path, ranks=24).candidate.layout == "rows"  # as the file's run has it
+    path.write_text(json.dumps({**MIXTRAL, "model_type": "llama"}))
+    with pytest.raises(ConfigError, match="leave --units out"):
+        set_up(str(path), ask(units="LlamaDecoderLayer", kernels="compiled"))
+
+
+def test_nothing_is_asked_where_all_is_told_or_no_answer_matters() -> None:
+    told = {"kernels": "eager", "loss": "eager", "optimizer_kernel": "fused"}
+    for name in (None, *told):
+        flags = {key: value for key, value in told.items() if key != name}
+        setup = set_up("llama-3-8b", ask(ranks=8, **flags))
+        made = plan(setup.model, setup.cluster, setup.candidate)
+        made = asked_of(made, setup.model, setup.cluster, setup.given, setup.prices_of)
+        assert [q.setting for q in made.questions] == [name] * (name is not None)
+        assert (made.possible is None) == (name is None)
 
 
 def test_a_simulation_has_no_keys_of_a_search() -> None:

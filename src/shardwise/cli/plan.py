@@ -126,6 +126,10 @@ def _search(name: str | None, request: PlanRequest) -> int:
     from shardwise.progress import step_bar
 
     setup = _set_up(name, request)
+    limits, notes = limits_of(setup, request), setup.notes
+    if limits.tokens_per_step is not None and setup.tokens_per_step is None:
+        tokens = f"{limits.tokens_per_step:,}"
+        notes += (f"compared at {tokens} tokens a step; --tokens-per-step has those of your run",)
     with step_bar("plans") as progress:
         result = search(
             setup.model,
@@ -136,11 +140,11 @@ def _search(name: str | None, request: PlanRequest) -> int:
                 gathers=request.gathers,
                 reduces=request.reduces,
             ),
-            limits_of(setup, request),
+            limits,
             prices_of=setup.prices_of,
             progress=progress,
         )
-    result = replace(result, notes=setup.notes)
+    result = replace(result, notes=notes)
     _write_train_file(request.write, result.winner, setup.config)
     _show_search(result, request)
     return 0 if result.winner is not None else _NOTHING_FITS

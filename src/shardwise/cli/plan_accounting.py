@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.plan.accounted import Accounting, Bytes
 from shardwise.plan.accounting import account_setup
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
-from shardwise.quantities import format_bytes
+from shardwise.quantities import format_bytes, format_gb
 from shardwise.stages import STAGES
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def show_accounting(console: Console, chosen: Accounting) -> None:
     title = f"{chosen.params:,} parameters, {ranks}, {setup.precision}, {setup.optimizer}"
     console.print(Text(title, "bold"), soft_wrap=True)
     console.print(_table(chosen))
+    decimal = ", ".join(format_gb(each.device_bytes) for each in all_stages(chosen))
+    console.print(f"  device in GB, as papers count, by stage: {decimal}", soft_wrap=True)
     if chosen.host_bytes:
         node = f"host memory of a node ({min(setup.ranks_per_node, setup.world_size)} ranks)"
         console.print(f"  {node}: {format_bytes(chosen.host_bytes_per_node)}", soft_wrap=True)

@@ -27,6 +27,7 @@ from shardwise.plan.model.presets import Preset, find_model, find_preset
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Model, Plan
 from shardwise.plan.request import ModelRequest, PlanRequest, offload_asked
+from shardwise.plan.step.play import resting_state
 from shardwise.quantities import format_bytes
 from shardwise.train.config import TrainConfig, load_config
 from shardwise.train.text import load_tokenizer
@@ -100,10 +101,14 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     tries_batches = isinstance(request, PlanRequest) and request.search
     degrees = request.degrees if isinstance(request, PlanRequest) else None
     model = _model(name, source, config, request.seq, candidate)
+    notes = _notes(foreign)
+    if not (tries_batches or "layout" in given or (is_ours and not to_train)):
+        candidate, why = _with_layout(candidate, model)
+        notes += why
     tokens = _tokens_per_step(values, flags, model)
     if tokens is not None and not (tries_batches and "micro_batch" not in given):
         candidate = _fill_batch(candidate, tokens, model.seq, values)
-    prices_of, notes = _prices(cluster, calibration), _notes(foreign)
+    prices_of = _prices(cluster, calibration)
     given_names = frozenset(given)
     return Setup(
         *(model, cluster, candidate, prices_of, given_names, tokens, degrees or (), notes, config)
@@ -127,6 +132,24 @@ def at_ranks(setup: Setup, request: ModelRequest, ranks: int) -> Setup:
         cluster=cluster,
         candidate=replace(candidate, num_shards=ranks // others),
         prices_of=_prices(cluster, None),
+    )
+
+
+def _with_layout(candidate: Candidate, model: Model) -> tuple[Candidate, tuple[str, ...]]:
+    """Return the candidate with the layout that a user who named none should take, and why."""
+    if candidate.optimizer == "muon":  # it reads whole matrices
+        return replace(candidate, layout="matrices"), ()
+    flat, tape = replace(candidate, layout="flat"), model.tape(candidate)
+    rows_bytes, flat_bytes = (
+        sum(resting_state(tape, each.with_context_shards).bytes_by_place.values())
+        for each in (candidate, flat)
+    )
+    saved = rows_bytes - flat_bytes
+    if saved <= _PADDING_TO_MENTION * flat_bytes:
+        return candidate, ()
+    return flat, (
+        f"layout flat is chosen: rows would rest in {format_bytes(saved)} more a rank, which is "
+        'padding; pass layout="flat" to shard() too, or plan rows by --layout rows',
     )
 
 
@@ -257,12 +280,22 @@ def _model(
         raise ConfigError(
             f"model: {name} is planned by tracing it, which shows no tensor, pipeline, context or "
             "expert degree, no checkpointing of parts of a block, and no kernels but eager ones; "
-            "give a preset or a config.json of a decoder, without --units"
+            + ("leave --units out" if shape is not None else _without_shape(name))
         )
     assert not isinstance(source, Preset)
     from shardwise.plan.model.traced import TracedModel
 
     return TracedModel(source, seq)
+
+
+def _without_shape(name: str) -> str:
+    """Say why there are no formulas for a model, and what a user can plan in its place."""
+    if name.endswith(".py") or ".py:" in name:
+        return "give a preset or a config.json of a decoder"
+    return (
+        "the formulas do not know this config's family; leave those flags out, or give a preset of "
+        "nearly its shape"
+    )
 
 
 def _needs_shape(candidate: Candidate) -> bool:

@@ -20,6 +20,7 @@ from shardwise.precisions import GatherName, ReduceName
 if TYPE_CHECKING:
     from shardwise.config import LayoutName
 
+_WINDOWS, _MOST_TOKENS = 48, 1 << 22  # of a rank, and of a step of large models
 _MANY_RANKS = 512  # beyond which pipelines with contexts are tried too
 
 
@@ -117,7 +118,8 @@ def _kernels(setup: Setup) -> tuple[tuple[Kernels, LossKind], ...]:
     """Return kernels with losses: what the user has decided, else all that may be."""
     base, given = setup.candidate, setup.given
     pairs: tuple[tuple[Kernels, LossKind], ...] = (
-        *(("compiled", "compiled"), ("eager", "eager"), ("eager", "chunked")),
+        *(("compiled", "fused"), ("compiled", "compiled")),
+        *(("eager", "fused"), ("eager", "eager")),
     )
     if "loss" in given:
         pairs = (("compiled", base.loss), ("eager", base.loss))
@@ -131,9 +133,28 @@ def limits_of(setup: Setup, request: PlanRequest) -> Limits:
     memory = request.max_memory
     return Limits(
         max_memory_bytes=memory if isinstance(memory, int) else None,
-        tokens_per_step=setup.tokens_per_step,
+        tokens_per_step=setup.tokens_per_step or _compared_tokens(setup),
         target_tokens_per_s=request.target_tokens_per_s,
     )
+
+
+def _compared_tokens(setup: Setup) -> int | None:
+    """Return the tokens of a step at which plans are compared, where the user has named none.
+
+    Some 100 thousand of each rank, whose windows many micro-batches divide, and no more than
+    ``_MOST_TOKENS`` of all. None where the user has decided accumulation, or there can be none.
+    """
+    base, given = setup.candidate, setup.given
+    if "accumulation" in given or base.step_in_backward:
+        return None
+    each = setup.cluster.num_ranks * setup.model.seq
+    most = max(1, _MOST_TOKENS // each)
+    windows = _WINDOWS * max(1, 2048 // setup.model.seq)
+    if "micro_batch" in given:
+        windows = base.micro_batch
+    elif windows > most:
+        windows = 1 << most.bit_length() - 1
+    return windows * each
 
 
 def _offloads(setup: Setup) -> tuple[Offload, ...]:

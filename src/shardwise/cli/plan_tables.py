@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from rich.console import Group
@@ -10,15 +14,20 @@ from rich.padding import Padding
 from rich.text import Text
 
 from shardwise.cli.tables import make_table
+from shardwise.homes import Offload
+from shardwise.interop.deepspeed.homes import offload_keys
 from shardwise.keys import flag_of
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.front import Rejected
 from shardwise.plan.machine.catalogue import STANDARD_NODES
 from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
 from shardwise.plan.machine.catalogue_links import LINKS
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
+from shardwise.plan.request import PlanRequest
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
-from shardwise.quantities import format_bytes, format_count, format_duration
+from shardwise.quantities import format_bytes, format_count, format_duration, format_gb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,8 +38,8 @@ if TYPE_CHECKING:
 
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
 _WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"
-_MOST_PLANS = 8
-_MOST_REASONS = 12
+_MOST_PLANS = 5
+_MOST_REASONS = 5
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -49,7 +58,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def search_view(result: SearchResult) -> RenderableType:
-    """Show the winner in full, the Pareto set, and why others lost."""
+    """Show the winner in short, the plans that nothing beats, and why most others lost."""
     summary = Text(
         f"{result.num_candidates:,} candidates, {result.num_played:,} of them played in full"
     )
@@ -57,9 +66,32 @@ def search_view(result: SearchResult) -> RenderableType:
     if result.winner is None:
         parts.append(Text("no candidate keeps the limits", style="bold red"))
     else:
-        parts += [plan_view(result.winner), Text(), _pareto_table(result.pareto)]
-    parts += [Text(), _rejected_table(result)]
-    return Group(*parts, *(_dim_line(note) for note in result.notes))
+        winner, flags = result.winner, " ".join(flags_of(result.winner.candidate))
+        parts += [_headline(winner), Text(), _verdict(winner), Text()]
+        parts += [_dim_line(f"in full, with these in place of --search: {flags}"), Text()]
+        parts.append(_pareto_table(result.pareto))
+    notes = result.notes if result.winner is None else (*result.winner.notes, *result.notes)
+    return Group(*parts, Text(), _rejected_table(result), *map(_dim_line, notes))
+
+
+def flags_of(candidate: Candidate) -> list[str]:
+    """Return the flags of `shardwise plan` that make a candidate; what is usual is left out."""
+    found = []
+    for field in fields(candidate):
+        value = getattr(candidate, field.name)
+        if value == field.default or field.name not in PlanRequest.model_fields:
+            continue
+        if isinstance(value, Offload):
+            value = json.dumps(offload_keys(value))
+            if value == "{}":
+                continue
+        elif isinstance(value, tuple):
+            value = ",".join(value)
+        text = [] if value is True else [shlex.quote(str(value))]
+        found += [flag_of(field.name), *text]
+    if candidate.num_replicas > 1:
+        found += ["--dp-replicate", str(candidate.num_replicas)]
+    return found
 
 
 def simulation_view(plan: Plan) -> RenderableType:
@@ -143,10 +175,11 @@ def _headline(plan: Plan) -> Text:
 def _verdict(plan: Plan) -> Text:
     text = Text()
     text.append(plan.verdict, style=_VERDICT_STYLES[plan.verdict])
-    text.append(
-        f": {format_bytes(plan.memory.low_bytes)} to {format_bytes(plan.memory.high_bytes)} of "
-        f"{format_bytes(plan.capacity_bytes)} a rank\n"
+    sizes = plan.memory.low_bytes, plan.memory.high_bytes, plan.capacity_bytes
+    binary, decimal = (
+        "{} to {} of {}".format(*map(form, sizes)) for form in (format_bytes, format_gb)
     )
+    text.append(f": {binary} a rank ({decimal})\n")
     if plan.room.missing is not None:
         text.append(f"{plan.room.missing}\n")
     return text.append_text(_speed(plan)).append_text(_questions(plan))
@@ -257,13 +290,17 @@ def _more(count: int) -> Text:
 
 
 def _rejected_table(result: SearchResult) -> RenderableType:
-    """Show each reason once, with the first candidate that it was given for."""
-    reasons = list(result.reasons.items())
+    """Show the reasons of most candidates, those that begin alike once, by their first one."""
+    alike: dict[str, list[Rejected]] = {}
+    for rejected in result.rejected:
+        begins = " ".join(re.sub(r"[\d.,]+", "", rejected.reason).split()[:3])
+        alike.setdefault(begins, []).append(rejected)
+    most = sorted(alike.values(), key=len, reverse=True)
     table = make_table("~candidate", "~reason", title="why others lost", boxed=False)
-    for reason, those in reasons[:_MOST_REASONS]:
+    for those in most[:_MOST_REASONS]:
         also = f" (and {len(those) - 1:,} more)" if len(those) > 1 else ""
-        table.add_row(those[0].label + also, reason)
-    return Group(table, _more(sum(len(those) for _, those in reasons[_MOST_REASONS:])))
+        table.add_row(those[0].candidate.label + also, those[0].reason)
+    return Group(table, _more(sum(map(len, most[_MOST_REASONS:]))))
 
 
 def names_view() -> RenderableType:
@@ -272,7 +309,10 @@ def names_view() -> RenderableType:
         (preset.name, f"{format_count(preset.shape.num_params)} parameters, {preset.seq:,} tokens")
         for preset in map(find_preset, preset_names())
     ]
-    devices = [(d.name, format_bytes(d.memory_bytes)) for d in ACCELERATORS.values()]
+    devices = [
+        (d.name, f"{format_bytes(d.memory_bytes)} ({format_gb(d.memory_bytes)})")
+        for d in ACCELERATORS.values()
+    ]
     links = [(x.name, f"{x.bandwidth_bytes_per_s / 1e9:,.4g} GB/s") for x in LINKS.values()]
     return Group(
         _names("models", models),

@@ -118,6 +118,11 @@ class Candidate:
         return several and self.accumulation_order == "breadth_first"
 
     @property
+    def with_context_shards(self) -> "Candidate":
+        """The same as its state is sharded: ranks of a context group are shard ranks."""
+        return replace(self, num_shards=self.num_shards * self.cp, cp=1)
+
+    @property
     def degrees(self) -> tuple[int, int, int]:
         """The degrees of tensor, pipeline and context parallelism."""
         return self.tp, self.pp, self.cp

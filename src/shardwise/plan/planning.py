@@ -121,7 +121,7 @@ def plan(
     tapes = tuple(stages.values())
     prices = prices or Prices(cluster, candidate)
     # See Note [Context ranks are shard ranks].
-    played_as = replace(candidate, num_shards=candidate.num_shards * candidate.cp, cp=1)
+    played_as = candidate.with_context_shards
     windows = [play_window(each, played_as, prices, scenario) for each in tapes]
     largest = max(windows, key=lambda w: w.played.peak.ledger.total)
     others = candidate.pp - 1

@@ -22,6 +22,7 @@ from shardwise.plan.step.program import Compute
 from shardwise.quantities import format_bytes
 
 _POWERS_OF_TWO = [1 << i for i in range(17)]
+_DIVISORS = sorted(_POWERS_OF_TWO + [3 << i for i in range(15)])  # of the windows of a step
 _ALREADY_TOO_LARGE = "a smaller micro-batch is too large already"
 _FITS_WITHOUT = "all of it fits on the device, where nothing has to be moved"
 # In a wide space: of the fastest plan's speed, and how much smaller a plan has to be at least.
@@ -85,7 +86,7 @@ class Searching:
         """Yield a way's micro-batches that may fit, smallest first."""
         base, tokens = way.variants[0][0], self._limits.tokens_per_step
         micro_batches = sorted(self._space.micro_batches)
-        for micro_batch in micro_batches or _POWERS_OF_TWO:
+        for micro_batch in micro_batches or (_DIVISORS if tokens else _POWERS_OF_TWO):
             candidate = replace(base, micro_batch=micro_batch)
             try:
                 self._model.check_degrees(candidate)
@@ -96,6 +97,8 @@ class Searching:
                 return
             accumulation = accumulation_of(candidate, self._model.seq, self._space, tokens)
             if isinstance(accumulation, str):
+                if not micro_batches and micro_batch % 3 == 0:
+                    continue  # tried beside powers of two, where they divide
                 self._reject(way, replace(candidate, accumulation=1), accumulation)
                 beyond = micro_batch * self._model.seq * base.data_parallel
                 if tokens is not None and beyond > tokens and not micro_batches:
@@ -193,9 +196,8 @@ class Searching:
         if plain.offload.activations != "device":
             plain = replace(plain, activation_checkpointing="full")
         if plain not in self._rests:
-            shards = candidate.num_shards * candidate.cp  # see planning, on contexts
             tape = self._model.tape(plain if isinstance(self._model, ShapedModel) else candidate)
-            rest = resting_state(tape, replace(plain, num_shards=shards, cp=1))
+            rest = resting_state(tape, plain.with_context_shards)
             sizes = (full_bytes(unit, tape.compute_dtype) for unit in tape.units[1:])
             self._rests[plain] = rest, max(sizes, default=0)
         return self._rests[plain]

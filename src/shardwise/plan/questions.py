@@ -12,6 +12,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planned import Answer, Possible, Question
 from shardwise.plan.planning import Model, Plan, plan
 
+_WORTH_ASKING = 0.01  # of memory, or of the step
 # What a setting could be beside what is assumed, in the words of its flag.
 _OTHERS: dict[str, tuple[str, ...]] = {
     "kernels": ("compiled",),
@@ -40,6 +41,8 @@ def asked_of(
     others = {name: values for name, values in _OTHERS.items() if name not in told}
     if base.activation_checkpointing == "selective":  # some mean what is called per_op here
         others["activation_checkpointing"] = ("per_op",)
+    if not others:
+        return made
     choices = {name: (getattr(base, name), *values) for name, values in others.items()}
 
     def planned(candidate: Candidate) -> Plan:
@@ -48,21 +51,31 @@ def asked_of(
         return plan(model, cluster, candidate, prices=prices_of(candidate))
 
     every = [planned(_with(base, choices, values)) for values in product(*choices.values())]
-    questions = tuple(
-        Question(name, tuple(_answer(planned(replace(base, **{name: v})), v) for v in values))
-        for name, values in choices.items()
-    )
+    questions = []
+    for name, values in choices.items():
+        answers = [planned(replace(base, **{name: value})) for value in values]
+        if any(_differs(each, made) for each in answers):
+            said = zip(answers, values, strict=True)
+            questions.append(Question(name, tuple(_answer(each, value) for each, value in said)))
+    if not questions:
+        return made
     possible = Possible(
         min(each.memory.low_bytes for each in every),
         max(each.memory.high_bytes for each in every),
         min(each.step_s for each in every),
         max(each.step_s for each in every),
     )
-    return replace(made, questions=questions, possible=possible)
+    return replace(made, questions=tuple(questions), possible=possible)
 
 
 def _with(base: Candidate, names: Any, values: Sequence[str]) -> Candidate:
     return replace(base, **dict(zip(names, values, strict=True)))
+
+
+def _differs(one: Plan, other: Plan) -> bool:
+    """Tell whether two plans differ by more than what a plan is off by anyway."""
+    pairs = (one.memory.high_bytes, other.memory.high_bytes), (one.step_s, other.step_s)
+    return any(abs(a - b) > _WORTH_ASKING * b for a, b in pairs)
 
 
 def _answer(made: Plan, value: str) -> Answer:

@@ -36,10 +36,16 @@ _ACCOUNTED = frozenset(
 
 
 def _positive_size(value: Any) -> Any:
+    """Return the bytes of a size above 0; a few bytes without a unit are a slip."""
     size = parse_size(value)
     if isinstance(size, int) and size <= 0:
         raise ValueError("expected more than 0 bytes")
+    if isinstance(size, int) and size < 1 << 20 and not str(value).strip()[-1:].isalpha():
+        raise ValueError(f"expected a size with its unit, such as {value}GiB or {value}GB")
     return size
+
+
+_Room = Annotated[int | str | None, BeforeValidator(_positive_size)]
 
 
 def _read_offload(value: Any) -> Any:
@@ -119,10 +125,8 @@ class ModelRequest(BaseModel):
     gpus_per_node: int | None = key(None, "Cluster", "devices in a node; unset: usual", gt=0)
     link: str | None = key(None, "Cluster", "link inside a node; unset: the device's own")
     network: str | None = key(None, "Cluster", "link between nodes, per device; unset: usual")
-    host_memory: int | str | None = key(
-        None, "Cluster", "memory of a node's host, e.g. 512GiB; unset: usual"
-    )
-    disk_space: int | str | None = key(
+    host_memory: _Room = key(None, "Cluster", "memory of a node's host, e.g. 512GiB; unset: usual")
+    disk_space: _Room = key(
         None, "Cluster", "space for files on a node's disks, e.g. 3.8TB; unset: usual, if known"
     )
     calibration: Path | None = key(
@@ -224,11 +228,6 @@ class ModelRequest(BaseModel):
     list_: bool = key(False, "Output", "list models, devices, nodes and links, and end")
     json_: bool = key(False, "Output", "print JSON: bytes as integers, units in the keys")
 
-    @field_validator("host_memory", "disk_space", mode="before")
-    @classmethod
-    def _parse_room(cls, value: Any) -> Any:
-        return _positive_size(value)
-
     @field_validator("tokens_per_step", mode="before")
     @classmethod
     def _parse_tokens(cls, value: Any) -> Any:
@@ -256,7 +255,7 @@ class PlanRequest(ModelRequest):
     )
 
     search: bool = key(False, "Search", "vary what is not given and show the best plans")
-    max_memory: int | str | None = key(
+    max_memory: _Room = key(
         None, "Search", "most memory of a device, e.g. 40GiB; unset: all that it has"
     )
     target_tokens_per_s: float | None = key(
@@ -290,11 +289,6 @@ class PlanRequest(ModelRequest):
             if len(parts) != 3 or not all(p.isdecimal() and int(p) > 0 for p in parts):
                 raise ValueError("expected tensor x pipeline x context, such as 8x4x1,8x2x2")
         return tuple(tuple(map(int, parts)) for parts in found)
-
-    @field_validator("max_memory", mode="before")
-    @classmethod
-    def _parse_memory(cls, value: Any) -> Any:
-        return _positive_size(value)
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:

@@ -77,6 +77,10 @@ _ALL_LINKS = (
         "A800 datasheet: NVLink 400 GB/s both ways; curve: NVLink 3's, scaled",
         NVLINK3.scaled(200 / 300).curve),
     _nvlink4(),
+    Link("nvlink4-h800", 200e9, *_NVLINK_STEPS, _AS_CURVE,
+        "arXiv:2505.09343, section 4.1: 400 GB/s both ways, where the H100 has 900; curve: "
+        "NVLink 4's, scaled",
+        _nvlink4().scaled(200 / 450).curve),
     Link("nvlink5", 900e9, *_NVLINK_STEPS, _AS_CURVE,
         f"{_BANDWIDTH} table NVLink; {_STEPS}; curve: same chapter, table of all_reduce on 1 and 4 "
         "P6-B200 nodes, column 1 node",

@@ -119,6 +119,11 @@ class Execution:
         return self.implementation in ("decoder", "transformers")
 
     @property
+    def as_in_torch(self) -> bool:
+        """Whether products and attention are the calls of eager PyTorch; compiled layers too."""
+        return self.by_kernel or self.implementation == "compiled"
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on this rank."""
         return self.micro_batch * self.seq // self.cp

@@ -40,7 +40,8 @@ class ModelSource:
     ``build(checkpointed)`` gives a new module; ``make_batch(micro_batch, seq)`` and
     ``loss(model, batch)`` are called on fake tensors. ``seq`` is the usual window, ``max_seq`` the
     longest that the model takes (None: any). ``shape`` is there where formulas
-    know the model too, and ``eager`` says how its layers are written.
+    know the model too, and ``eager`` says how its layers are written. ``fed`` is what a user whose
+    module fails should know of its batch.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ModelSource:
     shape: DecoderShape | None = None
     eager: Implementation = "decoder"
     notes: tuple[str, ...] = ()
+    fed: str = ""
 
     def window(self, seq: int | None) -> int:
         """Return the tokens of a window: ``seq``, or the usual ones. **Raises** ConfigError."""
@@ -268,7 +270,7 @@ def factory_source(path: Path, attribute: str, *, seq: int = 2048) -> ModelSourc
     file = _import_file(path)
     factory = _function(file, attribute, path)
     assert factory is not None
-    make_batch = _function(file, "example_batch", path, required=False) or _ids
+    make_batch = _function(file, "example_batch", path, required=False)
     loss = _function(file, "loss", path, required=False) or _next_token_loss
     name = f"{path.name}:{attribute}"
     model = _call_factory(factory, name)
@@ -279,7 +281,13 @@ def factory_source(path: Path, attribute: str, *, seq: int = 2048) -> ModelSourc
             checkpoint_layers(made)
         return made
 
-    return ModelSource(name, seq, build, make_batch, loss, notes=tuple(_notes(model)))
+    fed = (
+        f"; it was fed int64 token ids, as {path} has no example_batch(micro_batch, seq): write "
+        "one that returns what the model takes, such as images, and loss(model, batch)"
+    )
+    notes = tuple(_notes(model))
+    fed = "" if make_batch else fed
+    return ModelSource(name, seq, build, make_batch or _ids, loss, notes=notes, fed=fed)
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -36,10 +36,11 @@ _ROUTING_KERNELS, _LATENT_KERNELS = 60, 36
 
 def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     """Return the costs of one layer's forward on one rank."""
+    if run.as_in_torch and run.flash and shape.experts is None:
+        return _torch_costs(shape, run)
     causal = run.causal and run.flash
     products, core = shape.layer_flops_per_token(run.seq, causal=causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
-    made, stream = sum(layer_bytes(shape, run).values()), stream_bytes(shape, run)
     # Routed experts are whole, and where they are spread, the tokens of one tp group are shared
     # out; routers score all tokens on all of its ranks.
     routed, part = shape.routed_flops_per_token, tp if run.ep > 1 else 1
@@ -49,59 +50,58 @@ def layer_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     weights = (shape.layer_params() - shape.routed_params - shape.router_params) * size // tp
     weights += shape.router_params * size
     weights += shape.routed_params * size // run.ep
-    matmul = run.matmul_dtype or run.dtype
-    if run.by_kernel and shape.experts is None:
-        return _eager_costs(shape, run)
-    eager = run.dropout or run.implementation.startswith("eager")
-    kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
-    if not run.by_kernel:
-        kernels += _expert_kernels(shape, run)
-        kernels += _LATENT_KERNELS * (shape.latent is not None)
-    moved = 4 * shape.q_dim * tokens * size // tp
-    num = 6 if run.implementation == "compiled" and not shape.gated else 7
+    moved = weights + 2 * sum(layer_bytes(shape, run).values())
+    heads = 4 * shape.q_dim * tokens * size // tp
     costs = [
-        Cost("matmul", matmul, flops, weights + 2 * made, num),
-        Cost("attention", run.dtype, core * tokens // tp, moved, 1),
-        _no_more(Cost("memory", run.dtype, 0, 2 * made + 4 * stream, kernels), shape, run),
+        Cost("matmul", run.matmul_dtype or run.dtype, flops, moved, 7),
+        Cost("attention", run.dtype, core * tokens // tp, heads, 1),
+        _elementwise(shape, run),
     ]
     if not run.flash:
         costs[1] = replace(costs[1], kind="matmul", num_ops=2)
     return *costs, *_sent_costs(shape, run), *_exchange_costs(shape, run)
 
 
-def _no_more(cost: Cost, shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
-    """Return what compiled kernels move: no more, and by no more kernels, than eager ones."""
-    if run.implementation != "compiled" or shape.experts is not None:
-        return cost
-    eager = eager_layer(shape, run, backward=backward)
-    moved = min(cost.moved_bytes, eager.moved_bytes)
-    return replace(cost, moved_bytes=moved, num_ops=min(cost.num_ops, eager.num_ops))
+def _elementwise(shape: DecoderShape, run: Execution) -> Cost:
+    """Return what the operations between products move; see the Note."""
+    eager = run.dropout or run.implementation.startswith("eager") or run.by_kernel
+    kernels = _EAGER_KERNELS if eager else _FUSED_KERNELS
+    kernels += _LATENT_KERNELS * (shape.latent is not None)
+    if shape.experts is not None:  # beside those of a plain layer
+        kernels += _ROUTING_KERNELS + 2 * shape.experts.num // run.ep
+    made, stream = sum(layer_bytes(shape, run).values()), stream_bytes(shape, run)
+    return Cost("memory", run.dtype, 0, 2 * made + 4 * stream, kernels)
 
 
-def _eager_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
-    """Return the costs of one dense layer of the built-in decoder, kernel by kernel."""
-    products, core = shape.layer_flops_per_token(run.seq, causal=True)
+def _torch_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
+    """Return the costs of one dense layer in PyTorch, kernel by kernel.
+
+    torch.compile calls the same products and attention; it fuses what is between them.
+    """
+    products, core = shape.layer_flops_per_token(run.seq, causal=run.causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
     heads = (2 * shape.q_dim + 2 * shape.kv_dim) * size + 4 * shape.heads
-    num = 7 if shape.gated else 6
+    num, dtype = 7 if shape.gated else 6, run.matmul_dtype or run.dtype
+    between = eager_layer(shape, run)
+    if not run.by_kernel:
+        between = _no_more(_elementwise(shape, run), between)
     return (
-        Cost("matmul", run.dtype, products * tokens // tp, eager_products(shape, run), num),
+        Cost("matmul", dtype, products * tokens // tp, eager_products(shape, run), num),
         Cost("attention", run.dtype, core * tokens // tp, heads * tokens // tp, 1),
-        eager_layer(shape, run),
+        between,
         *_sent_costs(shape, run),
     )
+
+
+def _no_more(fused: Cost, eager: Cost) -> Cost:
+    """Return what compiled kernels move: no more, and by no more kernels, than eager ones."""
+    moved = min(fused.moved_bytes, eager.moved_bytes)
+    return replace(fused, moved_bytes=moved, num_ops=min(fused.num_ops, eager.num_ops))
 
 
 def _sent_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     found = (_tensor_cost(shape, run),) if run.tp > 1 else ()
     return (*found, _context_cost(shape, run)) if run.cp > 1 else found
-
-
-def _expert_kernels(shape: DecoderShape, run: Execution) -> int:
-    """Return the kernels of a mixture of experts beside those of a plain layer."""
-    if shape.experts is None:
-        return 0
-    return _ROUTING_KERNELS + 2 * shape.experts.num // run.ep
 
 
 def _context_cost(shape: DecoderShape, run: Execution, backward: bool = False) -> Cost:
@@ -164,7 +164,7 @@ def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     if run.activation_checkpointing == "selective":
         return () if run.flash else (costs[1], costs[2])
     whole = costs[0]
-    if run.by_kernel:
+    if run.as_in_torch:
         costs = _stopped_early(shape, run, costs)
     if run.activation_checkpointing == "per_op":
         half = replace(whole, flops=whole.flops // 2, moved_bytes=whole.moved_bytes // 2)
@@ -177,9 +177,10 @@ def _stopped_early(
 ) -> tuple[Cost, ...]:
     """Leave out what comes after the last tensor that backward needs: torch stops there.
 
-    Of a dense layer those are the last product and its addition to the stream.
+    Of a dense layer those are the last product and its addition to the stream. In a compiled graph
+    they are dead code of what is computed again.
     """
-    if shape.experts is not None:
+    if shape.experts is not None or not run.flash:
         return costs
     matmul, core, memory, *sent = costs
     stream, size = stream_bytes(shape, run), DTYPE_BYTES[run.dtype]
@@ -212,10 +213,11 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
         if cost.kind in CONTEXT_KINDS:
             found.append(_context_cost(shape, run, backward=True))
             continue
+        eager = eager_layer(shape, run, backward=True)
         if cost.kind == "memory" and run.by_kernel and shape.experts is None:
-            found.append(eager_layer(shape, run, backward=True))
+            found.append(eager)
             continue
-        if cost.kind == "attention" and (run.by_kernel or run.implementation == "compiled"):
+        if cost.kind == "attention" and run.as_in_torch:
             doubled = replace(cost, flops=2 * cost.flops, moved_bytes=2 * cost.moved_bytes)
             found.append(doubled)  # one kernel too
             continue
@@ -228,6 +230,7 @@ def backward_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
             moved_bytes=cost.moved_bytes * times,
             num_ops=cost.num_ops * times,
         )
-        is_memory = cost.kind == "memory"
-        found.append(_no_more(doubled, shape, run, backward=True) if is_memory else doubled)
+        if cost.kind == "memory" and run.as_in_torch and shape.experts is None:
+            doubled = _no_more(doubled, eager)
+        found.append(doubled)
     return tuple(found)

@@ -262,7 +262,7 @@ def _loss(live: FormulaLive) -> Work:
     peak, net = live.loss()
     have = run.tokens * shape.vocab // run.tp * live.size
     cost = Cost("memory", "float32", 0, 3 * max(peak.logits, have), 4)
-    if run.by_kernel and run.loss in ("eager", "held"):
+    if run.as_in_torch and run.loss in ("eager", "held", "freed"):
         cost = eager_loss(shape, run)
     return Work(0, "loss", (cost,), peak, net)
 
@@ -273,7 +273,7 @@ def _loss_backward(live: FormulaLive) -> Work:
         return _nothing("backward")
     peak, net = live.loss_backward()
     cost = Cost("memory", "float32", 0, 3 * max(peak.logits, 0), 4)
-    if run.by_kernel and run.loss in ("eager", "held"):
+    if run.as_in_torch and run.loss in ("eager", "held", "freed"):
         cost = eager_loss(live.shape, run, backward=True)
     return Work(0, "backward", (cost,), peak, net, peak, net)
 

@@ -77,17 +77,20 @@ class TracedModel:
         checkpointed = checkpointing == "full"
         if checkpointed not in self._modules:
             self._modules[checkpointed] = self._source.build(checkpointed)
-        deep = trace_deep(
-            self._modules[checkpointed],
-            lambda: self._source.make_batch(micro_batch, self.seq),
-            self._source.loss,
-            name=self.name,
-            micro_batch=micro_batch,
-            seq=self.seq,
-            compute_dtype=dtype,
-            activation_checkpointing=checkpointing,
-            units=units,
-        )
+        try:
+            deep = trace_deep(
+                self._modules[checkpointed],
+                lambda: self._source.make_batch(micro_batch, self.seq),
+                self._source.loss,
+                name=self.name,
+                micro_batch=micro_batch,
+                seq=self.seq,
+                compute_dtype=dtype,
+                activation_checkpointing=checkpointing,
+                units=units,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}{self._source.fed}") from error
         self._notes[deep.note] = None
         self._notes |= dict.fromkeys(_notes(deep.tape))
         return deep.tape

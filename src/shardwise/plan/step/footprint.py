@@ -20,7 +20,7 @@ from math import prod
 from shardwise.layout.memory import Memory
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
-from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, DtypeName
+from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, DtypeName, row_of
 from shardwise.plan.step.coding import CodingWork, coding_work
 from shardwise.plan.step.groups import Group, ParamKey, Setting, groups_of, setting_of
 from shardwise.plan.step.messages import Message, gather_message, merge
@@ -122,7 +122,7 @@ def _footprint(params: tuple[ParamKey, ...], setting: Setting) -> Footprint:
     locals_ = [(g, shape) for g in trains for shape in _local_shapes(g, setting.rank)]
     numels = [prod(shape) for _, shape in locals_]
     grads = [n * g.memory.full_size for g in trains for n in g.updated_numels]
-    table = OPTIMIZERS[setting.optimizer]
+    table = row_of(OPTIMIZERS, setting.optimizer, "optimizer")
     sums_apart = any(g.memory.full_size != g.reduce for g in trains)
     keeps_compute_shard = PRECISIONS[setting.precision].keeps_compute_shard
     away = stale if setting.is_away else []
