@@ -808,7 +808,7 @@ class _LockstepControl:
     def members(self) -> Sequence[int]:
         return range(self.num_ranks)
 
-    def exchange(self, row: bytes) -> list[bytes]:
+    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         return self._lockstep.meet(self.rank, "exchange", bytes(row))
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:

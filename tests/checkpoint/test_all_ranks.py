@@ -60,7 +60,7 @@ class _Rank:
         self.num_ranks = threads.num_ranks
         self.members = range(threads.num_ranks)
 
-    def exchange(self, row: bytes) -> list[bytes]:
+    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         return self._threads.exchange(self.rank, row)
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:

@@ -35,7 +35,7 @@ class ThreadControl:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.meeting, self.rank, self.num_ranks = meeting, rank, len(meeting.rows)
 
-    def exchange(self, row: bytes) -> list[bytes]:
+    def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         self.meeting.rows[self.rank] = row
         self.meeting.barrier.wait()
         rows = list(self.meeting.rows)
@@ -62,7 +62,7 @@ def differences(facts: list[list[str]]) -> tuple[list[str | None], int]:
     found: list[Any] = ["not told"] * len(facts)
 
     def run(rank: int) -> None:
-        found[rank] = find_difference(ThreadControl(meeting, rank), facts[rank])
+        found[rank] = find_difference(ThreadControl(meeting, rank), facts[rank], "facts")
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(facts))]
     for thread in threads:

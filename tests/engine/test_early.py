@@ -161,7 +161,9 @@ def break_off(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = make(True)
     train(model, optimizer, 2)
     save(folder, model, optimizer)
-    engine_of(model).allow_in_flight(0)  # so that blocks[2] has begun when blocks[0] raises
+    engine_of(model).reductions.allow_in_flight(
+        0
+    )  # so that blocks[2] has begun when blocks[0] raises
     hidden = model.blocks[0].register_full_backward_pre_hook(_raise)
     with pytest.raises(ArithmeticError):
         run(model, 2, 1)

@@ -1,15 +1,20 @@
 """Ranks that use different parameters inside the same units, where the order of reductions could
-come to differ, and changes that would be lost without a word."""
+come to differ; changes that would be lost without a word; ranks that go on differently."""
+
+import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
-from shardwise import shard
-from shardwise.errors import ShardError, StateError
+from shardwise import fully_shard, gathered, shard
+from shardwise.engine.api import engine_of
+from shardwise.errors import CollectiveError, ConfigError, ShardError, StateError
 from trainer import ENDS, compare, sgd
 
 
@@ -118,3 +123,198 @@ def step_before_outside_backward(rank, world_size):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_step_between_an_outside_use_and_its_backward_is_refused(num_ranks):
     run_ranks(step_before_outside_backward, num_ranks)
+
+
+def three_layers(kind, mesh=None):
+    """Return a sharded model: `kind` is a stage of shard(), or None for fully_shard()."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4))
+    if kind is not None:
+        return shard(model, stage=kind, units=[nn.Linear], mesh=mesh)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def backward(model):
+    model(torch.ones(3, 6)).square().sum().backward()
+
+
+def train_until_refused(model, optimizers, num_steps=9):
+    """Step with one optimizer after the other (None: no step); return what was raised, and when."""
+    for step in range(num_steps):
+        try:
+            backward(model)
+        except StateError as error:
+            with pytest.raises(StateError, match="not to be used: the ranks have not stepped"):
+                model(torch.ones(3, 6))
+            return step, str(error)
+        for optimizer in optimizers(step):
+            optimizer.step()
+        model.zero_grad()
+    return None
+
+
+def step_differently(rank, world_size, kind):
+    """Make the last rank the odd one, in each way."""
+    is_odd, model = rank == world_size - 1, None
+    found = {}
+
+    def train(case, make, make_odd, skips=None):
+        nonlocal model
+        model = three_layers(kind)
+        optimizer = (make_odd if is_odd else make)(model.parameters())
+        steps = lambda step: [] if is_odd and step == skips else [optimizer]  # noqa: E731
+        found[case] = train_until_refused(model, steps)
+
+    def with_loaded_state(params):
+        plain = [torch.ones(param.shape, requires_grad=True) for param in params]
+        trained, optimizer = torch.optim.Adam(plain), torch.optim.Adam(model.parameters())
+        torch.stack([param.sum() for param in plain]).sum().backward()
+        trained.step()
+        optimizer.load_state_dict(trained.state_dict())
+        return optimizer
+
+    adam = torch.optim.Adam
+    train("class", adam, torch.optim.AdamW)
+    train("rate", adam, partial(adam, lr=0.002))
+    train("betas", adam, partial(adam, betas=(0.8, 0.999)))
+    train("load", adam, with_loaded_state)
+    train("skip", adam, adam, skips=2)
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "kind"), [(1, 3), (2, 0), (3, 3), (3, None)])
+def test_ranks_that_step_differently_are_named_on_all_ranks(num_ranks, kind):
+    odd = num_ranks - 1
+    said = {
+        "class": (1, "optimizer 0, AdamW,", "optimizer 0, Adam,"),
+        "rate": (1, "lr=0.002", "lr=0.001"),
+        "betas": (1, "betas=(0.8, 0.999)", "betas=(0.9, 0.999)"),
+        "load": (1, "state loaded 1 times", "state loaded 0 times"),
+        "skip": (3, "2 steps of optimizers so far", "3 steps of optimizers so far"),
+    }
+    for found in run_ranks(step_differently, num_ranks, kind):
+        for case, (when, here, there) in said.items():
+            if num_ranks == 1:
+                assert found[case] is None
+                continue
+            step, text = found[case]
+            assert step == when
+            left, right = text.split(" where rank 0 has ")
+            assert f"rank {odd} has [" in left and here in left and there in right, text
+
+
+def step_alike(rank, world_size, kind):
+    """Train with a schedule, a scaler that skips a step, and a parameter that is thawed late."""
+    mesh, which = None, 0
+    if world_size == 4:  # two stages, which have groups of their own
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+        which = rank // 2
+    model = three_layers(kind, mesh)
+    exchanges, now = [], 0
+
+    def noted(exchange, *args):
+        exchanges.append(now)
+        return exchange(*args)
+
+    make = [torch.optim.Adam, torch.optim.SGD][which]
+    optimizer = make([{"params": list(model.parameters()), "lr": 0.01 * (1 + which)}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    model[0].bias.requires_grad_(False)
+    for step in range(9):
+        if step == 1:  # only now are there the groups of fully_shard
+            control = engine_of(model).comm.control
+            control.exchange = partial(noted, control.exchange)
+        now = step
+        if step == 5:
+            model[0].bias.requires_grad_(True)
+        loss = model(torch.ones(3, 6)).square().sum()
+        scaler.scale(loss * (float("inf") if step == 2 and rank % 2 == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        model.zero_grad()
+    return exchanges, engine_of(model).rank_checks.num_steps
+
+
+@pytest.mark.parametrize(("num_ranks", "kind"), [(2, 2), (3, None), (4, 0), (4, 3)])
+def test_ranks_that_step_alike_are_compared_in_a_few_passes_and_never_refused(num_ranks, kind):
+    for exchanges, num_steps in run_ranks(step_alike, num_ranks, kind):
+        assert sorted(exchanges) == [1, 1, 3, 3, 5, 5, 7, 7]  # passes 2, 4, 8; thawed in pass 6
+        assert num_steps == 8  # one of nine was skipped
+
+
+def load_differently(rank, world_size, stage):
+    model = three_layers(stage)
+    alike = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
+    other = alike | {"2.bias": torch.full((6,), 1.0 + rank)}
+    before = [param.to_local().clone() for param in model.parameters()]
+    inside = copy.deepcopy(model)
+    texts = []
+    wrapped = nn.ModuleDict({"inner": model})
+    for module, values in (
+        (model, other),
+        (inside, other),
+        (model[2], {"weight": alike["2.weight"], "bias": other["2.bias"]}),
+        (wrapped, {f"inner.{name}": value for name, value in other.items()}),
+    ):
+        with pytest.raises(ConfigError) as error:
+            module.load_state_dict(values)
+        texts.append(str(error.value))
+    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+    wrapped.load_state_dict({f"inner.{name}": value for name, value in alike.items()})
+    with gathered(model, writeback=True, source=0):
+        if rank == 0:  # what it loads is what all get
+            model.load_state_dict(other)
+    with gathered(model):
+        assert all(value.eq(1).all() for value in model.state_dict().values())
+        plain = copy.deepcopy(model)
+    if rank == 0:
+        plain.load_state_dict(other)  # it is no sharded model
+    return texts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_other_values_on_one_rank_are_loaded_on_none(stage):
+    by_rank = run_ranks(load_differently, 3, stage)
+    assert by_rank[0] == by_rank[1] == by_rank[2]
+    for text, name in zip(by_rank[0], ("2.bias", "2.bias", "bias", "inner.2.bias"), strict=True):
+        assert text.startswith("load_state_dict(): the ranks differ: rank 1 has ['" + name), text
+        assert "; rank 2 has [" in text and "Load the same file on every rank" in text
+
+
+def go_on_alone(rank, world_size, kind, what):
+    """Let the last rank do something that the others do not; return what is raised."""
+    model = three_layers(kind)
+    is_odd = rank == world_size - 1
+    backward(model)
+    with pytest.raises(CollectiveError) as error:
+        for step in range(1, 6):
+            if is_odd and step == 4 and what == "freeze":  # no pass in which all compare
+                model[2].weight.requires_grad_(False)
+            if is_odd and step == 4 and what == "load":
+                model.load_state_dict(dict(model.state_dict()))
+            if what == "gather":
+                (model[2] if is_odd else model[0]).weight.full_tensor()
+            backward(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "odd", "others"),
+    [
+        (3, "freeze", "('2.weight' is frozen here since the last pass)", "all_gather of unit"),
+        (None, "freeze", "('2.weight' is frozen here", "reduce_scatter of unit"),
+        (2, "load", "(load_state_dict())", "reduce_scatter of unit"),
+        (None, "load", "(load_state_dict())", "all_gather of unit"),
+        (1, "gather", "whole tensor (like '2.weight',", "whole tensor (like '0.weight',"),
+    ],
+)
+def test_a_rank_that_goes_on_alone_ends_no_process_and_both_are_told_where_it_is(
+    kind, what, odd, others
+):
+    for text in run_ranks(go_on_alone, 2, kind, what, fresh=True):
+        first, second = text.split(", and rank 1 waits in ")
+        assert odd in second and others in first.rpartition("rank 0 waits in ")[2], text

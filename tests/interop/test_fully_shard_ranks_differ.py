@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 from roundings import SMOOTH_EPS, assert_rounded_alike, of_gradient
-from shardwise import fully_shard
-from shardwise.errors import CollectiveError
+from shardwise import Precision, fully_shard
+from shardwise.errors import CollectiveError, ConfigError
 
 
 class Experts(nn.Module):
@@ -121,3 +121,19 @@ def test_gradients_that_met_those_of_another_module_are_never_handed_out_in_sile
     texts = run_ranks(reduce_different_modules, 2, fresh=True)
     for name, text in zip("ab", texts, strict=True):
         assert f"the gradients of '{name}' have met those of another module" in text
+
+
+def compute_in_another_dtype(rank, world_size):
+    policy = Precision(torch.bfloat16 if rank == 1 else None)
+    model = fully_shard(Pair(), mp_policy=policy)
+    with pytest.raises(ConfigError) as error:
+        model(torch.ones(1, 4), "ab")
+    return str(error.value)
+
+
+def test_another_dtype_on_one_rank_is_told_on_all_before_the_first_gather():
+    texts = run_ranks(compute_in_another_dtype, 3)
+    assert texts[0] == texts[1] == texts[2]
+    left, right = texts[0].split(" where rank 0 has ")
+    assert left.startswith("fully_shard(): the ranks differ: rank 1 has [unit '(root)'")
+    assert "param=torch.bfloat16" in left and "param=None" in right

@@ -1,9 +1,11 @@
 """The collectives of the engine: which transport, and the few that both transports share."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from shardwise.comm.pending import (
 )
 from shardwise.comm.watch import WATCH
 from shardwise.device import time_of
-from shardwise.layout.segments import even_segment
+from shardwise.layout.segments import Segment, even_segment
 from shardwise.mesh import Axis, DataAxes
 from shardwise.precisions import Coding
 from shardwise.trace import Tracer, Traffic
@@ -184,18 +186,42 @@ class Comm:
     def gather_rows(
         self, values: torch.Tensor, axis: Axis, collective: CollectiveId
     ) -> torch.Tensor:
-        """Return the ranks' tensors of one shape, stacked in rank order."""
+        """Return the ranks' tensors of one shape, stacked in rank order.
+
+        On gloo a tensor never meets one of another name, shape or dtype: both ranks wait, and the
+        watch says which rank is in which gather.
+        """
         if axis.size == 1:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", collective.unit, values.nbytes * (axis.size - 1))
         here = values.to(self.device).contiguous()  # what lives on the host is sent from the device
-        rows = [torch.empty_like(here) for _ in range(axis.size)]
-        with (
-            self.tracer.span("exchange", collective.unit),
-            meets(meeting_of(collective, axis)),
-        ):
-            dist.all_gather(rows, here, axis.group)
-        return torch.stack(rows).to(values.device)
+        rows = here.new_empty((axis.size, *here.shape))
+        segment = even_segment(rows.numel(), axis.size)
+        item = GatherItem(segment, here.view(-1), rows.view(-1), False)
+        if not self._gather_apart(item, axis, collective, values):
+            with (
+                self.tracer.span("exchange", collective.unit),
+                meets(meeting_of(collective, axis)),
+            ):
+                dist.all_gather(list(rows), here, axis.group)
+        return rows.to(values.device)
+
+    def _gather_apart(
+        self, item: GatherItem, axis: Axis, collective: CollectiveId, values: torch.Tensor
+    ) -> bool:
+        """Gather by messages that carry what is gathered, on gloo; tell whether that was done.
+
+        gloo's own collectives match by their order alone: tensors of one size would be taken for
+        each other, and with different sizes it aborts the process.
+        """
+        if _transport(axis, self.device) is not point_to_point:
+            return False
+        told = f"{collective.about} {tuple(values.shape)} {values.dtype}".strip()
+        number = crc32(told.encode()) % (_MODELS * _UNITS_PER_MODEL)
+        with self.tracer.span("exchange", collective.unit):
+            apart = replace(collective, index=number, about=told)
+            point_to_point.start_all_gather([item], axis, apart, Traffic()).wait()
+        return True
 
     def from_owner(
         self, values: torch.Tensor, axis: Axis, owner: int, collective: CollectiveId
@@ -210,11 +236,14 @@ class Comm:
         here = torch.empty_like(values, device=self.device)
         if is_here:
             here.copy_(values)
-        with (
-            self.tracer.span("exchange", collective.unit),
-            meets(meeting_of(collective, axis)),
-        ):
-            dist.broadcast(here, group=axis.group, group_src=owner)
+        flat = here.view(-1)
+        item = GatherItem(Segment(flat.numel(), flat.numel(), 0, 0, owner), flat, flat, True)
+        if not self._gather_apart(item, axis, collective, values):
+            with (
+                self.tracer.span("exchange", collective.unit),
+                meets(meeting_of(collective, axis)),
+            ):
+                dist.broadcast(here, group=axis.group, group_src=owner)
         return here.to(values.device)
 
     def hand_over(

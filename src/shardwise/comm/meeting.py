@@ -28,7 +28,7 @@ class Meeting:
     """A collective of one group. The n-th that a rank begins meets the n-th of all other ranks.
 
     ``members`` are the global ranks of a group that torch's registry does not know; ``unit`` is its
-    name then.
+    name then. ``about``: what is exchanged, where that may differ between calls.
     """
 
     kind: str
@@ -37,11 +37,13 @@ class Meeting:
     axis: str
     group: Any
     members: tuple[int, ...] = ()
+    about: str = ""
 
     @property
     def key(self) -> str:
         """Return what is the same on all ranks."""
-        return _SEPARATOR.join((self.group_name, self.axis, self.kind, str(self.index), self.unit))
+        parts = (self.group_name, self.axis, self.kind, str(self.index), self.unit, self.about)
+        return _SEPARATOR.join(parts)
 
     @property
     def group_name(self) -> str:
@@ -51,10 +53,11 @@ class Meeting:
     @property
     def text(self) -> str:
         """Return the collective's name for people."""
+        about = f" ({self.about})" if self.about else ""
         if not self.axis:
-            return self.kind
+            return self.kind + about
         unit = f"{'' if self.kind == 'broadcast' else 'unit '}'{self.unit or '(root)'}'"
-        return f"{self.kind} of {_OTHERS.get(self.unit, unit)} over axis '{self.axis}'"
+        return f"{self.kind} of {_OTHERS.get(self.unit, unit)}{about} over axis '{self.axis}'"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -64,8 +67,9 @@ class Meeting:
 
 def text_of(key: str) -> str:
     """Return the name for people of a collective of this key."""
-    _, axis, kind, index, unit = key.split(_SEPARATOR, 4)
-    return Meeting(kind, unit, int(index), axis, None).text
+    _, axis, kind, index, rest = key.split(_SEPARATOR, 4)
+    unit, _, about = rest.rpartition(_SEPARATOR)
+    return Meeting(kind, unit, int(index), axis, None, about=about).text
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

@@ -20,11 +20,15 @@ from shardwise.trace import Recorder
 
 @dataclass(frozen=True)
 class CollectiveId:
-    """Where a collective stands: its kind, its unit, and the unit's index (for message tags)."""
+    """Where a collective stands: its kind, its unit, and the unit's index (for message tags).
+
+    ``about``: what is sent, of a collective of which only some calls are alike.
+    """
 
     kind: str
     unit: str
     index: int
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,8 @@ class Pending:
 
 def meeting_of(collective: CollectiveId, axis: Axis) -> Meeting:
     """Return a collective over an axis as the watch sees it; once for its start and its wait."""
-    return Meeting(collective.kind, collective.unit, collective.index, axis.name, axis.group)
+    where = collective.kind, collective.unit, collective.index, axis.name, axis.group
+    return Meeting(*where, about=collective.about)
 
 
 class collective_errors:  # noqa: N801 - reads as a statement

@@ -30,9 +30,10 @@ _DIGEST_BYTES = 16
 _ROW_BYTES = 1024
 _INDEX = struct.Struct("<q")
 _MAX_SHOWN = 3
+_START_ALIKE = "Start every rank with the same code, the same settings and the same model"
 
 
-def agree(control: Control, facts: Sequence[str], what: str) -> None:
+def agree(control: Control, facts: Sequence[str], what: str, remedy: str = _START_ALIKE) -> None:
     """Check that all ranks have the same facts (lines of text); ``what`` begins the message.
 
     **Cost** one exchange of 16 bytes per rank. Ranks that differ also exchange rank 0's text and
@@ -41,20 +42,20 @@ def agree(control: Control, facts: Sequence[str], what: str) -> None:
     **Raises** ConfigError, the same on all ranks, naming the ranks and the first fact that differs.
     """
     with naming(what):
-        difference = find_difference(control, facts)
+        difference = find_difference(control, facts, what)
     if difference is not None:
-        raise ConfigError(
-            f"{what}: the ranks differ: {difference}. Start every rank with the same code, the "
-            "same settings and the same model"
-        )
+        raise ConfigError(f"{what}: the ranks differ: {difference}. {remedy}")
 
 
-def find_difference(control: Control, facts: Sequence[str]) -> str | None:
-    """Return the first facts in which ranks differ from rank 0, the same text on all ranks."""
+def find_difference(control: Control, facts: Sequence[str], about: str) -> str | None:
+    """Return the first facts in which ranks differ from rank 0, the same text on all ranks.
+
+    ``about``: what is told of a rank that waits here alone.
+    """
     if control.num_ranks == 1:
         return None
     text = "\n".join(facts).encode(errors="backslashreplace")
-    digests = control.exchange(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest())
+    digests = control.exchange(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest(), about)
     if len(set(digests)) == 1:
         return None
     theirs = control.broadcast(text).split(b"\n")

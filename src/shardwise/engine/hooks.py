@@ -94,3 +94,21 @@ def register_state_dict_hooks(
     module.register_state_dict_pre_hook(lambda *_: before())
     module.register_load_state_dict_pre_hook(lambda *_: before())
     module.register_load_state_dict_post_hook(lambda *_: after_load())
+
+
+def register_load_check(model: nn.Module, check: Callable[..., None]) -> None:
+    """Call ``check`` before a module of the model loads its state; once, if called again."""
+    for module in model.modules():
+        if not _numbers_of(module, check):
+            module.register_load_state_dict_pre_hook(check)
+
+
+def forget_load_check(module: nn.Module, check: Callable[..., None]) -> None:
+    """Take from a copied module what `register_load_check` has added."""
+    for number in _numbers_of(module, check):
+        del module._load_state_dict_pre_hooks[number]
+
+
+def _numbers_of(module: nn.Module, check: Callable[..., None]) -> list[int]:
+    hooks = module._load_state_dict_pre_hooks.items()
+    return [number for number, hook in hooks if getattr(hook, "hook", None) is check]

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.copying import Memo, copy_engine, forget_engine, place_units
-from shardwise.engine.hooks import register_hooks
+from shardwise.engine.hooks import forget_load_check, register_hooks, register_load_check
+from shardwise.engine.load_check import compare_load
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, forget_notes, note_managed, note_state
 from shardwise.engine.overlap import overlap_offloaded
@@ -169,6 +170,7 @@ def attach_engine(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
     step_matrices_whole(units)
     _mark((model, *register_wrappers(engine, units)), engine)
     _note_states(engine, units)
+    register_load_check(model, compare_load)
     for state in engine.all_states:
         # Several units of a module lie on a mesh each; the state calls the engine for all of them.
         register_hooks(engine if len(state.units) == 1 else state, state.units[0])
@@ -225,4 +227,5 @@ def _made_plain(model: Any) -> Any:
             del vars(model)[name]
     for module in model.modules():
         forget_notes(module)
+        forget_load_check(module, compare_load)
     return model

@@ -127,7 +127,8 @@ class ModuleState(_State):
         """Let so many reductions be in flight."""
         self.max_in_flight = num
         if self.engine is not None:
-            self.engine.allow_in_flight(max(s.max_in_flight for s in self.engine.all_states))
+            most = max(state.max_in_flight for state in self.engine.all_states)
+            self.engine.reductions.allow_in_flight(most)
 
     # -- a forward pass (hooks.Watcher)
     def before_forward(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

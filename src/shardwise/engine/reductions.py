@@ -3,7 +3,7 @@
 A unit's gradients are final as soon as its own reduction is finished; see `unit.sums`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.unit.reduce import Reduction
@@ -12,9 +12,19 @@ from shardwise.unit.unit import Unit
 
 
 class Reductions:
-    """Gradients on their way from the units to ``p.grad``."""
+    """Gradients on their way from the units to ``p.grad``.
 
-    def __init__(self, units: Sequence[Unit], bucket_bytes: int, reduces_in_flight: int) -> None:
+    ``compare`` is called before a reduction that other ranks take part in.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        bucket_bytes: int,
+        reduces_in_flight: int,
+        compare: Callable[[], None],
+    ) -> None:
+        self._compare = compare
         waits_at_close = any(
             unit.comm.axes.replicate is not None
             or not unit.settings.stage.shards_state
@@ -51,6 +61,8 @@ class Reductions:
     def add(self, unit: Unit) -> None:
         """Take a unit's gradients to reduce them, which may wait for the oldest reduction."""
         is_shared = unit.comm.axes.num_ranks > 1  # another rank may have a gradient
+        if is_shared:
+            self._compare()
         if is_shared or unit.sums.zero_fill or any(param.has_partial for param in unit.params):
             self._queue.add(unit)
 

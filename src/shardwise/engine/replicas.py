@@ -226,7 +226,7 @@ def _refuse(control: Control, entries: list[_Entry], num_shards: int) -> NoRetur
 
 
 def _check_labels(control: Control, entries: list[_Entry]) -> None:
-    missing = find_difference(control, [e.label for e in entries])
+    missing = find_difference(control, [e.label for e in entries], "copies of state")
     if missing is not None:
         raise _not_alike(missing)
 

@@ -29,6 +29,7 @@ from shardwise.engine.misuse import (
 )
 from shardwise.engine.optional import OptionalUnits
 from shardwise.engine.passes import Passes, in_backward
+from shardwise.engine.rank_checks import RankChecks
 from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.tree import cast_floating
@@ -71,7 +72,9 @@ class Engine:
         self.units = units
         self.comms = list({id(c): c for c in (self.comm, *(u.comm for u in units))}.values())
         self._passes.take_units(units)
-        self.reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight)
+        self.rank_checks = RankChecks(self.comm, units, self.conditions.refuse)
+        compare = self.rank_checks.before_reduction
+        self.reductions = Reductions(units, config.bucket_bytes, config.reduces_in_flight, compare)
         shared = self.comm.axes.num_ranks > 1 and not self.each_unit_alone
         self._schedule = Schedule(config.prefetch_bytes, self.reductions, has_peers=shared)
         self._schedule.take_units(units, order)
@@ -280,6 +283,7 @@ class Engine:
         """Begin: nothing of the pass before is under way."""
         self.conditions.rounds.check_backward()
         self.finish_reductions()
+        self.rank_checks.begin_pass()
         self.num_begun += all(unit.grad_state is GradState.EMPTY for unit in self.units)
         self._schedule.begin_backward(order)
 
@@ -374,10 +378,6 @@ class Engine:
         self._schedule.end_pass(running)
 
     # -- gradients
-    def allow_in_flight(self, num: int) -> None:
-        """Let so many reductions be in flight from now on."""
-        self.reductions.allow_in_flight(num)
-
     def reset(self) -> None:
         """Forget a pass that was cut short, with its gradients."""
         self._passes.forget_forward()

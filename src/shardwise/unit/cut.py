@@ -46,7 +46,8 @@ class Cut:
     """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
 
     ``base`` is how the tensor is cut of which this one is a flat view. ``outer``: the tensor was a
-    DTensor before, placed so, and a piece of it is cut here; see `pieces.PieceCut`.
+    DTensor before, placed so, and a piece of it is cut here; see `pieces.PieceCut`. ``name`` is
+    the parameter's that is cut so.
     """
 
     kind = "range"  # of elements of the flattened tensor; two of one kind may be alike
@@ -62,6 +63,7 @@ class Cut:
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
     base: "Cut | None" = None
     outer: DTensorSpec | None = None
+    name: str = ""
 
     @property
     def piece(self) -> Region:
@@ -82,6 +84,12 @@ class Cut:
     def axes(self) -> tuple[Axis, ...]:
         """The axes over which the elements are spread."""
         return () if self.layout is None else self.comm.axes.sharded
+
+    @property
+    def gather_site(self) -> CollectiveId:
+        """The gather of a whole tensor, by a name that other parameters' gathers do not have."""
+        about = f"like '{self.name}'," if self.name else ""
+        return replace(GATHER_SITE, about=about)
 
     @property
     def is_range(self) -> bool:
@@ -184,11 +192,11 @@ class Cut:
         if self.owner is not None:
             axis, own = self.comm.axes.shard, local.detach().reshape(-1)
             own = own if axis.rank == self.owner else own.new_empty(prod(self.shape))
-            return self.comm.from_owner(own, axis, self.owner, GATHER_SITE).view(self.shape)
+            return self.comm.from_owner(own, axis, self.owner, self.gather_site).view(self.shape)
         pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
         padded = local.new_zeros(max(p.numel for p in pieces))
         padded[: local.numel()].copy_(local.detach().reshape(-1))
-        rows = self.comm.gather_rows(padded, self.comm.axes.shard, GATHER_SITE)
+        rows = self.comm.gather_rows(padded, self.comm.axes.shard, self.gather_site)
         parts = [row[: p.numel] for row, p in zip(rows, pieces, strict=True)]
         return torch.cat(parts).view(self.shape)
 
@@ -241,16 +249,20 @@ def join(cuts: Sequence[Cut]) -> Cut:
     )
 
 
-def make_cut(shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm) -> Cut:
-    """Describe parameter ``index`` of ``layout`` as this rank sees it."""
+def make_cut(
+    shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm, name: str = ""
+) -> Cut:
+    """Describe parameter ``index`` of ``layout``, of this name, as this rank sees it."""
     if layout is None:
         numel = prod(shape)
         placements: list[Placement] = [Replicate()] * len(comm.axes.all)
-        return Cut(shape, None, index, comm, 0, numel, shape, tuple(placements))
+        return Cut(shape, None, index, comm, 0, numel, shape, tuple(placements), name=name)
     piece = layout.piece(index, comm.axes.shard.rank)
     placement: Placement = Ragged(piece.lo, piece.hi)
     local_shape = layout.local_shape(index, comm.axes.shard.rank)
     if layout.kind == "rows" and shape:
         placement = Shard(0)
     before = [Replicate()] if comm.axes.replicate else []
-    return Cut(shape, layout, index, comm, piece.lo, piece.hi, local_shape, (*before, placement))
+    placements = [*before, placement]
+    bounds = piece.lo, piece.hi
+    return Cut(shape, layout, index, comm, *bounds, local_shape, tuple(placements), name=name)

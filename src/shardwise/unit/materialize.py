@@ -225,7 +225,7 @@ class Materializer:
             also = self._copied_over(spec.param, unit.comm)
             for part in plain_parts(value).values():
                 unit.comm.broadcast(part, collective, also=also)
-            cut = make_cut(shape, layout, number, unit.comm)
+            cut = make_cut(shape, layout, number, unit.comm, spec.name)
             form, is_trained = AsShardTensor(cut), spec.param.requires_grad
             param = ShardedParam(unit, spec.uses, form, shape, is_trained, cut=cut)
             form.place_apart(param, chunk_of(value, axis.size, axis.rank).to(device))
@@ -250,7 +250,7 @@ class Materializer:
         for number, (param, dim) in enumerate(zip(params, dims, strict=True)):
             shape = tuple(local_of(param.param).shape)
             cut_layout = layout if stage.shards_state else None
-            cut = cut_along(shape, cut_layout, number, comm, dim)
+            cut = cut_along(shape, cut_layout, number, comm, dim, param.name)
             if isinstance(param.param, DTensor):
                 cut = cut_piece(cut, param.param._spec)
             if param.name in values:

@@ -25,7 +25,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.layout.boxes import Region, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis, axis_of
-from shardwise.unit.cut import GATHER_SITE, Cut, make_cut
+from shardwise.unit.cut import Cut, make_cut
 
 
 def placed_inside(own: DTensorSpec, dim: int) -> Placement:
@@ -85,7 +85,7 @@ class DimCut(Cut):
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor. **Cost** one collective; twice the tensor of memory."""
-        rows = self.comm.gather_rows(local.detach(), self.comm.axes.shard, GATHER_SITE)
+        rows = self.comm.gather_rows(local.detach(), self.comm.axes.shard, self.gather_site)
         return torch.cat(list(rows), dim=self.dim)
 
 
@@ -196,18 +196,20 @@ def cut_piece(inner: Cut, outer: DTensorSpec) -> PieceCut:
         inner.hi,
         inner.local_shape,
         (*placements, *outer.placements),
+        name=inner.name,
         inner=inner,
         outer=outer,
     )
 
 
 def cut_along(
-    shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm, dim: int
+    shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm, dim: int, name: str
 ) -> Cut:
     """Describe parameter ``index`` of ``layout``, which has one row per rank unless dim is 0."""
     if dim == 0:
-        return make_cut(shape, layout, index, comm)
+        return make_cut(shape, layout, index, comm, name)
     own = list(shape)
     own[dim] //= comm.axes.shard.size
     placements = ([Replicate()] if comm.axes.replicate else []) + [Shard(dim)]
-    return DimCut(shape, layout, index, comm, 0, prod(own), tuple(own), tuple(placements), dim=dim)
+    cut = shape, layout, index, comm, 0, prod(own), tuple(own), tuple(placements)
+    return DimCut(*cut, name=name, dim=dim)

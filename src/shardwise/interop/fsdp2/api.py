@@ -18,6 +18,8 @@ from shardwise.axes import Axes, shared_mesh
 from shardwise.config import Precision, resolve_precision
 from shardwise.device import current_device
 from shardwise.engine.api import check_is_module
+from shardwise.engine.hooks import register_load_check
+from shardwise.engine.load_check import compare_load
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload, resolve_offload
@@ -188,6 +190,7 @@ def _mark(managed: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
     for each in modules:
         cls: Any = type(each)
         each.__class__ = sharded_class(cls)
+        register_load_check(each, compare_load)
 
 
 def _check_container(module: Any) -> None:

@@ -6,7 +6,7 @@ module runs that is inside no other: it is the root, and all units below it get 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
+from shardwise import __version__
 from shardwise.comm.watch import WATCH
 from shardwise.config import ShardConfig
+from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.module_state import ModuleState, note_state
 from shardwise.engine.overlap import overlap_offloaded
@@ -56,6 +58,7 @@ class GroupEngine(Engine):
         )
         super().__init__(config, units[0].comm, FullParamLedger())
         self.all_states = states
+        self._has_agreed = False
         for index, unit in enumerate(units):
             unit.index, unit.scheduler = index, self
             for param in unit.params:
@@ -74,6 +77,26 @@ class GroupEngine(Engine):
         stays = not any(unit.settings.stage.frees_after_forward for unit in self.units)
         is_jvp = kind == torch._C._functorch.TransformType.Jvp
         return (is_jvp and stays) or super().allows_transform(kind)
+
+    def _check_call(self, unit: Unit, records: bool) -> None:
+        """Compare with the other ranks before the first gather, which they all come to.
+
+        **Raises** ConfigError on all ranks, naming the first setting or parameter that differs.
+        """
+        if not self._has_agreed:
+            agree(self.comm.control, list(self._facts()), "fully_shard()")
+            self._has_agreed = True
+        super()._check_call(unit, records)
+
+    def _facts(self) -> Iterator[str]:
+        """Yield what must be alike on all ranks of the model's own mesh."""
+        yield f"shardwise {__version__}, torch {torch.__version__}"
+        for unit in self.rank_checks.units:
+            frees = unit.settings.stage.frees_after_forward
+            yield f"unit '{unit.name or '(root)'}': {unit.precision}, frees after forward: {frees}"
+            for param in unit.params:
+                kind = "trainable" if param.sharded.requires_grad else "frozen"
+                yield f"parameter '{param.name}' {param.shape} {param.sharded.dtype}, {kind}"
 
     def check_parameters(self, unit: Unit) -> None:
         """Allow parameters that no unit owns: they are the caller's (``ignored_params``)."""

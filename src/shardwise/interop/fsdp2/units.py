@@ -170,7 +170,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
             param.lie_apart(OwnGather(asked.mp))
             if not (param.dim or param.form.outer or local.is_meta):
                 layout = build_layout("rows", [param.shape], axis.size)
-                param.cut = make_cut(param.shape, layout, 0, unit.comm)
+                param.cut = make_cut(param.shape, layout, 0, unit.comm, param.name)
             continue
         param.lie_apart(AlongDim(param.dim, param.shape) if param.dim else AS_IT_LIES)
         if not local.is_meta:
@@ -183,7 +183,7 @@ def adopt(unit: Unit, asked: Asked, ledger: FullParamLedger) -> None:
         args = layout, axis.rank, unit.settings.stage, dtypes, device, ledger, unit.home
         storage = Storage(*args, unit.precision.coding)
         for index, param in enumerate(params):
-            cut = cut_along(param.shape, layout, index, unit.comm, param.dim)
+            cut = cut_along(param.shape, layout, index, unit.comm, param.dim, param.name)
             param.cut = cut if param.form.outer is None else cut_piece(cut, param.form.outer)
             param.lie_in(storage, index)
         storage.free()

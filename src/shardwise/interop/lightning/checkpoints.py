@@ -18,6 +18,7 @@ from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_checkpoint
 from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
+from shardwise.engine.load_check import compare_load
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.unit.plain_state import cut_like, cut_state_dict
 
@@ -171,7 +172,9 @@ def _load_file(
     checkpoint: dict[str, Any] = torch.load(
         path, map_location="cpu", weights_only=weights_only, mmap=True
     )
-    module.load_state_dict(cut_state_dict(module, checkpoint.pop("state_dict")), strict=strict)
+    values = checkpoint.pop("state_dict")
+    compare_load(module, values)  # a cut one does not tell
+    module.load_state_dict(cut_state_dict(module, values), strict=strict)
     states = checkpoint.pop("optimizer_states", [])
     if optimizers and len(states) != len(optimizers):
         raise CheckpointError(

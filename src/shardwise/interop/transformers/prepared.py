@@ -21,6 +21,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
+from shardwise.engine.load_check import compare_load
 from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.peft import save_adapter
@@ -113,6 +114,7 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> Any:
 
 def _load_state_dict(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Load whole values too, of which each rank takes its part: torch's DTensors take no whole."""
+    compare_load(model, state_dict)  # a cut one does not tell
     return type(model).load_state_dict(model, cut_state_dict(model, state_dict), *args, **kwargs)
 
 

@@ -1,0 +1,173 @@
+"""Checks that ranks stay alike after the start: what they train, and how they step.
+
+Note [When ranks are compared]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A rank that trains other parameters than the others would send other bytes in the next reduction. A
+rank that skips a step, or steps with another optimizer or learning rate, makes the slices of one
+model come from two, without an error. So before the first reduction of a pass a rank compares
+itself with the others over the control group:
+
+- where a parameter was frozen or thawed since the last time. If the others have not changed, they
+  are in the reduction while this rank waits, and the watch ends both waits with both names;
+- in passes 2, 4, 8 and so on: the number of steps so far, and the optimizers' classes and options
+  as they were in each optimizer's steps 1, 2, 4, 8 and so on.
+
+All ranks of the model's mesh come to that reduction, also one that has skipped the step. In every
+other pass nothing is sent. Stages of a pipeline have a mesh each and may have different optimizers.
+What a loss scaler skips is no step, on any rank.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.comm.collectives import Comm
+from shardwise.engine.agreement import find_difference
+from shardwise.engine.whole import owning_rank
+from shardwise.errors import StateError
+from shardwise.unit.plain_state import owner_of
+from shardwise.unit.unit import Unit
+
+_STEPS = "_shardwise_steps"
+_SHOWN = 3
+
+
+class RankChecks:
+    """The checks of one model, over the ranks of its own mesh.
+
+    ``refuse`` lets nobody use parameters that were stepped differently.
+    """
+
+    def __init__(self, comm: Comm, units: Sequence[Unit], refuse: Callable[[str], None]) -> None:
+        own = comm.axes.mesh
+        is_here = [unit.comm is comm or unit.comm.axes.mesh == own for unit in units]
+        self.units = [unit for unit, here in zip(units, is_here, strict=True) if here]
+        self._params = [param for unit in self.units for param in unit.params]
+        self._trained = self._read_trained()
+        self._comm = comm
+        self._refuse = refuse
+        self._num_passes = 0
+        self._is_due = True
+        self.num_steps = 0
+        self.optimizers: list[list[str]] = []
+
+    def _read_trained(self) -> list[bool]:
+        return [param.is_trained for param in self._params]
+
+    def begin_pass(self) -> None:
+        """Compare before the next reduction, if there is something to compare."""
+        self._is_due = True
+
+    def before_reduction(self) -> None:
+        """Compare with the other ranks. See Note [When ranks are compared].
+
+        **Raises** StateError on all ranks, naming the ranks and the first difference.
+        """
+        if not self._is_due:
+            return
+        self._is_due = False
+        self._num_passes += 1
+        is_power = self._num_passes > 1 and not self._num_passes & (self._num_passes - 1)
+        trained = self._read_trained()
+        changed = [
+            f"'{param.name}' {'is trained' if now else 'is frozen'}"
+            for param, now, before in zip(self._params, trained, self._trained, strict=True)
+            if now != before
+        ]
+        if not changed and not is_power:
+            return
+        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        about = f"{', '.join(changed[:_SHOWN])}{more} here since the last pass" if changed else ""
+        steps = [f"{self.num_steps} steps of optimizers so far"]
+        facts = steps + [line for lines in self.optimizers for line in lines]
+        control = self._comm.control
+        if (found := find_difference(control, facts, about or "the steps so far")) is not None:
+            why = f"the ranks have not stepped alike: {found}"
+            self._refuse(f"{why}. load() a checkpoint")
+            raise StateError(
+                f"{why}. Since then each rank's slices are those of another model: start again, or "
+                "from a checkpoint that was saved before. Every rank must call optimizer.step() as "
+                "often as the others, with the same class of optimizer and the same options"
+            )
+        facts = [
+            f"parameter '{param.name}' is {'trained' if now else 'frozen'}"
+            for param, now in zip(self._params, trained, strict=True)
+        ]
+        if (found := find_difference(control, facts, about or "what is trained")) is not None:
+            raise StateError(
+                f"backward(): the ranks differ: {found}. Call requires_grad_() alike on every rank"
+            )
+        self._trained = trained
+
+
+@dataclass
+class _Steps:
+    """The steps of one optimizer, and where its facts stand in each model's checks."""
+
+    places: list[tuple[weakref.ref[RankChecks], int]]
+    state: Any
+    num: int = 0
+    num_loads: int = 0
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step; note class and options in some of them."""
+        self.num += 1
+        is_loaded = self.state is not optimizer.state  # every load makes another one
+        self.num_loads, self.state = self.num_loads + is_loaded, optimizer.state
+        notes = is_loaded or not self.num & (self.num - 1)
+        for ref, place in self.places:
+            checks = ref()
+            if checks is not None:
+                checks.num_steps += 1
+                if notes:
+                    checks.optimizers[place] = list(self._facts(optimizer, place))
+
+    def _facts(self, optimizer: torch.optim.Optimizer, place: int) -> Iterator[str]:
+        kind = type(optimizer).__name__
+        what = f"optimizer {place}, {kind}, in its step {self.num}"
+        yield f"{what}, state loaded {self.num_loads} times"
+        for number, group in enumerate(optimizer.param_groups):
+            options = (f"{key}={_option(group[key])}" for key in optimizer.defaults if key in group)
+            yield f"{what}, group {number}: {', '.join(options)}"
+
+
+def _option(value: Any) -> str:
+    """Return an option as text; of numbers 6 digits, as other hosts may round the rest."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_option, value))})"
+    return str(value) if isinstance(value, bool | int | str | None) else type(value).__name__
+
+
+def _note_step(optimizer: Any, *_: Any) -> None:
+    """Tell the models whose parameters an optimizer has that it takes a step."""
+    if torch.compiler.is_compiling() or hasattr(optimizer, "optimizers"):  # each tells by itself
+        return
+    steps: _Steps | None = vars(optimizer).get(_STEPS)
+    if steps is None:
+        found: dict[int, RankChecks] = {}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            checks = getattr(getattr(owner_of(param), "unit", None), "scheduler", None)
+            checks = getattr(checks, "rank_checks", None)
+            if checks is not None:
+                found[id(checks)] = checks
+        places = []
+        for checks in found.values():
+            places.append((weakref.ref(checks), len(checks.optimizers)))
+            checks.optimizers.append([])
+        # State of a matrix that lies whole on one rank is nowhere else.
+        is_loaded = any(optimizer.state.get(p) for p in params if owning_rank(p) is None)
+        steps = _Steps(places, None if is_loaded else optimizer.state)
+        vars(optimizer)[_STEPS] = steps
+    steps.note(optimizer)
+
+
+register_optimizer_step_pre_hook(_note_step)
