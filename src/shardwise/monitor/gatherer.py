@@ -343,8 +343,8 @@ class Gatherer:
             summarize_steps([(number, told) for number, told, _ in of_each]),
         )
         values = dict(self._values)
-        told = metrics, values, waited_for, bad_since, *over_steps
-        line = StepLine(step, num_steps, round(at_s, 3), *told)
+        by_name = metrics, values, waited_for, bad_since, *over_steps
+        line = StepLine(step, num_steps, round(at_s, 3), *by_name)
         self.latest = line
         if self._control.rank == 0:
             with self._writing():
