@@ -5,18 +5,21 @@ Each test takes a healthy record and changes what the failure changes.
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from records import write_record
+from shardwise.comm.pulse import own_process
 from shardwise.monitor.doctor.rules import diagnose
 from shardwise.monitor.findings import Change, Finding, Gain, finding_from_json
 from shardwise.monitor.lessons import LESSONS, page
+from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts, read_run
 
 ROOT = Path(__file__).parents[2]
 LAYER = 400 << 20
@@ -103,6 +106,8 @@ def codes(run: RunRecord) -> list[str]:
     return [finding.code for finding in diagnose(run).findings]
 
 
+# A process that was on this machine: its number has been given to another one since.
+GONE = replace(own_process(), host="here", born="before")
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
 FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
@@ -408,6 +413,37 @@ def test_a_run_that_has_ended_or_was_stopped_by_its_user_neither_hangs_nor_died(
     left_alone = ended("CollectiveError", follows=True)
     by_rank = {0: (left_alone,), 1: (ended("KeyboardInterrupt"),)}
     assert not codes(replace(run_of(), idle_s=1e6, by_rank=by_rank))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"kind": "end", "error": "KeyError", "phase": "forward"}, "in forward of '(root)'"),
+        ({"kind": "end", "error": "CollectiveError", "follows": True}, ": CollectiveError"),
+        ({"kind": "end", "error": "OSError", "message": "no \udc80"}, "OSError: no ?"),
+        ({"kind": "begin", "process": asdict(GONE) | {"later": 1}}, "rank 0 on here died"),
+        ({"kind": "begin", "process": None}, None),
+        ({"kind": "begin"}, None),
+        ({"kind": "save", "path": "\udc80", "is_finite": True}, None),
+    ],
+)
+def test_lines_of_ranks_are_read_with_keys_of_other_versions_and_without_newer_ones(
+    line: Mapping[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    folder = write_record(tmp_path, num_ranks=1) / "observed"
+    with JsonLines(folder / "rank-0.jsonl") as file:
+        file.write(step=1, **line)
+    found = [f.verdict for f in diagnose(read_run(tmp_path)).findings if f.code == "SW023"]
+    assert len(found) == (said is not None) and (said is None or said in found[0])
+
+
+def test_a_rank_died_after_the_last_step_that_any_rank_knows_of() -> None:
+    by_rank = {
+        0: (ended("CollectiveError", follows=True, during=23),),
+        1: ({"kind": "begin", "step": 1, "process": asdict(GONE)},),
+    }
+    (finding,) = diagnose(replace(run_of(), by_rank=by_rank)).findings
+    assert "rank 1 on here died after step 22" in finding.verdict
 
 
 def test_a_finding_is_the_same_after_json() -> None:

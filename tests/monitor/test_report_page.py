@@ -87,10 +87,11 @@ def test_a_line_about_many_steps_weighs_as_many() -> None:
 
 
 def test_what_is_no_number_is_a_gap_of_its_curve() -> None:
-    text = step_line(7, 1, {}, loss=None)
-    lines = [line(6, 1, 1, 1), read_step(json.loads(text)), line(8, 2, 2, 2)]
-    assert [column.step for column in value_curve(lines, "loss", 10)] == [6, 8]
-    assert not_numbers(lines, "loss") == [7]
+    for value in (None, 1.7e308):  # sums of such are not finite
+        text = step_line(7, 1, {}, loss=value)
+        lines = [line(6, 1, 1, 1), read_step(json.loads(text)), line(8, 2, 2, 2)]
+        assert [column.step for column in value_curve(lines, "loss", 10)] == [6, 8]
+        assert not_numbers(lines, "loss") == [7]
 
 
 def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_lines() -> None:
@@ -110,7 +111,7 @@ def test_a_value_of_one_step_is_seen_in_a_line_of_many_and_in_columns_of_many_li
     means = [column.middle * column.weight for column in value_curve(lines, "loss", 10)]
     assert sum(means) / 2000 == pytest.approx((1999 * 2 + 1000) / 2000)
     assert not_numbers(lines, "loss") == [1560]
-    assert not summarize_steps([(1, {"loss": math.inf})])
+    assert not summarize_steps([(1, {"loss": math.inf}), (2, {"loss": 1.7e308})] * 2)
 
 
 def test_phases_and_what_remains_add_up_to_the_step(tmp_path: Path) -> None:

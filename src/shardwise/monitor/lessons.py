@@ -282,8 +282,7 @@ _LESSONS = (
         (
             "shardwise.optim.AdamW, whose step on the host is fused",
             'step_on="device"; overlap the step with the next forward pass',
-            "offload a fraction only (fraction=), or the optimizer's state alone (params= on the "
-            "device); more accumulation for each step",
+            "offload a fraction only (fraction=), or the optimizer's state alone; accumulate more",
             "cores for each rank: bind ranks to their own",
         ),
         "The timeline: a long step that nothing runs behind, or copies beside idle time.",
@@ -363,8 +362,7 @@ _LESSONS = (
         "50,000 hours of a device is assumed, as published of large clusters, and not less than "
         "one a week. Judged of runs that have trained for as long.",
         (
-            "save every so many steps: Checkpoints(folder, model, optimizer).save(step) in the "
-            "background, or save_every of shardwise train",
+            "save every so many steps: Checkpoints(...).save(step), or save_every of the command",
             "keep more than one (keep_last=2), in a folder that survives the node",
             "shardwise ckpt verify, now and then",
         ),
@@ -396,9 +394,7 @@ noise. How to use it: [doctor.md](how-to/doctor.md).
 
 def page() -> str:
     """Return docs/findings.md."""
-    rows = "\n".join(
-        f"| [{lesson.code}](#{lesson.code.lower()}) | {lesson.title} | {lesson.severity} |"
-        for lesson in _LESSONS
-    )
-    table = f"| code | finding | severity |\n|---|---|---|\n{rows}\n"
-    return "\n".join([_INTRODUCTION, table, *map(as_markdown, _LESSONS)])
+    row = "| [{0.code}](#{1}) | {0.title} | {0.severity} |"
+    rows = [row.format(each, each.code.lower()) for each in _LESSONS]
+    table = ["| code | finding | severity |", "|---|---|---|", *rows, ""]
+    return "\n".join([_INTRODUCTION, *table, *map(as_markdown, _LESSONS)])

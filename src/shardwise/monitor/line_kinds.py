@@ -25,6 +25,13 @@ Figure = Annotated[
     WrapValidator(lambda value, check: None if value is None else check(value)),  # not finite
 ]
 Name = Annotated[str, Field(max_length=1000)]
+# What a loop logs may be larger, but sums and squares of it are finite.
+MAX_LOGGED = 1e100
+Extreme = Annotated[float, Field(ge=-MAX_LOGGED, le=MAX_LOGGED)]
+Logged = Annotated[
+    float | None,
+    AfterValidator(lambda value: value if value is None or abs(value) <= MAX_LOGGED else None),
+]
 _Kinds = dict[Name, Count]
 
 

@@ -20,7 +20,8 @@ class JsonLines:
     """Append JSON lines to a file; each has its ``step`` and is flushed.
 
     A file of path None takes lines and keeps none. What is not a finite number is written as null,
-    since JSON has no word for it. Of a file that is there, lines up to ``last_step`` stay.
+    since JSON has no word for it; half a character as "?". Of a file that is there, lines up to
+    ``last_step`` stay.
     """
 
     def __init__(self, path: Path | None, last_step: int = 0) -> None:
@@ -50,6 +51,8 @@ class JsonLines:
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):  # a path may have bytes that are no UTF-8
+        return value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     return value

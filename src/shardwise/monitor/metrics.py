@@ -7,9 +7,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
-from shardwise.monitor.line_kinds import Figure, Rank
+from shardwise.monitor.line_kinds import MAX_LOGGED, Extreme, Figure, Rank
 from shardwise.monitor.spans import OUTSIDE, Interval, Span, length, length_outside, union
 from shardwise.names import MAIN
 
@@ -164,12 +163,13 @@ def over_ranks(rows: Sequence[Mapping[str, float]]) -> dict[str, OverRanks]:
 class OverSteps:
     """One figure over the steps of a line: its finite values, and how many are not finite.
 
-    ``min_step`` and ``max_step`` are the first steps with the extremes.
+    ``min_step`` and ``max_step`` are the first steps with the extremes. Values beyond `MAX_LOGGED`
+    count as not finite.
     """
 
-    min: float
-    mean: float
-    max: float
+    min: Extreme
+    mean: Extreme
+    max: Extreme
     min_step: int
     max_step: int
     non_finite: int = 0
@@ -180,7 +180,7 @@ def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[st
     found = {}
     for name in dict.fromkeys(name for _, values in steps for name in values):
         told = [(values[name], step) for step, values in steps if name in values]
-        finite = [each for each in told if isfinite(each[0])]
+        finite = [each for each in told if abs(each[0]) <= MAX_LOGGED]
         if not finite:
             continue
         (low, low_step), (high, high_step) = min(finite), max(finite, key=lambda each: each[0])

@@ -34,11 +34,7 @@ from shardwise.monitor.gradients import bad_gradients
 from shardwise.monitor.ledger import owned_bytes, state_bytes
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
-from shardwise.monitor.metrics import (
-    BAD_GRADIENTS,
-    IN_HALF,
-    SKIPPED_STEPS,
-)
+from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
 from shardwise.monitor.oom import explain_out_of_memory, is_out_of_memory
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
 from shardwise.monitor.spans import SpanRecorder
@@ -339,10 +335,8 @@ class Observation:
             return
         self._told = error
         owned = owned_bytes(self._parts, self._optimizers)
-        capacity, place = (
-            self.facts.device_bytes,
-            (self._gatherer.rank, self._step + 1, phase, unit),
-        )
+        capacity = self.facts.device_bytes
+        place = self._gatherer.rank, self._step + 1, phase, unit
         if self._is_cpu:  # others have memory of the host too
             capacity = min(capacity, owned.in_use_bytes + available_host_bytes())
         told = explain_out_of_memory(error, self.facts, owned, place, capacity, self._base_bytes)

@@ -20,7 +20,16 @@ from pydantic import Field
 
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, read_json, shown
-from shardwise.monitor.line_kinds import MAX_RANKS, Amount, Count, Figure, Name, Rank, checked_line
+from shardwise.monitor.line_kinds import (
+    MAX_RANKS,
+    Amount,
+    Count,
+    Figure,
+    Logged,
+    Name,
+    Rank,
+    checked_line,
+)
 from shardwise.monitor.lines import read_lines, read_newest
 from shardwise.monitor.metrics import OverRanks, OverSteps
 
@@ -107,7 +116,7 @@ class StepLine:
     num_steps: Annotated[int, Field(ge=1, le=1 << 62)]
     at_s: Amount
     metrics: Mapping[Name, OverRanks]
-    values: Mapping[Name, float | None] = field(default_factory=dict)
+    values: Mapping[Name, Logged] = field(default_factory=dict)
     waited_for: Mapping[Rank, Mapping[Rank, Figure]] = field(default_factory=dict)
     bad_since: Mapping[Name, Mapping[Rank, Count]] = field(default_factory=dict)
     values_over_steps: Mapping[Name, OverSteps] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardwise.comm.pulse import Process, fate, own_process
+from shardwise.keys import checked_value
 from shardwise.monitor.doctor.evidence import NotEnough, finding
 from shardwise.monitor.findings import Change, Finding
 from shardwise.monitor.record import RunRecord
@@ -39,8 +40,10 @@ def died(run: RunRecord) -> list[Finding]:
         verdict, changes = _raised(run, first, named, failed[first])
     else:
         where = f" on {words[gone[0]]['process']['host']}"
+        # Other ranks know of steps since the last line of figures.
+        over = max([last, *(word["during"] - 1 for word in failed.values() if "during" in word)])
         verdict = (
-            f"{_named(gone)}{where} died after step {last} and left no error: killed (signal 9; "
+            f"{_named(gone)}{where} died after step {over} and left no error: killed (signal 9; "
             "the system does so when the host's memory runs out), or crashed"
         )
     others = [rank for rank in failed if rank not in named]
@@ -67,9 +70,9 @@ def died(run: RunRecord) -> list[Finding]:
 
 def _is_gone(word: Mapping[str, Any], mine: Process) -> bool:
     """Tell whether a rank has not said that it ended, and its process is known to be gone."""
-    if word["kind"] != "begin" or "process" not in word:
+    if word["kind"] != "begin" or word.get("process") is None:
         return False
-    return fate(Process(**word["process"]), mine)[0] == "dead"
+    return fate(checked_value(Process, word["process"], "process"), mine)[0] == "dead"
 
 
 def _order(word: Mapping[str, Any]) -> tuple[bool, float]:
@@ -78,9 +81,10 @@ def _order(word: Mapping[str, Any]) -> tuple[bool, float]:
 
 
 def _said(word: Mapping[str, Any]) -> str:
-    if word.get("follows"):
-        return str(word["message"])
-    return f"{word['error']}: {word['message']}" if word.get("message") else str(word["error"])
+    error, message = word["error"], word.get("message")
+    if not message:
+        return str(error)
+    return str(message) if word.get("follows") else f"{error}: {message}"
 
 
 def _quoted(rank: int, word: Mapping[str, Any]) -> str:
@@ -96,7 +100,7 @@ def _raised(
     step, phase = word.get("during", word["step"]), word.get("phase", "outside")
     place = f"in step {step}"
     if phase != "outside":
-        place += f", in {phase} of '{name_of_unit(word['unit'])}'"
+        place += f", in {phase} of '{name_of_unit(word.get('unit', ''))}'"
     for _, told in run.lines("out_of_memory", first):
         if told["step"] == step and not word.get("follows"):
             asked = told["asked_bytes"]
