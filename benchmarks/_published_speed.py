@@ -17,7 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from _published_time import Timed, play_row, seconds_of
 
-from shardwise.plan.machine.efficiencies import BY_FAMILY, EFFICIENCIES, FITTED, Efficiency
+from shardwise.plan.machine.efficiencies import (
+    Efficiency,
+    common_efficiencies,
+    family_efficiencies,
+    fitted_efficiencies,
+)
 
 _GRID: Mapping[str, Sequence[float]] = {
     "matmul_sustained": (0.55, 0.60, 0.65, 0.71, 0.75, 0.78, 0.80, 0.82, 0.85, 0.87, 0.90, 0.95),
@@ -31,13 +36,13 @@ _FEWEST_ROWS, _FEWEST_OF_SYSTEM, _MOST_OF_PAGE = 4, 8, 24
 
 def tabled(family: str) -> dict[str, Efficiency]:
     """Return what single measurements say of a family's fitted constants."""
-    table = {**EFFICIENCIES, **BY_FAMILY.get(family, {})}
+    table = {**common_efficiencies(), **family_efficiencies().get(family, {})}
     return {name: table[name] for name in FITTED_NAMES}
 
 
 def as_fitted(family: str) -> dict[str, Efficiency]:
     """Return what the planner's users get for a family."""
-    return {**tabled(family), **FITTED.get(family, {})}
+    return {**tabled(family), **fitted_efficiencies().get(family, {})}
 
 
 class Clocked:
@@ -73,7 +78,7 @@ class Clocked:
 
 def _overrides(row: Timed, point: Sequence[float]) -> dict[str, Efficiency]:
     fit = {
-        name: replace(EFFICIENCIES[name], value=value)
+        name: replace(common_efficiencies()[name], value=value)
         for name, value in zip(FITTED_NAMES, point, strict=True)
     }
     return for_system(fit, row)
@@ -84,7 +89,7 @@ def for_system(fit: Mapping[str, Efficiency], row: Timed) -> dict[str, Efficienc
     system = row.setup.system
     if system.attention is None or row.gpu not in ("H100", "GH200"):
         return dict(fit)
-    own = replace(EFFICIENCIES["attention"], value=system.attention, source=system.source)
+    own = replace(common_efficiencies()["attention"], value=system.attention, source=system.source)
     return {**fit, "attention": own}
 
 
@@ -119,7 +124,12 @@ class Speeds:
     def names(self, rows: Iterable[Clocked]) -> list[str]:
         """Return the names of all fitted constants that some row has a say in."""
         gpus = dict.fromkeys(row.gpu for row in rows)
-        tables = (f"{g} {n}" for g in gpus for n in FITTED.get(g, {}) if g not in self.points)
+        tables = (
+            f"{g} {n}"
+            for g in gpus
+            for n in fitted_efficiencies().get(g, {})
+            if g not in self.points
+        )
         points = (f"{g} {n}" for g in self.points for n in FITTED_NAMES)
         return [*tables, *points, *self.slowdowns]
 

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.machine.catalogue import find_accelerator
 from shardwise.plan.margins import COMMUNICATOR_BYTES, CONTEXT_BYTES, FRAGMENTATION, Range
 
-_GDDR_SHARE = 0.985  # of the nominal memory that a driver leaves; see catalogue_accelerators
+_GDDR_SHARE = 0.985  # of the nominal memory that a driver leaves; see accelerators.toml
 
 
 @dataclass

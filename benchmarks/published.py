@@ -42,7 +42,7 @@ from _published_speed import Clocked, Speeds, fit_speeds, tabled_speeds  # noqa:
 from _published_time import timed  # noqa: E402
 from _published_verdicts import Verdicts, check_verdicts  # noqa: E402
 
-from shardwise.plan.machine.efficiencies import FITTED  # noqa: E402
+from shardwise.plan.machine.efficiencies import fitted_efficiencies  # noqa: E402
 
 _QUANTILES = {"p5": 0.05, "median": 0.5, "p95": 0.95}
 
@@ -283,7 +283,7 @@ def _print_constants(fits: Fits) -> None:
         shares = f"{over.fraction:.0%}, of logits {over.of_logits:.0%}"
         print(f"  {name}: {shares}, {over.constant / 1e9:.1f} GB")
     print("\nFitted constants: time")
-    for gpu, fit in FITTED.items():
+    for gpu, fit in fitted_efficiencies().items():
         for name, each in fit.items():
             print(f"  {gpu} {name} = {each.value:.3g}: {each.meaning}; {each.source}")
     for system, slower in fits.speeds.slowdowns.items():

@@ -8,26 +8,34 @@ import pytest
 
 from shardwise.errors import ConfigError
 from shardwise.plan.machine.catalogue import (
-    STANDARD_NODES,
+    accelerators,
     find_accelerator,
     find_host,
     find_link,
     find_node,
+    hosts,
+    links,
     make_cluster,
+    standard_nodes,
 )
-from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
-from shardwise.plan.machine.catalogue_links import HOSTS, LINKS
-from shardwise.plan.machine.efficiencies import BY_FAMILY, EFFICIENCIES
-from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.efficiencies import common_efficiencies, family_efficiencies
+from shardwise.plan.machine.hardware import Cluster, Link
+from shardwise.plan.tables import make_row
 
 GIB = 1 << 30
+LINK_KEYS = ("name", "bandwidth_bytes_per_s", "latency_s", "bulk_latency_s")
 
 
 def test_every_figure_of_the_catalogue_has_a_source() -> None:
-    entries = [*ACCELERATORS.values(), *LINKS.values(), *HOSTS.values(), *EFFICIENCIES.values()]
-    entries += [each for table in BY_FAMILY.values() for each in table.values()]
+    entries = [
+        *accelerators().values(),
+        *links().values(),
+        *hosts().values(),
+        *common_efficiencies().values(),
+    ]
+    entries += [each for table in family_efficiencies().values() for each in table.values()]
     assert all(len(each.source) > 10 for each in entries)
-    assert all(source for _, source in STANDARD_NODES.values())
+    assert all(node["source"] for node in standard_nodes().values())
 
 
 def test_the_accelerators_of_the_published_runs_are_there() -> None:
@@ -61,16 +69,16 @@ def test_an_accelerator_is_found_however_it_is_written(written: str, meant: str)
     assert find_accelerator(written).name == meant
 
 
-@pytest.mark.parametrize("name", [*ACCELERATORS])
+@pytest.mark.parametrize("name", [*accelerators()])
 def test_every_accelerator_is_found_by_its_own_name(name: str) -> None:
-    assert find_accelerator(name) is ACCELERATORS[name]
-    assert find_accelerator(name.lower()) is ACCELERATORS[name]
+    assert find_accelerator(name) is accelerators()[name]
+    assert find_accelerator(name.lower()) is accelerators()[name]
 
 
 def test_every_link_host_and_node_is_found_by_its_own_name() -> None:
-    assert all(find_link(name) is LINKS[name] for name in LINKS)
-    assert all(find_host(name) is HOSTS[name] for name in HOSTS)
-    assert all(find_node(name.upper()).name == name for name in STANDARD_NODES)
+    assert all(find_link(name) is links()[name] for name in links())
+    assert all(find_host(name) is hosts()[name] for name in hosts())
+    assert all(find_node(name.upper()).name == name for name in standard_nodes())
     assert find_link("NVLink 4").name == "nvlink4"
     assert find_link("10GbE").name == "ethernet-10"
     assert find_link("HDR").name == "infiniband-hdr"
@@ -94,7 +102,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(find, written: str, nearest
 def test_a_driver_reports_less_than_the_card_is_sold_as_and_matmuls_reach_less_than_the_peak() -> (
     None
 ):
-    for each in ACCELERATORS.values():
+    for each in accelerators().values():
         assert 0.9 <= each.memory_bytes / each.nominal_memory_bytes <= 1
         assert all(0.5 < rate / each.peak[dtype] < 1 for dtype, rate in each.matmul.items())
 
@@ -162,6 +170,11 @@ def test_what_is_not_given_is_as_such_machines_are_built() -> None:
     named = make_cluster("A100", 16, 8, link="pcie4", network="10GbE", num_nics=1, host="desktop")
     assert (named.node.intra.name, named.node.inter.name) == ("pcie4", "ethernet-10")
     assert Cluster(find_node("p4d"), 4).num_ranks == 32
+
+
+def test_a_row_of_a_table_with_an_unknown_or_missing_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"links.toml: x: efficiency, source, speed: missing or"):
+        make_row(Link, "links.toml: x", dict.fromkeys(LINK_KEYS, 1.0) | {"speed": 1.0})
 
 
 def test_the_catalogue_needs_no_torch() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.catalogue import STANDARD_NODES, find_link, find_node, make_cluster
+from shardwise.plan.machine.catalogue import find_link, find_node, make_cluster, standard_nodes
 from shardwise.plan.machine.hardware import Node
 from shardwise.plan.machine.links import (
     CollectiveKind,
@@ -18,7 +18,7 @@ from shardwise.plan.machine.links import (
 )
 
 MIB = 1 << 20
-NODES = {name: find_node(name) for name in STANDARD_NODES}
+NODES = {name: find_node(name) for name in standard_nodes()}
 NODES["a100-pcie"] = make_cluster("A100 PCIe", 8, network="NDR", num_nics=8).node
 
 kinds = st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"])

@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decoders import make_model
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.catalogue import find_node, make_cluster
-from shardwise.plan.machine.efficiencies import EFFICIENCIES, FITTED, Efficiency
+from shardwise.plan.machine.efficiencies import Efficiency, common_efficiencies, fitted_efficiencies
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import Group, collective_seconds, place
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.tape import Cost
+from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
 
 H100 = make_cluster("H100", 8)
-LAUNCH_S = FITTED["H100"]["host_launch_s"].value
+LAUNCH_S = fitted_efficiencies()["H100"]["host_launch_s"].value
 EIGHT = Candidate(num_shards=8)
 
 
@@ -29,9 +31,18 @@ def compute(kind: str, flops: int, moved: int, num_ops: int = 1, dtype: str = "b
     return op(Compute((Cost(kind, dtype, flops, moved, num_ops),)))  # type: ignore[arg-type]
 
 
+def test_operations_that_come_again_have_the_price_of_the_first() -> None:
+    tape = make_model().tape(Candidate(num_shards=2, num_replicas=2, stage=2))
+    candidate = Candidate(num_shards=2, num_replicas=2, stage=2, accumulation=3)
+    cluster, program = make_cluster("H100", 4), play(tape, candidate).program
+    prices = Prices(cluster, candidate)
+    alone = [Prices(cluster, candidate).seconds(each) for each in program.ops]
+    assert [prices.seconds(each) for each in program.ops] == alone
+
+
 def test_a_large_matmul_runs_at_the_achievable_rate() -> None:
     prices = Prices(H100, EIGHT)
-    rate = 794.5e12 * FITTED["H100"]["matmul_sustained"].value
+    rate = 794.5e12 * fitted_efficiencies()["H100"]["matmul_sustained"].value
     assert prices.matmul_flops_per_s("bf16") == pytest.approx(rate)
     assert prices.seconds(compute("matmul", 10**15, 10**9)) == pytest.approx(1e15 / rate, rel=1e-5)
 
@@ -59,7 +70,7 @@ def test_elementwise_operations_take_their_bytes() -> None:
 
 def test_attention_computes_its_scores_once_more_in_backward_and_nothing_else_does() -> None:
     prices = Prices(H100, EIGHT)
-    ramp = EFFICIENCIES["kernel_ramp_s"].value
+    ramp = common_efficiencies()["kernel_ramp_s"].value
     for kind, times in (("attention", 1.25), ("matmul", 1.0), ("memory", 1.0)):
         forward = compute(kind, 10**15, 10**9)
         backward = replace(forward, phase="backward")
@@ -162,7 +173,13 @@ def test_ranks_that_are_not_the_clusters_are_refused() -> None:
 
 def test_every_assumption_is_told_with_its_source() -> None:
     told = Prices(H100, EIGHT).assumptions()
-    assert {each.name for each in told} >= {*EFFICIENCIES, "peak", "memory", "link", "disk read"}
+    assert {each.name for each in told} >= {
+        *common_efficiencies(),
+        "peak",
+        "memory",
+        "link",
+        "disk read",
+    }
     assert all(each.source and each.meaning and each.value > 0 for each in told)
 
 

@@ -19,6 +19,7 @@ from shardwise.plan.model.traced import TracedModel
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.searching import SearchResult, search
 from shardwise.plan.space import Limits, Space
+from shardwise.quantities import format_bytes
 
 RANKS = 4
 CLUSTER = cluster_of_ranks(RANKS)
@@ -139,6 +140,15 @@ def test_tokens_per_step_are_kept_and_no_window_that_fits_is_missed(shape: Decod
         assert found.winner is not None
         assert found.winner.tokens_per_s == max(p.tokens_per_s for p in fitting)
         assert all(p.tokens_per_step == tokens for p in found.pareto)
+        assert all(p == plans[p.candidate] for p in found.pareto)
+        for lost in found.rejected:  # without a simulation, and told as by a plan in full
+            if lost.was_played and lost.reason.startswith("needs up to"):
+                made = plans[lost.candidate]
+                peak, high = made.played.peak, format_bytes(made.memory.high_bytes)
+                where = f"in {peak.phase} of {made.unit_name(peak.unit)}: "
+                assert lost.reason.startswith(
+                    f"needs up to {high} of {format_bytes(most)}, {where}"
+                )
 
 
 def test_tokens_per_step_may_be_missed_by_one_per_cent() -> None:

@@ -19,9 +19,7 @@ from shardwise.interop.deepspeed.homes import offload_keys
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.front import Rejected
-from shardwise.plan.machine.catalogue import STANDARD_NODES
-from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
-from shardwise.plan.machine.catalogue_links import LINKS
+from shardwise.plan.machine.catalogue import accelerators, links, standard_nodes
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
@@ -311,14 +309,14 @@ def names_view() -> RenderableType:
     ]
     devices = [
         (d.name, f"{format_bytes(d.memory_bytes)} ({format_gb(d.memory_bytes)})")
-        for d in ACCELERATORS.values()
+        for d in accelerators().values()
     ]
-    links = [(x.name, f"{x.bandwidth_bytes_per_s / 1e9:,.4g} GB/s") for x in LINKS.values()]
+    shown = [(x.name, f"{x.bandwidth_bytes_per_s / 1e9:,.4g} GB/s") for x in links().values()]
     return Group(
         _names("models", models),
         _names("devices (--gpu)", devices),
-        _names("links (--link, --network)", links),
-        _names("nodes", [(name, node[1]) for name, node in STANDARD_NODES.items()]),
+        _names("links (--link, --network)", shown),
+        _names("nodes", [(name, node["source"]) for name, node in standard_nodes().items()]),
         _names(
             "precisions", [(name, f"computes in {r.compute}") for name, r in PRECISIONS.items()]
         ),

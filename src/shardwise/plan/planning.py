@@ -24,7 +24,7 @@ shards.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
@@ -33,14 +33,14 @@ from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
 from shardwise.plan.margins import UNSEEN_MEMORY, UNSEEN_TIME, MemoryInterval, memory_interval
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.model.tape import CONTEXT_KINDS, Tape, Work
+from shardwise.plan.model.tape import CONTEXT_KINDS, Cost, Tape, Work
 from shardwise.plan.node_room import NodeRoom, node_room
 from shardwise.plan.planned import Planned
 from shardwise.plan.step.ledger import Played
-from shardwise.plan.step.program import Compute, Program
+from shardwise.plan.step.program import Compute
 from shardwise.plan.timing.scenario import Scenario
 from shardwise.plan.timing.simulate import Simulated
-from shardwise.plan.timing.windows import Window, play_window
+from shardwise.plan.timing.windows import play_shown, time_window
 
 _AXIS_OF = {
     "tensor_parallel": "tensor",
@@ -94,18 +94,25 @@ class Plan(Planned):
         return plans_html([self])
 
 
-def plan(
-    model: Model,
-    cluster: Cluster,
-    candidate: Candidate,
-    *,
-    prices: Pricer | None = None,
-    tape: Tape | None = None,
-    scenario: Scenario | None = None,
-) -> Plan:
-    """Plan one candidate; ``prices`` are the cluster's own unless a calibration gave others.
+class Memory(NamedTuple):
+    """What a candidate's step holds, played on each pipeline stage that differs and not timed.
 
-    **Cost** about 20 ms for 32 layers, beside the tape.
+    ``stage`` is the one that holds the most, and ``device`` what it holds.
+    """
+
+    tapes: Mapping[int, Tape]
+    played: Mapping[int, Played]
+    stage: int
+    device: MemoryInterval
+    room: NodeRoom
+
+
+def plan_memory(
+    model: Model, cluster: Cluster, candidate: Candidate, tape: Tape | None = None
+) -> Memory:
+    """Play one candidate's step; ``tape`` is the model's own where it is known.
+
+    **Cost** half that of a plan.
 
     **Raises** ConfigError where the candidate's ranks are not the cluster's.
     """
@@ -118,18 +125,54 @@ def plan(
         stages = model.stages(candidate)
     else:
         stages = {0: tape or model.tape(candidate)}
-    tapes = tuple(stages.values())
-    prices = prices or Prices(cluster, candidate)
     # See Note [Context ranks are shard ranks].
-    played_as = candidate.with_context_shards
-    windows = [play_window(each, played_as, prices, scenario) for each in tapes]
-    largest = max(windows, key=lambda w: w.played.peak.ledger.total)
+    played_as, chip = candidate.with_context_shards, cluster.node.accelerator
+    played = {number: play_shown(each, played_as) for number, each in stages.items()}
+    stage = max(played, key=lambda number: played[number].peak.ledger.total)
+    largest = played[stage]
+    # Gradients that are gone at the peak are cached there.
+    most = max(peak.ledger.grad_shards for peak in largest.peaks)
+    cached = max(0, most - largest.peak.ledger.grad_shards)
+    groups, ledger = num_groups(candidate), largest.peak.ledger
+    device = memory_interval(ledger, groups, chip.asynchronous, cached)
+    away = {}
+    for number, each in played.items():
+        on_host = each.host.total
+        if on_host and not chip.asynchronous:  # the host is the device too, and has all of a rank
+            on_host += each.peak.ledger.total
+        away[number] = on_host, each.files.total
+    return Memory(stages, played, stage, device, node_room(cluster, candidate, away))
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    candidate: Candidate,
+    *,
+    prices: Pricer | None = None,
+    memory: Memory | None = None,
+    scenario: Scenario | None = None,
+) -> Plan:
+    """Plan one candidate; ``prices`` are the cluster's own unless a calibration gave others.
+
+    ``memory`` is what `plan_memory` returned for it, if it was asked before.
+
+    **Cost** about 20 ms for 32 layers, beside the tape.
+
+    **Raises** ConfigError where the candidate's ranks are not the cluster's.
+    """
+    memory = memory or plan_memory(model, cluster, candidate)
+    prices = prices or Prices(cluster, candidate)
+    windows = {
+        number: time_window(tape, candidate.with_context_shards, played, prices, scenario)
+        for (number, tape), played in zip(memory.tapes.items(), memory.played.values(), strict=True)
+    }
     others = candidate.pp - 1
-    slowest = max(windows, key=lambda w: w.window_s + others * w.micro_batch_s)
-    in_memory, in_time = tapes[windows.index(largest)], tapes[windows.index(slowest)]
+    last = max(windows, key=lambda n: windows[n].window_s + others * windows[n].micro_batch_s)
+    slowest, in_memory, in_time = windows[last], memory.tapes[memory.stage], memory.tapes[last]
+    largest = windows[memory.stage]
     sends_s, sent = _sends(model, cluster, candidate)
     fill_s = others * slowest.micro_batch_s
-    chip = cluster.node.accelerator
     return Plan(
         model=model.name,
         cluster=cluster,
@@ -138,9 +181,9 @@ def plan(
         seq=in_memory.seq,
         unit_names=tuple(u.name for u in in_memory.units),
         played=_with_traffic(largest.played, {**_degree_traffic(in_memory, candidate), **sent}),
-        memory=_memory(largest.played, candidate, chip.asynchronous),
-        capacity_bytes=chip.memory_bytes,
-        room=_room(cluster, candidate, dict(zip(stages, windows, strict=True))),
+        memory=memory.device,
+        capacity_bytes=cluster.node.accelerator.memory_bytes,
+        room=memory.room,
         simulated=slowest.simulated,
         step_s=slowest.window_s + fill_s + sends_s,
         matmul_dtype=in_time.matmul_dtype,
@@ -148,7 +191,7 @@ def plan(
         assumptions=tuple(_sentence(a) for a in prices.assumptions()),
         notes=(
             *model.notes,
-            *_pipeline_notes(stages, in_memory, in_time),
+            *_pipeline_notes(memory.tapes, in_memory, in_time),
             *(_SURENESS if chip.asynchronous else ()),
         ),
         fill_s=fill_s,
@@ -162,24 +205,6 @@ _SURENESS = (
     f"{UNSEEN_MEMORY.low} to {UNSEEN_MEMORY.high} times the planned memory and "
     f"{UNSEEN_TIME.low} to {UNSEEN_TIME.high} times the planned time",
 )
-
-
-def _memory(played: Played, candidate: Candidate, on_accelerator: bool) -> MemoryInterval:
-    """Return what the device holds; gradients that are gone at the peak are cached there."""
-    most = max(peak.ledger.grad_shards for peak in played.peaks)
-    cached = max(0, most - played.peak.ledger.grad_shards)
-    return memory_interval(played.peak.ledger, num_groups(candidate), on_accelerator, cached)
-
-
-def _room(cluster: Cluster, candidate: Candidate, windows: Mapping[int, Window]) -> NodeRoom:
-    """Say what nodes have room for; where the host is the device too, it has all of a rank."""
-    away = {}
-    for number, window in windows.items():
-        on_host, peak = window.played.host.total, window.played.peak.ledger.total
-        if on_host and not cluster.node.accelerator.asynchronous:
-            on_host += peak
-        away[number] = on_host, window.played.files.total
-    return node_room(cluster, candidate, away)
 
 
 def _sends(
@@ -217,24 +242,23 @@ def _with_traffic(played: Played, more: Mapping[str, tuple[int, int]]) -> Played
 
 def _model_parallel(simulated: Simulated, prices: Pricer) -> dict[str, float]:
     """Return the seconds of the degrees' collectives in what the slowest rank computed."""
-    program = simulated.program
-    alone = dict.fromkeys(_AXIS_OF.values(), 0.0)
+    ops = [op for op in simulated.program.ops if op.stream == "compute"]
+    alone: dict[str, float] = {}
+    for op in ops:
+        found: dict[str, tuple[Cost, ...]] = {}
+        for cost in op.work.costs if isinstance(op.work, Compute) else ():
+            if cost.kind in _AXIS_OF:
+                found[cost.kind] = (*found.get(cost.kind, ()), cost)
+        for kind, costs in found.items():  # each kind priced by itself
+            seconds = prices.seconds(replace(op, work=Compute(costs)))
+            alone[kind] = alone.get(kind, 0.0) + seconds
+    by_axis = dict.fromkeys(_AXIS_OF.values(), 0.0)
     for kind, axis in _AXIS_OF.items():
-        alone[axis] += _seconds_of(kind, program, prices)
-    if not any(alone.values()):
+        by_axis[axis] += alone.get(kind, 0.0)
+    if not any(by_axis.values()):
         return {}
-    computing = sum(prices.seconds(op) for op in program.ops if op.stream == "compute")
-    return {axis: simulated.compute_s * s / computing for axis, s in alone.items() if s}
-
-
-def _seconds_of(kind: str, program: Program, prices: Pricer) -> float:
-    """Return the seconds of a kind of cost in a program, each priced by itself."""
-    total = 0.0
-    for op in program.ops:
-        if op.stream == "compute" and isinstance(op.work, Compute):
-            costs = tuple(c for c in op.work.costs if c.kind == kind)
-            total += prices.seconds(replace(op, work=Compute(costs))) if costs else 0.0
-    return total
+    computing = sum(prices.seconds(op) for op in ops)
+    return {axis: simulated.compute_s * s / computing for axis, s in by_axis.items() if s}
 
 
 def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from shardwise.plan.margins import memory_interval
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import full_bytes
 from shardwise.plan.node_room import node_room
-from shardwise.plan.planning import Model, Plan, num_groups, plan
+from shardwise.plan.planning import Memory, Model, Plan, num_groups, plan, plan_memory
 from shardwise.plan.space import Limits, Space, Way
 from shardwise.plan.step.ledger import Ledger, Rest
 from shardwise.plan.step.play import resting_state
@@ -221,19 +221,28 @@ class Searching:
         tape = self._model.tape(candidate)
         moved = candidate.with_inputs_away if self._space.may_move_inputs else ()
         for each in (candidate, *moved):
-            prices = self._prices_of(each)
-            made = plan(self._model, self._cluster, each, prices=prices, tape=tape)
+            memory = plan_memory(self._model, self._cluster, each, tape)
             self.num_played += 1
-            reason = made.room.missing
-            if made.memory.high_bytes > self._capacity:
-                reason = _why_too_large(made, self._capacity)
+            reason = memory.room.missing
+            if memory.device.high_bytes > self._capacity:
+                reason = self._why_too_large(memory)
             if reason is None:
-                self._take(made)
+                prices = self._prices_of(each)
+                self._take(plan(self._model, self._cluster, each, prices=prices, memory=memory))
                 self._fitting.add(candidate)
                 return
             self.num_met += 1
             self.rejected.append(Rejected(each, reason, was_played=True))
         self._note_too_large(family, candidate.micro_batch)
+
+    def _why_too_large(self, memory: Memory) -> str:
+        """Say at which moment how much is missing, and what is largest there."""
+        peak = memory.played[memory.stage].peak
+        lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])[:2]
+        largest = " and ".join(f"{name} {format_bytes(num)}" for name, num in lines)
+        needed, capacity = format_bytes(memory.device.high_bytes), format_bytes(self._capacity)
+        unit = memory.tapes[memory.stage].units[peak.unit].name or "(root)"
+        return f"needs up to {needed} of {capacity}, in {peak.phase} of {unit}: {largest}"
 
     def _take(self, made: Plan) -> None:
         self.num_met += 1
@@ -289,14 +298,3 @@ def accumulation_of(
     if candidate.step_in_backward and count > 1:
         return f"step in backward: {no_window(count)}"
     return count
-
-
-def _why_too_large(made: Plan, capacity: int) -> str:
-    """Say at which moment how much is missing, and what is largest there."""
-    peak = made.played.peak
-    lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])[:2]
-    largest = " and ".join(f"{name} {format_bytes(num)}" for name, num in lines)
-    return (
-        f"needs up to {format_bytes(made.memory.high_bytes)} of {format_bytes(capacity)}, in "
-        f"{peak.phase} of {made.unit_name(peak.unit)}: {largest}"
-    )

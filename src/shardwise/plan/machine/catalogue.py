@@ -5,13 +5,12 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.catalogue_accelerators import ACCELERATORS
-from shardwise.plan.machine.catalogue_links import HOSTS, LINKS
 from shardwise.plan.machine.hardware import (
     MAX_RANKS,
     Accelerator,
@@ -19,31 +18,17 @@ from shardwise.plan.machine.hardware import (
     Host,
     Link,
     Node,
+    canonical_dtype,
     unknown,
 )
+from shardwise.plan.tables import make_row, read_table
 from shardwise.quantities import check_whole
 
 _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|google|sxm\d?|hbm\d?e?|\d+w|gpu")
-_DEFAULTS = ("V100-32GB", "A100-80GB", "A100-80GB-PCIe", "H100-80GB", "GH200-96GB")
-"""Which variant is meant where the size of the memory is not said."""
-
-_LINK_ALIASES: Mapping[str, str] = {
-    "ib": "infiniband-ndr",
-    "infiniband": "infiniband-ndr",
-    "edr": "infiniband-edr",
-    "hdr": "infiniband-hdr",
-    "ndr": "infiniband-ndr",
-    "xdr": "infiniband-xdr",
-    "roce": "roce-400",
-    "efa": "efa-v2",
-    "ethernet": "ethernet-25",
-    "1gbe": "ethernet-1",
-    "10gbe": "ethernet-10",
-    "25gbe": "ethernet-25",
-    "100gbe": "ethernet-100",
-    "c2c": "nvlink-c2c",
-    "gloo": "loopback",
-}
+_Row = TypeVar("_Row")
+_MIB, _GIB = 1 << 20, 1 << 30
+_US = 1e-6
+_HBM_SHARE = 0.9894  # see Note [Memory that the driver reports] in data/accelerators.toml
 
 
 @dataclass(frozen=True)
@@ -55,18 +40,81 @@ class _Usual:
     nics: int = 8
 
 
-_USUAL: Mapping[str, _Usual] = {
-    "V100": _Usual("infiniband-edr"),
-    "A100": _Usual("infiniband-hdr"),
-    "H100": _Usual("infiniband-ndr"),
-    "GH200": _Usual("infiniband-ndr", 1, 1),
-    "B200": _Usual("infiniband-ndr"),
-    "MI300X": _Usual("roce-400"),
-    "TPUv5p": _Usual("ici-v5p", 4, 4),
-    "cpu": _Usual("ethernet-10", 1024, 1),
-}
-_USUAL_ELSE = _Usual("ethernet-25", 8, 1)
-_NVL72 = _Usual("infiniband-ndr", 72, 72)
+@cache
+def accelerators() -> Mapping[str, Accelerator]:
+    """Return the catalogue's accelerators by name."""
+    found = {}
+    for name, row in read_table("accelerators").items():
+        nominal, share = row["memory_gib"], row.get("driver_share", _HBM_SHARE)
+        rates = {
+            kind: {canonical_dtype(dtype): rate * 1e12 for dtype, rate in row[kind].items()}
+            for kind in ("peak", "matmul")
+            if kind in row
+        }
+        found[name] = _made(
+            Accelerator,
+            name,
+            row,
+            without=("memory_gib", "reported_gib", "driver_share"),
+            memory_bytes=int(row.get("reported_gib", nominal * share) * _GIB),
+            nominal_memory_bytes=int(nominal * _GIB),
+            **rates,
+        )
+    return found
+
+
+@cache
+def links() -> Mapping[str, Link]:
+    """Return the catalogue's links by name."""
+    found: dict[str, Link] = {}
+    for name, row in read_table("links").items():
+        curve = tuple((mib * _MIB, rate * 1e9) for mib, rate in row.get("curve", ()))
+        if "curve_of" in row:
+            other, ends_at = found[row["curve_of"]], row.get("curve_ends_at")
+            factor = row["bandwidth_bytes_per_s"] / other.bandwidth_bytes_per_s
+            factor = ends_at / other.achieved_bytes_per_s if ends_at else factor
+            curve = other.scaled(factor).curve
+        latencies = {n: row[n] * _US for n in row if n.endswith("latency_us")}
+        found[name] = _made(
+            Link,
+            name,
+            row,
+            without=("curve_of", "curve_ends_at", *latencies),
+            efficiency=row.get("efficiency", 1.0),  # else it is in the curve
+            curve=curve,
+            curve_ranks=tuple(row.get("curve_ranks", (8, 1))),
+            **{n.removesuffix("us") + "s": seconds for n, seconds in latencies.items()},
+        )
+    return found
+
+
+@cache
+def hosts() -> Mapping[str, Host]:
+    """Return the catalogue's hosts by name."""
+    return {
+        name: _made(
+            Host,
+            name,
+            row,
+            without=("memory_gib",),
+            memory_bytes=row["memory_gib"] * _GIB,
+            device_link=links()[row["device_link"]],
+        )
+        for name, row in read_table("hosts").items()
+    }
+
+
+def standard_nodes() -> Mapping[str, Mapping[str, Any]]:
+    """Return ``settings`` of ``make_cluster`` and ``source`` of each standard node."""
+    nodes: Mapping[str, Mapping[str, Any]] = read_table("nodes")["nodes"]
+    return nodes
+
+
+def _made(
+    kind: type[_Row], name: str, row: Mapping[str, Any], without: Sequence[str], **values: Any
+) -> _Row:
+    kept = {key: value for key, value in row.items() if key not in without}
+    return make_row(kind, f"{kind.__name__} {name}", {"name": name, **kept, **values})
 
 
 def find_accelerator(name: str) -> Accelerator:
@@ -75,14 +123,15 @@ def find_accelerator(name: str) -> Accelerator:
     **Raises** ConfigError with the nearest names.
     """
     base, size, pcie = _parse(name)
-    same = [each for each in ACCELERATORS.values() if _parse(each.name)[0] == base]
+    defaults = read_table("nodes")["default_variants"]
+    same = [each for each in accelerators().values() if _parse(each.name)[0] == base]
     same = [each for each in same if size in (None, each.nominal_memory_bytes >> 30)]
     same = [each for each in same if _parse(each.name)[2] == pcie] or (same if pcie else [])
     if not same:
-        ways = {each.lower(): each for each in ACCELERATORS}
-        usual = {_parse(each)[0]: each for each in (*ACCELERATORS, *_DEFAULTS)}
+        ways = {each.lower(): each for each in accelerators()}
+        usual = {_parse(each)[0]: each for each in (*accelerators(), *defaults)}
         raise unknown("accelerator", name, ways | usual)
-    return next((each for each in same if each.name in _DEFAULTS), same[0])
+    return next((each for each in same if each.name in defaults), same[0])
 
 
 def find_link(name: str) -> Link:
@@ -90,7 +139,7 @@ def find_link(name: str) -> Link:
 
     **Raises** ConfigError with the nearest names.
     """
-    return LINKS[_find("link", name, LINKS, _LINK_ALIASES)]
+    return links()[_find("link", name, links(), read_table("nodes")["aliases"])]
 
 
 def _find(
@@ -105,60 +154,14 @@ def _find(
 
 def find_host(name: str) -> Host:
     """Return a host by name. **Raises** ConfigError with the nearest names."""
-    return HOSTS[_find("host", name, HOSTS)]
+    return hosts()[_find("host", name, hosts())]
 
 
 def find_node(name: str) -> Node:
     """Return a standard node, such as ``dgx-a100``. **Raises** ConfigError with the nearest."""
-    found = _find("node", name, STANDARD_NODES)
-    settings, source = STANDARD_NODES[found]
-    node = make_cluster(**settings).node
-    return replace(node, name=found, source=source)
-
-
-STANDARD_NODES: Mapping[str, tuple[dict[str, Any], str]] = {
-    "dgx-2": (
-        {"gpu": "V100-32GB", "num_gpus": 16, "gpus_per_node": 16, "num_nics": 8, "host": "dgx2"},
-        "NVIDIA DGX-2 datasheet: 16 V100, NVSwitch, 8 EDR ports",
-    ),
-    "dgx-a100": (
-        {"gpu": "A100-80GB", "num_gpus": 8, "network": "infiniband-hdr", "host": "dgx-a100"},
-        "NVIDIA DGX A100 datasheet: 8 A100, NVLink 3, 8 HDR ports for the compute network",
-    ),
-    "dgx-h100": (
-        {"gpu": "H100-80GB", "num_gpus": 8, "network": "infiniband-ndr", "host": "dgx-h100"},
-        "NVIDIA DGX H100 user guide: 8 H100, NVLink 4, 8 NDR ports",
-    ),
-    "hgx-h200": (
-        {"gpu": "H200", "num_gpus": 8, "network": "infiniband-ndr", "host": "dgx-h100"},
-        "NVIDIA H200 datasheet (HGX, 8 boards), with a DGX H100's host and 8 NDR ports",
-    ),
-    "p4d": (
-        {"gpu": "A100-40GB", "num_gpus": 8, "network": "efa-v1", "num_nics": 4, "host": "p4d"},
-        "AWS EC2 P4d page: 8 A100-40GB, 4 x 100 Gb/s EFA",
-    ),
-    "p5": (
-        {"gpu": "H100-80GB", "num_gpus": 8, "network": "efa-v2", "num_nics": 32},
-        "AWS EC2 P5 page: 8 H100, 32 x 100 Gb/s EFA; host: as a DGX H100's",
-    ),
-    "p6-b200": (
-        {"gpu": "B200", "num_gpus": 8, "network": "efa-v4", "num_nics": 8},
-        "stas network/README.md: P6-B200, 8 x 400 Gb/s EFA",
-    ),
-    "gb200-nvl72": (
-        {"gpu": "GB200", "num_gpus": 72, "gpus_per_node": 72, "num_nics": 72, "host": "nvl72"},
-        "NVIDIA GB200 NVL72: 72 GPUs in one NVLink domain, one NDR port each",
-    ),
-    "single-4090": (
-        {"gpu": "RTX4090", "num_gpus": 1, "network": "ethernet-10", "host": "desktop"},
-        "a desktop with one RTX 4090",
-    ),
-    "cpu": (
-        {"gpu": "cpu", "num_gpus": 2, "host": "cpu"},
-        "a small machine, one rank per core: measure with `shardwise bench --calibrate`",
-    ),
-}
-"""Standard nodes: the settings of ``make_cluster`` for one, and the source."""
+    found = _find("node", name, standard_nodes())
+    row = standard_nodes()[found]
+    return replace(make_cluster(**row["settings"]).node, name=found, source=row["source"])
 
 
 def make_cluster(
@@ -178,9 +181,9 @@ def make_cluster(
     fill the nodes.
     """
     accelerator = find_accelerator(gpu)
-    usual = _USUAL.get(accelerator.family, _USUAL_ELSE)
-    if accelerator.host == "nvl72":
-        usual = _NVL72
+    table = read_table("nodes")["usual"]
+    family = "nvl72" if accelerator.host == "nvl72" else accelerator.family
+    usual = make_row(_Usual, f"nodes.toml: usual {family}", table.get(family, table["else"]))
     check_whole(num_gpus, "num_gpus", MAX_RANKS)
     per_node = min(usual.per_node, num_gpus) if gpus_per_node is None else gpus_per_node
     check_whole(per_node, "gpus_per_node", 1024)
@@ -211,7 +214,7 @@ def make_cluster(
 def _host_of(accelerator: Accelerator, host: str | None) -> Host:
     """Return the host; the link to a device is the slower of what the host and it have."""
     found = find_host(host or accelerator.host)
-    ours = LINKS[accelerator.host_link]
+    ours = links()[accelerator.host_link]
     if ours.bandwidth_bytes_per_s < found.device_link.bandwidth_bytes_per_s:
         return replace(found, device_link=ours)
     return found

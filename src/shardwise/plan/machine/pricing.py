@@ -82,7 +82,7 @@ class Prices:
     cluster: Cluster
     candidate: Candidate
     overrides: Mapping[str, Efficiency] = field(default_factory=dict)
-    _known: dict[Collective, float] = field(
+    _known: dict[tuple[Compute | Collective | Transfer, bool, bool], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -128,13 +128,19 @@ class Prices:
     def seconds(self, op: Op) -> float:
         """Return the seconds of an operation on one rank, all other ranks at work as well."""
         work = op.work
-        if isinstance(work, Compute):
-            if op.stream == "cpu":
-                return self.host_seconds(work)
-            return self.device_seconds(work, is_backward=op.phase == "backward")
-        if isinstance(work, Collective):
-            return self.collective_seconds(work)
-        return self.transfer_seconds(work)
+        key = work, op.stream == "cpu", op.phase == "backward"
+        seconds = self._known.get(key)  # micro-batches and layers are alike
+        if seconds is None:
+            if isinstance(work, Compute) and op.stream == "cpu":
+                seconds = self.host_seconds(work)
+            elif isinstance(work, Compute):
+                seconds = self.device_seconds(work, is_backward=op.phase == "backward")
+            elif isinstance(work, Collective):
+                seconds = self.collective_seconds(work)
+            else:
+                seconds = self.transfer_seconds(work)
+            self._known[key] = seconds
+        return seconds
 
     def device_seconds(self, work: Compute, *, is_backward: bool = False) -> float:
         """Return the seconds of operations on the device; see Note [How computation is priced]."""
@@ -156,9 +162,12 @@ class Prices:
 
     def collective_seconds(self, work: Collective) -> float:
         """Return the seconds of a collective along an axis; each further message adds a step."""
-        if work not in self._known:
-            self._known[work] = self._group_seconds(work)
-        return self._known[work]
+        group, node = self.groups[work.axis], self.cluster.node
+        if group.num_ranks == 1:
+            return 0.0
+        slowest = node.inter if group.num_nodes > 1 else node.intra
+        more = max(0, work.num_messages - 1) * slowest.latency_s
+        return collective_seconds(work.kind, work.payload_bytes, group, node) + more
 
     def transfer_seconds(self, work: Transfer) -> float:
         """Return the seconds of a copy; the links to devices are their own, the disks shared."""
@@ -198,14 +207,6 @@ class Prices:
             meaning = "of the experts that tokens are sent to are other ranks': all get as many"
             figures.append(("balanced routing", 1 - 1 / ep, "", meaning, "counted in a run"))
         return tuple(Assumption(*figure) for figure in figures)
-
-    def _group_seconds(self, work: Collective) -> float:
-        group, node = self.groups[work.axis], self.cluster.node
-        if group.num_ranks == 1:
-            return 0.0
-        slowest = node.inter if group.num_nodes > 1 else node.intra
-        more = max(0, work.num_messages - 1) * slowest.latency_s
-        return collective_seconds(work.kind, work.payload_bytes, group, node) + more
 
     def _cost_seconds(self, cost: Cost, again: float) -> float:
         """Return the device's seconds of operations of one class; attention takes ``again``."""

@@ -66,15 +66,18 @@ class Offloading:
 
     def _loads(self, weights: Sequence[Footprint], has_state: bool) -> Iterator[int]:
         """Yield what each load takes of a buffer."""
-        for weight in (w for w in weights if w.is_away):
-            slices = [(n, self._brought(n, master, has_state)) for n, master in weight.updated]
-            rows = [(n, sum(parts) // max(n, 1), 0) for n, parts in slices]
-            for load in cut(rows, ROW if self._optimizer.by == "own" else MULTIPLE):
-                pieces = (
-                    self._brought(hi - lo, weight.updated[row][1], has_state)
-                    for row, lo, hi in load
-                )
-                yield sum(room_of(part) for parts in pieces for part in parts)
+        known: dict[tuple[tuple[int, DtypeName], ...], list[int]] = {}  # layers are alike
+        for updated in (tuple(w.updated) for w in weights if w.is_away):
+            if updated not in known:
+                slices = [(n, self._brought(n, master, has_state)) for n, master in updated]
+                rows = [(n, sum(parts) // max(n, 1), 0) for n, parts in slices]
+                loads = known[updated] = []
+                for load in cut(rows, ROW if self._optimizer.by == "own" else MULTIPLE):
+                    pieces = (
+                        self._brought(hi - lo, updated[row][1], has_state) for row, lo, hi in load
+                    )
+                    loads.append(sum(room_of(part) for parts in pieces for part in parts))
+            yield from known[updated]
 
     def _brought(self, numel: int, master: DtypeName, has_state: bool = True) -> tuple[int, ...]:
         """Return what a step of so many elements reads: gradient, master, parts of the state."""

@@ -44,37 +44,45 @@ class Window:
     micro_batch_s: float
 
 
-def play_window(
-    tape: Tape, candidate: Candidate, prices: Pricer, scenario: Scenario | None
-) -> Window:
-    """Play and simulate a step of one stage.
+def play_shown(tape: Tape, candidate: Candidate) -> Played:
+    """Play as many micro-batches of a step as Note [Long windows] shows."""
+    return play(tape, replace(candidate, accumulation=_num_shown(candidate)))
 
-    **Cost** two plays; with jitter, up to a few thousand operations more on each rank.
+
+def _num_shown(candidate: Candidate) -> int:
+    if candidate.in_rounds:
+        return candidate.accumulation
+    disks = "nvme" in candidate.offload.tiers
+    return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
+
+
+def time_window(
+    tape: Tape, candidate: Candidate, played: Played, prices: Pricer, scenario: Scenario | None
+) -> Window:
+    """Simulate a step of one stage, of which ``play_shown`` gave ``played``.
+
+    **Cost** one more play; with jitter, up to a few thousand operations more on each rank.
 
     **Source** see Notes [Long windows] and [Noise and long windows].
     """
 
-    def run(accumulation: int, within: Scenario | None = scenario) -> tuple[Played, Simulated]:
-        played = play(tape, replace(candidate, accumulation=accumulation))
-        return played, simulate(played.program, prices.seconds, within, overlap=prices.overlap)
+    def time(played: Played, within: Scenario | None = scenario) -> Simulated:
+        return simulate(played.program, prices.seconds, within, overlap=prices.overlap)
 
-    disks = "nvme" in candidate.offload.tiers
-    shown = min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
-    shown = candidate.accumulation if candidate.in_rounds else shown
-    played, simulated = run(shown)
+    shown, simulated = _num_shown(candidate), time(played)
     more = candidate.accumulation - shown
     if not more and candidate.pp == 1:
         return Window(played, simulated, simulated.step_s, simulated.step_s / shown)
     quiet = scenario and replace(scenario, jitter_sigma=0.0)
     # A window of one has no shorter one: there the difference is to that of two.
-    other, its_step = run(shown - 1 if shown > 1 else 2, quiet)
+    other = play(tape, replace(candidate, accumulation=shown - 1 if shown > 1 else 2))
     noisy = scenario is not None and scenario.jitter_sigma > 0
-    quiet_s = run(shown, quiet)[1].step_s if noisy else simulated.step_s
-    micro_batch_s = abs(quiet_s - its_step.step_s)
+    quiet_s = time(played, quiet).step_s if noisy else simulated.step_s
+    micro_batch_s = abs(quiet_s - time(other, quiet).step_s)
     if scenario is not None and noisy and quiet_s > 0:
         ops = min(_AVERAGED_OPS, _AVERAGED_RANK_OPS // scenario.num_ranks)
         steps = max(scenario.num_steps, -(-ops // len(played.program.ops)))
-        micro_batch_s *= run(shown, replace(scenario, num_steps=steps))[1].step_s / quiet_s
+        micro_batch_s *= time(played, replace(scenario, num_steps=steps)).step_s / quiet_s
     window_s = simulated.step_s + more * micro_batch_s
     if more:
         program, less = played.program, other.program
