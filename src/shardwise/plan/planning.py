@@ -192,7 +192,7 @@ def plan(
         notes=(
             *model.notes,
             *_pipeline_notes(memory.tapes, in_memory, in_time),
-            *(_SURENESS if chip.asynchronous else ()),
+            *(_SURENESS if cluster.node.accelerator.asynchronous else ()),
         ),
         fill_s=fill_s,
         sends_s=sends_s,
