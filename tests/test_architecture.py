@@ -237,11 +237,11 @@ def test_public_names_are_sorted_and_there() -> None:
 
 
 def test_every_cited_note_exists() -> None:
-    texts = {name_of(p): p.read_text() for p in FILES}
+    texts = {name_of(p): p.read_text() for p in (*FILES, *ROOT.rglob("*.toml"))}
     titles = {
         match
         for text in texts.values()
-        for match in re.findall(r"^ *Note \[([^\]]+)\]$", text, re.MULTILINE)
+        for match in re.findall(r"^[ #]*Note \[([^\]]+)\]$", text, re.MULTILINE)
     }
     for name, text in texts.items():
         for cited in re.findall(r"[Ss]ee Note\s+\[([^\]]+)\]", text):
