@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.monitor.doctor.rules import diagnose
 from shardwise.monitor.findings import Change, Finding, Gain, finding_from_json
-from shardwise.monitor.lessons import LESSONS, page
+from shardwise.monitor.lessons import LESSONS, page, read_lessons
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts
@@ -426,6 +426,12 @@ def test_a_finding_is_the_same_after_json() -> None:
 
 def test_the_page_of_findings_is_the_table_of_lessons() -> None:
     assert (ROOT / "docs" / "findings.md").read_text() == page()
+    lesson = "[SW999]\ntitle='t'\nseverity='warning'\nmeans='m'\nsignal='s'\nremedies=['r']\n"
+    (whole,) = read_lessons(f"{lesson}picture='p'").values()
+    assert (whole.code, whole.remedies, whole.picture) == ("SW999", ("r",), "p")
+    for rest in ("", "picture=''", "picture='p'\nmore='x'"):
+        with pytest.raises(ValueError, match="lesson SW999: expected a text for each of"):
+            read_lessons(lesson + rest)
 
 
 def test_live_a_finding_is_logged_once_and_kept(
