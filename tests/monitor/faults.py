@@ -81,6 +81,54 @@ class FewRows(nn.Module):
         return sum(block(wide) for block in self.blocks)  # type: ignore[return-value]
 
 
+class Reader(Stack):
+    """A model that is called with token ids, and takes 20 ms for each row of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        time.sleep(0.02 * len(ids))
+        return super().forward(self.embedding(ids))
+
+
+class NormedBlock(nn.Module):
+    """A block whose gains are 1.0 and whose matrix is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(48), nn.Linear(48, 48)
+        with torch.no_grad():
+            self.layer.weight.mul_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(self.norm(x))
+
+
+class Normed(nn.Module):
+    """Blocks with norms, in 32 bits."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormedBlock() for _ in range(2))
+        self.to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(1, 6).to(self.blocks[0].layer.weight.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return x.float()
+
+
+class NormedIn16Bits(Normed):
+    """The same in 16 bits: gains lose the updates of a usual learning rate, the matrix few."""
+
+    dtype = torch.bfloat16
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One run: how the model is sharded and trained, what is injected; what must be found.
@@ -216,6 +264,7 @@ def pair_of_pairs(world_size: int) -> dict[str, Any]:
 
 HALF = {"scaler": 2000, "autocast": True, "steps": 14}
 OFFLOAD = {"stage": 3, "offload": "cpu"}
+KEPT = {"stage": 3, "precision": shardwise.Precision(torch.bfloat16)}
 FAULTS = {
     "copies only": Scenario("SW001", 2, options={"mesh_of": copies_only}),
     "parameters outside": Scenario("SW001", 2, train={"extra": 4096}),
@@ -266,6 +315,24 @@ FAULTS = {
         rank=1,
     ),
     "bad gradients": Scenario("SW041", 2, train={"bad_batch": (0, 7), "logs": False, "steps": 13}),
+    "uneven batches": Scenario(
+        "SW024", 3, Reader, train={"rows": lambda rank, step: 20 if rank == 1 else 5}, rank=1
+    ),
+    "batches that are uneven in turn": Scenario(
+        "SW024", 3, Reader, train={"rows": lambda rank, step: 20 if step % 3 == rank else 5}
+    ),
+    "uneven batches of two, fully_shard": Scenario(
+        "SW024",
+        2,
+        Reader,
+        {"fully_shard": True},
+        train={"rows": lambda rank, step: 15 - 10 * rank},
+        rank=0,
+    ),
+    "updates that round away": Scenario("SW042", 3, NormedIn16Bits, KEPT),
+    "updates that round away, fully_shard": Scenario(
+        "SW042", 1, NormedIn16Bits, {"fully_shard": True}
+    ),
     "torch.save while others wait": Scenario("SW050", 2, train={"torch_saves": True}, rank=0),
     "slow disk": Scenario("SW050", 2, inject=slow_disk, train={"save_every": 4, "wait": True}),
 }
@@ -293,6 +360,11 @@ HEALTHY = {
     "fully_shard of one": Scenario(None, 1, options={"fully_shard": True}),
     "checkpointed fully_shard": Scenario(None, 2, Checkpointed, {"fully_shard": True}),
     "saves behind": Scenario(None, 2, train={"save_every": 4, "wait": False}),
+    "batches that are long and short on all ranks": Scenario(
+        None, 3, Reader, train={"rows": lambda rank, step: 2 + 6 * (step % 2)}
+    ),
+    "fp32 masters of norms": Scenario(None, 3, Normed, {"stage": 3, "precision": "bf16"}),
+    "updates of 16 bits that arrive": Scenario(None, 2, NormedIn16Bits, KEPT, train={"lr": 0.1}),
     "copies of shards": Scenario(None, 4, options={"mesh_of": pair_of_pairs}),
     "no loader, no logs": Scenario(None, 3, train={"logs": False, "loads": False}),
     "many lines": Scenario(None, 2, Checkpointed, train={"steps": 40, "every": 4}),
@@ -309,7 +381,7 @@ def train(rank: int, world_size: int, output: str, group: str, name: str) -> lis
     params = list(model.parameters())
     if "extra" in settings:
         params.append(nn.Parameter(torch.ones(settings["extra"])))
-    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    optimizer = torch.optim.AdamW(params, lr=settings.get("lr", 1e-3))
     with ExitStack() as stack:
         run = stack.enter_context(observe(model, optimizer, output, every=settings["every"]))
         keeper = None
@@ -341,6 +413,9 @@ def _batches(rank: int, settings: dict[str, Any]) -> Iterator[Tensor]:
         time.sleep(settings.get("data_s", {}).get(rank, 0.0))
         if settings.get("stalls") and step % settings["stalls"] == 0:
             time.sleep(0.3)
+        if "rows" in settings:
+            yield torch.arange(8).repeat(settings["rows"](rank, step), 1)
+            continue
         x = torch.randn(4, 8, generator=random)
         yield x * float("nan") if bad == (rank, step) else x
 

@@ -15,7 +15,7 @@ from records import write_record
 from shardwise.comm.pulse import own_process
 from shardwise.monitor.doctor.rules import diagnose
 from shardwise.monitor.findings import Change, Finding, Gain, finding_from_json
-from shardwise.monitor.lessons import LESSONS, page
+from shardwise.monitor.lessons import LESSONS, page, read_lessons
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
@@ -45,6 +45,8 @@ HEALTHY = {  # of all ranks alike: an accelerator, steps of a second
     "memory/num_ooms": 0.0,
     "optimizer/skipped_steps": 0.0,
     "host/waits_for_core(s)": 0.001,
+    "tokens/behind_longest(%)": 0.0,
+    "tokens/per_step": 8000.0,
     "numbers/non_finite_values": 0.0,
     "numbers/non_finite_gradients": 0.0,
 }
@@ -108,6 +110,11 @@ def codes(run: RunRecord) -> list[str]:
 
 # A process that was on this machine: its number has been given to another one since.
 GONE = replace(own_process(), host="here", born="before")
+UNEVEN = {
+    "comm/waited(ms)": spread(20, 300, 310, 5, 2),
+    "time_metrics/compute(s)": spread(0.6, 0.65, 0.95, 1, 5),
+    "tokens/behind_longest(%)": spread(0, 50, 50, 5, 2),
+}
 COPIES = {"offload/to_device(ms)": 300.0, "offload/to_host(ms)": 90.0}
 OVER_HOSTS = {"degrees": {"replicate": 2, "shard": 4}}
 FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
@@ -194,6 +201,31 @@ FAULTS: dict[str, tuple[str, Callable[[], RunRecord]]] = {
             }
         ),
     ),
+    "uneven batches": ("SW024", lambda: run_of(UNEVEN)),
+    "batches that are uneven in turn": (
+        "SW024",
+        lambda: in_turn(
+            run_of(
+                UNEVEN | {"comm/exposed(ms)": 300.0, "comm/waited(ms)": spread(0, 300, 300, 5, 2)}
+            )
+        ),
+    ),
+    "a straggler whose batches are a little longer": (
+        "SW020",
+        lambda: run_of(UNEVEN | {"tokens/behind_longest(%)": spread(0, 20, 20, 5, 2)}),
+    ),
+    "a straggler, and another rank's batches are longer": (
+        "SW020",
+        lambda: run_of(UNEVEN | {"tokens/behind_longest(%)": spread(0, 50, 50, 4, 2)}),
+    ),
+    "updates that round away": (
+        "SW042",
+        lambda: run_of({"numbers/lost_updates(%)": 40.0, "numbers/lost_updates_of_worst(%)": 45.0}),
+    ),
+    "gains that stay 1.0": (
+        "SW042",
+        lambda: run_of({"numbers/lost_updates(%)": 2.0, "numbers/lost_updates_of_worst(%)": 99.0}),
+    ),
     "a straggler for no known reason": (
         "SW020",
         lambda: run_of({"comm/waited(ms)": spread(20, 300, 310, 5, 2)}),
@@ -260,6 +292,19 @@ def over_time(run: RunRecord, line_s: float, saves: Iterable[int] = ()) -> RunRe
     return replace(run, steps=tuple(steps))
 
 
+def in_turn(run: RunRecord) -> RunRecord:
+    """Let another rank be the least in each line."""
+
+    def turned(value: OverRanks, n: int) -> OverRanks:
+        return replace(value, min_rank=n % 8, max_rank=(n + 1) % 8)
+
+    steps = (
+        replace(line, metrics={name: turned(v, n) for name, v in line.metrics.items()})
+        for n, line in enumerate(run.steps)
+    )
+    return replace(run, steps=tuple(steps))
+
+
 def retries_of(run: RunRecord) -> RunRecord:
     steps = []
     for line in run.steps:
@@ -283,6 +328,8 @@ def test_a_healthy_record_has_no_finding_and_every_rule_judges_it() -> None:
     assert not found.findings
     # Who waits for whom is not told on accelerators.
     assert {each.code for each in found.abstentions} <= {"SW013"}
+    unseen = diagnose(run_of(units=(unit("layers.0", dtype="bfloat16"), unit("layers.1"))))
+    assert "SW042" in {each.code for each in unseen.abstentions}
     assert {*found.judged, "SW013"} == set(LESSONS)
 
 
@@ -462,6 +509,12 @@ def test_a_finding_is_the_same_after_json() -> None:
 
 def test_the_page_of_findings_is_the_table_of_lessons() -> None:
     assert (ROOT / "docs" / "findings.md").read_text() == page()
+    lesson = "[SW999]\ntitle='t'\nseverity='warning'\nmeans='m'\nsignal='s'\nremedies=['r']\n"
+    (whole,) = read_lessons(f"{lesson}picture='p'").values()
+    assert (whole.code, whole.remedies, whole.picture) == ("SW999", ("r",), "p")
+    for rest in ("", "picture=''", "picture='p'\nmore='x'"):
+        with pytest.raises(ValueError, match="lesson SW999: expected a text for each of"):
+            read_lessons(lesson + rest)
 
 
 def test_live_a_finding_is_logged_once_and_kept(

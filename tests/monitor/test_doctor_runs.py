@@ -23,9 +23,14 @@ SAMPLE = [
     *("copies only", "one unit", "tiny buckets", "slow link", "slow rank", "slow loader on a rank"),
     "slow loop on a rank, the loss is averaged",
     *("slow step on the host", "slow copies", "slow disk", "torch.save while others wait"),
+    *("batches that are uneven in turn", "uneven batches of two, fully_shard"),
+    *("updates that round away", "updates that round away, fully_shard"),
     *("overflows", "bad batch on a rank in a long line", "bad gradients"),
 ]
-HEALTHY_SAMPLE = ["stage 0 of 2", "stage 3 of 1", "stage 3 of 3", "accumulation", "fully_shard"]
+HEALTHY_SAMPLE = [
+    *("stage 0 of 2", "stage 3 of 1", "stage 3 of 3", "accumulation", "fully_shard"),
+    "updates of 16 bits that arrive",
+]
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -39,6 +44,9 @@ def test_a_fault_is_found_with_its_rank(name: str, tmp_path: Path) -> None:
     if not found and "cores of their own" in without.get(scenario.code, ""):
         return  # on a machine at work on something else it says so; records hold what it finds
     assert found == [(scenario.code, scenario.rank)]
+    if name.startswith("updates"):
+        assert told.findings[0].unit == "blocks.0.norm.weight"
+        assert "blocks.0.norm.weight 100 %, blocks.1.norm.weight 100 %" in told.findings[0].verdict
     if name.startswith("bad batch"):  # step 24 is saved too, after its bad step
         assert told.findings[0].evidence["first bad step"] == 24
         (change,) = told.findings[0].changes

@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from faults import Normed, NormedIn16Bits
 from models import Checkpointed, Stack
 from ranks import run_ranks
-from shardwise import accumulate, fully_shard, observe, shard, stats
+from shardwise import Precision, accumulate, fully_shard, observe, shard, stats
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.monitor.metrics import (
     DATA_S,
     EXPOSED_SHARE,
+    LOST_SHARE,
     MAX_ACTIVE_GIB,
     MAX_ACTIVE_SHARE,
     NUM_COLLECTIVES,
@@ -155,6 +157,54 @@ def test_a_step_is_told_as_skipped_where_gradients_went_without_it(
     run_ranks(count_passes, world_size, str(tmp_path))
     told = [line.metrics[SKIPPED_STEPS] for line in read_run(tmp_path).steps]
     assert [(each.min, each.max) for each in told] == [(0, 0), (0, 0), (0, 0), (1, 1), (0, 0)]
+
+
+def lose_updates(rank: int, world_size: int, output: str, way: str) -> list[float]:
+    """Step parameters in 16 bits; return the share of this rank's updates that each step lost."""
+    torch.manual_seed(0)
+    model = (Normed if way == "masters" else NormedIn16Bits)()
+    if way == "fully_shard":
+        fully_shard(model)
+    else:
+        precision = "bf16" if way == "masters" else Precision(torch.bfloat16)
+        offload = {"cpu": "cpu", "files": f"nvme:{output}"}.get(way)
+        model = shard(model, stage=2, precision=precision, offload=offload)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=3e-4)
+    shares = []
+    with observe(model, optimizer, output, every=1) as run:
+        for _ in range(5):
+            model(torch.randn(4, 8)).square().mean().backward()
+            if way == "files":  # slices are not in memory between steps
+                optimizer.step()
+                continue
+            before = [p.to_local().clone() for p in params]
+            wanted = [p.grad.to_local() != 0 for p in params]
+            optimizer.step()
+            lost = [(p.to_local() == b) & w for p, b, w in zip(params, before, wanted, strict=True)]
+            count = sum(int(each.sum()) for each in wanted)
+            shares.append(100 * sum(int(each.sum()) for each in lost) / count)
+            optimizer.zero_grad()
+    assert run.latest is not None and (LOST_SHARE in run.latest.metrics) == (way != "masters")
+    return shares
+
+
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [(1, "fully_shard"), (1, "files"), (1, "masters"), (2, "cpu"), (3, "fully_shard"), (3, "2")],
+)
+def test_updates_that_round_away_are_counted_where_there_are_no_masters(
+    world_size: int, way: str, tmp_path: Path
+) -> None:
+    told = run_ranks(lose_updates, world_size, str(tmp_path), way)
+    lines = read_run(tmp_path).steps
+    if way in ("masters", "files"):
+        return
+    assert LOST_SHARE not in lines[0].metrics
+    for number, line in enumerate(lines[1:]):  # a step is compared as the next one begins
+        shares = [each[number] for each in told]
+        found = line.metrics[LOST_SHARE]
+        assert (found.min, found.max) == (min(shares), max(shares)) and found.min > 0
 
 
 def write_too_much(rank: int, world_size: int, output: str) -> list[str]:

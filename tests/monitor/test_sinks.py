@@ -46,7 +46,7 @@ def test_every_figure_has_a_name_and_extremes_where_ranks_differ() -> None:
     values = {"loss": None, "lr": 1.0}
     assert flat_figures(StepLine(1, 1, 0.0, {}, values)) == {"lr": 1.0}
     steps = summarize_steps([(n, {"loss": loss, "lr": 1.0}) for n, loss in ((1, 2.0), (2, 6.0))])
-    told = flat_figures(StepLine(2, 2, 0.0, {}, {"loss": 6.0, "lr": 1.0}, {}, steps))
+    told = flat_figures(StepLine(2, 2, 0.0, {}, {"loss": 6.0, "lr": 1.0}, values_over_steps=steps))
     assert told == {"loss": 6.0, "loss/min": 2.0, "loss/mean": 4.0, "loss/max": 6.0, "lr": 1.0}
 
 

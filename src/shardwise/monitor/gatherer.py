@@ -43,6 +43,7 @@ from shardwise.monitor.metrics import (
     pace,
     step_metrics,
     summarize_steps,
+    tokens_over_ranks,
 )
 from shardwise.monitor.oom import is_out_of_memory
 from shardwise.monitor.record import RunFacts, StepLine
@@ -57,6 +58,7 @@ _LONG_S = 1.0  # seconds after which a step is handed over, whether its line is 
 _LOOK_S = 0.1  # without a step, after which the training thread is looked at
 _MAX_NAMED = 8  # parameters, of those with bad gradients
 _MAX_WAITED_FOR = 4  # ranks that each rank tells it has waited for
+_MAX_TOKENS = 256  # steps of a line whose numbers of tokens are told to the other ranks
 _MAX_TOLD = 1000  # characters of an error
 
 
@@ -78,7 +80,7 @@ class ObservedStep:
     recorded: Recorded
     values: dict[str, float]  # what the loop logs until the step is handed over
     figures: Mapping[str, float]
-    memory: Sequence[Mapping[str, Any]] = ()
+    own_lines: Sequence[Mapping[str, Any]] = ()
     bad_gradients: Sequence[str] = ()
     keeps_timeline: bool = False
 
@@ -124,6 +126,7 @@ class Gatherer:
         self._waited_for: defaultdict[int, float] = defaultdict(float)  # by global rank
         self._of_each: list[tuple[int, Mapping[str, float], Mapping[str, float]]] = []
         self._values: dict[str, float] = {}
+        self._tokens: list[int] = []  # of each step of the line
         self._bad_since: dict[str, int] = {}  # as in `StepLine`, of this rank
         self._finite_step = 0  # the last one in which gradients were looked at and finite
         self._saves: defaultdict[str, float] = defaultdict(float)  # seconds in each call
@@ -259,6 +262,7 @@ class Gatherer:
             flops = told[TOKENS_PER_S] * self._facts.flops_per_token
             told[MFU_SHARE] = 100 * flops / self._facts.peak_flops
         self._of_each.append((step.step, told, step.values))
+        self._tokens.append(recorded.num_tokens)
         bad = sum(not math.isfinite(value) for value in step.values.values())
         told = {**told, **step.figures, BAD_VALUES: bad}
         is_rare = step.keeps_timeline or recorded.first is not None or recorded.has_other_lines
@@ -274,8 +278,8 @@ class Gatherer:
         for name, value in looked_at.items():
             if not self._bad_since.get(name):
                 self._bad_since[name] = 0 if math.isfinite(value) else step.step
-        for moments in step.memory:
-            self._write_own(kind="memory", step=step.step, **moments)
+        for line in step.own_lines:
+            self._write_own(**{"kind": line["kind"], "step": step.step, **line})
         if step.bad_gradients:
             names = list(step.bad_gradients[:_MAX_NAMED])
             self._write_own(
@@ -320,9 +324,14 @@ class Gatherer:
         mine = {**self._line.mean(), **self._standing.read(num_steps)}
         longest = nlargest(_MAX_WAITED_FOR, self._waited_for.items(), key=itemgetter(1))
         waited_ms = {r: 1e3 * s / num_steps for r, s in longest}
+        is_alike = len(set(self._tokens)) == 1
+        tokens, self._tokens = self._tokens[: 1 if is_alike else _MAX_TOKENS], []
         told = {"metrics": mine, "waited_for": waited_ms, "bad_since": self._bad_since}
+        told["tokens"] = tokens
         self._waited_for.clear()
         rows = [json.loads(row) for row in exchange_any(self._control, json.dumps(told).encode())]
+        for row, found in zip(rows, tokens_over_ranks([r["tokens"] for r in rows]), strict=False):
+            row["metrics"] |= found
         metrics = over_ranks([row["metrics"] for row in rows])
         self._line.begin_line(metrics[STEP_S].max)
         waited_for = {

@@ -73,6 +73,12 @@ class _NonFinite:
 
 
 @dataclass(frozen=True)
+class _LostUpdates:
+    step: Count
+    shares: Mapping[Name, Annotated[float, Field(ge=0, le=1)]]
+
+
+@dataclass(frozen=True)
 class _Begin:
     step: Count
     process: Process | None = None
@@ -129,6 +135,7 @@ _KINDS: Mapping[str, Any] = {
     "timeline": _Timeline,
     "memory": Annotated[_Memory, AfterValidator(_has_peak)],
     "non_finite": _NonFinite,
+    "lost_updates": _LostUpdates,
     "out_of_memory": _OutOfMemory,
     "begin": _Begin,
     "save": _Save,

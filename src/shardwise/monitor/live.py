@@ -36,7 +36,7 @@ class LiveDoctor:
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Take a line of this rank alone: its memory, bad gradients, saves."""
-        if line["kind"] in ("memory", "non_finite", "other_save"):
+        if line["kind"] in ("memory", "non_finite", "lost_updates", "other_save"):
             self._own.append(line)
 
     def look(self, line: StepLine) -> None:

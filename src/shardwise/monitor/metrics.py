@@ -29,6 +29,7 @@ STALL_S, SAVE_S, LOAD_S = "checkpoint/stall(s)", "checkpoint/save(s)", "checkpoi
 TRANSFERS = ("to_device", "to_host", "disk_read", "disk_write")
 BACKGROUND_STEP_MS, STEP_WAIT_S = "offload/optimizer(ms)", "offload/waits_for_step(s)"
 OFFLOAD_MS, OFFLOAD_EXPOSED_MS = "offload/beside(ms)", "offload/exposed(ms)"
+TOKENS, TOKENS_BEHIND_SHARE = "tokens/per_step", "tokens/behind_longest(%)"
 TOKENS_PER_S, MFU_SHARE = "throughput(tps)", "mfu(%)"
 SENT_MIB, NUM_COLLECTIVES = "comm/sent(MiB)", "comm/num_collectives"
 MAX_ACTIVE_GIB, MAX_RESERVED_GIB = "memory/max_active(GiB)", "memory/max_reserved(GiB)"
@@ -40,6 +41,7 @@ WAITED_MS = "comm/waited(ms)"
 SKIPPED_STEPS = "optimizer/skipped_steps"
 IN_HALF = "numbers/autocast_to_float16"
 BAD_VALUES, BAD_GRADIENTS = "numbers/non_finite_values", "numbers/non_finite_gradients"
+LOST_SHARE, LOST_OF_WORST_SHARE = "numbers/lost_updates(%)", "numbers/lost_updates_of_worst(%)"
 
 _SECONDS_OF = {  # of the line that computes
     DATA_S: ("data",),
@@ -188,6 +190,22 @@ def summarize_steps(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[st
         num_bad = len(told) - len(finite)
         found[name] = OverSteps(low, mean, high, low_step, high_step, num_bad)
     return found
+
+
+def tokens_over_ranks(tokens: Sequence[list[int]]) -> list[dict[str, float]]:
+    """Return by rank the tokens of a step, and how many more the longest batch of each step has.
+
+    ``tokens`` are by rank and step; one number stands for all steps. Empty where a rank has none.
+    """
+    num_steps = max(map(len, tokens))
+    rows = [row * num_steps if len(row) == 1 else row for row in tokens]
+    if not all(map(sum, rows)):
+        return []
+    longest = sum(map(max, zip(*rows, strict=True)))
+    return [
+        {TOKENS: statistics.fmean(row), TOKENS_BEHIND_SHARE: 100 * (longest / sum(row) - 1)}
+        for row in rows
+    ]
 
 
 def mean_of(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from shardwise.monitor.gradients import bad_gradients
 from shardwise.monitor.ledger import owned_bytes, state_bytes
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
+from shardwise.monitor.lost_updates import LostUpdates
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
 from shardwise.monitor.oom import explain_out_of_memory, is_out_of_memory
 from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
@@ -162,6 +163,7 @@ class Observation:
         self._checks = False  # gradients, in this step
         self._is_check_due, self._check_again_s = False, -math.inf
         self._bad_gradients: list[str] = []
+        self._lost_updates = LostUpdates(optimizers)
         self._open = ExitStack()
         self._is_cpu = facts.device == "cpu"
         self._base_bytes = 0  # of the process before the first step: its libraries, its data
@@ -215,6 +217,7 @@ class Observation:
         """Hear no more, and keep neither the model nor the optimizers alive."""
         self._open.close()
         self._parts.engines, self._optimizers, self._told = [], (), None
+        self._lost_updates.clear()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -281,6 +284,7 @@ class Observation:
             took_s = time.monotonic() - began_s
             self._check_again_s = began_s + min(took_s / _CHECKED_SHARE, _CHECKED_S)
             self._checks = True
+        self._lost_updates.look(optimizer)
         self._recorder.enter(MAIN, "step", "")
 
     @property
@@ -299,8 +303,9 @@ class Observation:
         times = number == 1 or (number + 1) % min(_TIMED_EVERY, self._detail_every) == 0
         recorded = self._recorder.cut(times_device=times)
         moments, self._moments, self._state = self._moments, [], None
-        memory = [_memory_line(moments, self._is_cpu)] if moments else []
-        figures, bad = self._figures(), tuple(self._bad_gradients)
+        lost, own_lines = self._lost_updates.take()
+        own_lines = [*own_lines, *([_memory_line(moments, self._is_cpu)] if moments else [])]
+        figures, bad = {**self._figures(), **lost}, tuple(self._bad_gradients)
         self._checks, self._bad_gradients = False, []
         is_due = number < 2 * _CHECKED_EVERY or time.monotonic() >= self._check_again_s
         self._is_check_due = is_due and number % _CHECKED_EVERY == 1
@@ -309,7 +314,7 @@ class Observation:
         self._hand_over()
         values, self._values = self._values, {}
         self._over = ObservedStep(
-            self._step, recorded, values, figures, memory, bad, keeps_timeline
+            self._step, recorded, values, figures, own_lines, bad, keeps_timeline
         )
 
     def _hand_over(self) -> None:
@@ -391,6 +396,7 @@ def _memory_line(moments: Sequence[Mapping[str, Any]], is_process: bool) -> dict
     ]
     peak = largest["owned"]
     return {
+        "kind": "memory",
         "moments": rows,
         "peak": moments.index(largest),
         "units": {place: peak.by_unit(place) for place in ("device", "host", "files")},

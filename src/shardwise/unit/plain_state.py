@@ -86,11 +86,7 @@ def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
     """Name sharded parameters in 16 bits that an optimizer is about to step, on rank 0."""
-    if getattr(optimizer, "bf16_stochastic_round", False):  # of torchao: they go up by chance
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    owners = [owner_of(p) for p in params if p.dtype in (torch.bfloat16, torch.float16)]
-    names = [owner.name for owner in owners if owner is not None]
+    names = [name for _, name in stepped_in_16_bits(optimizer)]
     if names and dist.is_initialized() and dist.get_rank() == 0:
         _LOG.warning(
             "shardwise: %s steps parameters in 16 bits without fp32 masters: %s. An update below "
@@ -99,6 +95,15 @@ def _warn_of_lost_updates(optimizer: torch.optim.Optimizer) -> None:
             "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
             *(type(optimizer).__name__, list_names(names)),
         )
+
+
+def stepped_in_16_bits(optimizer: torch.optim.Optimizer) -> list[tuple[DTensor, str]]:
+    """Return the sharded parameters in 16 bits that an optimizer rounds to, with their names."""
+    if getattr(optimizer, "bf16_stochastic_round", False):  # of torchao: they go up by chance
+        return []
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    owned = [(p, owner_of(p)) for p in params if p.dtype in (torch.bfloat16, torch.float16)]
+    return [(param, owner.name) for param, owner in owned if owner is not None]
 
 
 def cut_state_dict(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:

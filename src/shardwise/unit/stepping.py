@@ -145,6 +145,11 @@ def elements_of(tensor: DTensor) -> torch.Tensor:
     return found
 
 
+def is_under_way(tensor: DTensor) -> bool:
+    """Tell whether a step that changes this rank's elements, or reads them, goes on."""
+    return _STEP in vars(tensor)
+
+
 def set_elements(tensor: DTensor, local: torch.Tensor) -> None:
     """Let other memory be this rank's elements, without waiting."""
     _ELEMENTS.__set__(tensor, local)

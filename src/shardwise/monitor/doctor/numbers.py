@@ -1,19 +1,30 @@
 """Numbers that a training cannot go on with."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shardwise.monitor.doctor.evidence import NotEnough, finding, steady
+from shardwise.monitor.doctor.evidence import NotEnough, finding, steady, typical
 from shardwise.monitor.findings import Change, Finding
-from shardwise.monitor.metrics import BAD_GRADIENTS, BAD_VALUES, IN_HALF, SKIPPED_STEPS
+from shardwise.monitor.metrics import (
+    BAD_GRADIENTS,
+    BAD_VALUES,
+    IN_HALF,
+    LOST_OF_WORST_SHARE,
+    LOST_SHARE,
+    SKIPPED_STEPS,
+)
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine
 
 _SKIPPED = 0.05
 _LEAST_SCALE = 1.0
+_LOST, _LOST_OF_WORST = 10.0, 50.0  # per cent
+_MIN_LOOKS, _MAX_LOOKS = 3, 20  # lines with a look at updates
+_NAMED = 3
 
 
 def half_precision(run: RunRecord) -> list[Finding]:
@@ -95,6 +106,47 @@ def not_finite(run: RunRecord) -> list[Finding]:
             [Change("resume", None, _last_finite(run))],
             unit=params[0] if params else None,
             rank=ranks[0] if len(ranks) == 1 else None,
+        )
+    ]
+
+
+def lost_updates(run: RunRecord) -> list[Finding]:
+    """Find parameters in 16 bits whose updates are rounded away, as they have no fp32 masters."""
+    lines = [line for line in run.steps if LOST_SHARE in line.metrics][-_MAX_LOOKS:]
+    if not lines and not any("16" in re.sub(r"\(.*?\)", "", u.dtype) for u in run.facts.units):
+        return []
+    if len(lines) < _MIN_LOOKS:
+        have = f"{len(lines)}, and {_MIN_LOOKS} are needed"
+        raise NotEnough(f"looks at what steps do to parameters in 16 bits: {have}")
+    share, worst = typical(lines, LOST_SHARE, "max"), lines[-1].metrics[LOST_OF_WORST_SHARE].max
+    if share <= _LOST and worst <= _LOST_OF_WORST:
+        return []
+    newest = {rank: line["shares"] for rank, line in run.lines("lost_updates")}
+    shares: dict[str, float] = defaultdict(float)
+    for name, value in (each for told in newest.values() for each in told.items()):
+        shares[name] = max(shares[name], value)
+    names = sorted(shares, key=lambda name: (-shares[name], name))[:_NAMED]
+    of_each = ", ".join(f"{name} {100 * shares[name]:.0f} %" for name in names)
+    settings = "MixedPrecisionPolicy(param_dtype=bf16)" if run.facts.reduces_units_alone else "bf16"
+    return [
+        finding(
+            run,
+            "SW042",
+            f"{share:.0f} % of the updates of parameters in 16 bits are rounded away"
+            f"{f': {of_each}' if names else ''}",
+            {
+                "lost updates, %": share,
+                "threshold, %": _LOST,
+                "lost updates of the worst parameter, %": worst,
+                "threshold of the worst parameter, %": _LOST_OF_WORST,
+            },
+            "An update below half a unit in the last place leaves an element as it was. No fp32 "
+            "master adds such updates up.",
+            [
+                Change("model", "16 bits", "float32: its shards are the fp32 masters"),
+                Change("precision", None, settings),
+            ],
+            unit=names[0] if names else None,
         )
     ]
 

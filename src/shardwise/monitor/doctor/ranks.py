@@ -23,6 +23,8 @@ from shardwise.monitor.metrics import (
     OUTSIDE_S,
     STALL_S,
     STEP_S,
+    TOKENS,
+    TOKENS_BEHIND_SHARE,
     WAITED_MS,
 )
 from shardwise.monitor.record import RunRecord, StepLine
@@ -121,6 +123,61 @@ def _late_lines(
 
 def _often(share: float) -> str:
     return "each step" if share == 1 else f"{share:.0%} of the steps"
+
+
+def uneven_batches(run: RunRecord) -> list[Finding]:
+    """Find waits for ranks whose batches have more tokens, the same rank's or another's each time.
+
+    A rank waits for the tokens that the longest batch has more, as long as it computes for as many
+    of its own.
+    """
+    facts = run.facts
+    if facts.num_ranks == 1 or set(facts.degrees) > {"replicate", "shard"}:
+        return []
+    lines = [line for line in steady(run) if TOKENS_BEHIND_SHARE in line.metrics]
+    if not lines:
+        raise NotEnough("tokens of each step (a model that is called with token ids)")
+    others: Which = "max" if facts.num_ranks == 2 else "median"
+    usual: Which = "min" if facts.num_ranks == 2 else "median"
+    whole_s, waited_s = step_s(lines), typical(lines, WAITED_MS, others) / 1e3
+    behind = typical(lines, TOKENS_BEHIND_SHARE, others) / 100
+    expected_s = behind * typical(lines, COMPUTE_S, usual)
+    rank = same_rank(lines, TOKENS_BEHIND_SHARE, "min")
+    is_other = rank is not None and same_rank(lines, WAITED_MS, "min") != rank
+    is_long = waited_s >= max(_SKEW * whole_s, noise_s(facts))
+    if behind < _SKEW or is_other or not is_long or expected_s < _EXPLAINS * waited_s:
+        return []
+    if is_cpu(facts) and waited_s < _TIMES_CORE_WAIT * core_wait_s(run, lines):
+        raise NotEnough("cores of their own for the ranks: they wait for cores as much")
+    if rank is None:
+        which = f"the longest batch of a step, on another rank each time, has {behind:.0%} more"
+    else:
+        most = typical(lines, TOKENS, "max")
+        which = f"the batches of rank {rank} have {most:.0f} tokens a step, {behind:.0%} more"
+    return [
+        finding(
+            run,
+            "SW024",
+            f"{which} tokens than others, which wait for it {waited_s:.3g} s of each step "
+            f"({waited_s / whole_s:.0%})",
+            {
+                "tokens that the longest batch has more, share": behind,
+                "threshold": _SKEW,
+                "most tokens of a rank, per step": typical(lines, TOKENS, "max"),
+                "fewest tokens of a rank, per step": typical(lines, TOKENS, "min"),
+                "waited, s/step": waited_s,
+                "computed meanwhile for more tokens, s/step": expected_s,
+            },
+            "A step lasts as long as its longest batch, and the other ranks wait in collectives.",
+            [Change("batches", None, "as many tokens on each rank: packed, or balanced by length")],
+            Gain(
+                min(expected_s, waited_s) * (1 - 1 / facts.num_ranks),
+                "s/step",
+                "down to the mean of the ranks",
+            ),
+            rank=rank,
+        )
+    ]
 
 
 def data_loader(run: RunRecord) -> list[Finding]:

@@ -29,6 +29,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (communication.slow_axis, ("SW014",)),
     (ranks.straggler, ("SW020",)),
     (ranks.data_loader, ("SW021",)),
+    (ranks.uneven_batches, ("SW024",)),
     (ends.no_step, ("SW022",)),
     (ends.died, ("SW023",)),
     (memory.what_does_not_fit, ("SW030", "SW005")),
@@ -36,6 +37,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (memory.cost_of_offload, ("SW032", "SW033")),
     (numbers.half_precision, ("SW040",)),
     (numbers.not_finite, ("SW041",)),
+    (numbers.lost_updates, ("SW042",)),
     (checkpoints.slow_saves, ("SW050",)),
     (checkpoints.other_saves, ("SW050",)),
     (checkpoints.no_saves, ("SW051",)),
@@ -46,6 +48,7 @@ _EXPLAINS = {
     "SW014": ("SW012",),
     "SW021": ("SW020",),
     "SW023": ("SW022",),
+    "SW024": ("SW012", "SW020"),
 }
 
 

@@ -1,0 +1,124 @@
+"""Updates that round away in parameters of 16 bits, which are stepped without fp32 masters."""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
+from shardwise.unit.plain_state import stepped_in_16_bits
+from shardwise.unit.stepping import elements_of, is_under_way
+
+# One look in each of the first steps; then only for so small a share of the time, but where that
+# is seldom as often as this. A look ends in the step after, which takes its time too.
+_FIRST_LOOKS, _SHARE, _SELDOM_S = 8, 0.0005, 10.0
+_PARAMETERS, _ELEMENTS = 32, 4096  # of one look: the parameters in turn, and of each some elements
+_LEAST_WANTED = 32  # updates of a parameter that is judged by itself
+_MAX_NAMED = 8
+
+
+@dataclass
+class _Sample:
+    name: str
+    param: DTensor
+    before: torch.Tensor
+    wanted: torch.Tensor  # elements with a gradient
+
+
+class LostUpdates:
+    """Counts elements that have a gradient and the same value before and after a step.
+
+    The sample of a step is compared as the next step begins, so a step in the background is over.
+
+    **Cost** nothing without such parameters. A look waits for each device once.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        made = {each: stepped_in_16_bits(each) for each in optimizers}
+        self._params = {each: params for each, params in made.items() if params}
+        self._samples: dict[torch.optim.Optimizer, list[_Sample]] = {}
+        self._counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])  # lost, wanted
+        self._figures: dict[str, float] = {}
+        self._num_looks = self._next = 0
+        self._again_s = -math.inf
+
+    def clear(self) -> None:
+        """Keep no optimizer and no parameter alive."""
+        self._params, self._samples = {}, {}
+
+    @torch.no_grad()
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the last sample, and take one if a look is due; before the optimizer's step."""
+        if optimizer not in self._params:
+            return
+        began_s = time.monotonic()
+        held = self._samples.pop(optimizer, [])
+        self._compare(held)
+        is_due = self._num_looks < _FIRST_LOOKS or began_s >= self._again_s
+        found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler: no step is taken
+        if is_due and (found_inf is None or not found_inf):
+            self._samples[optimizer] = self._sample(optimizer)
+        if held or optimizer in self._samples:
+            wait_s = min((time.monotonic() - began_s) / _SHARE, _SELDOM_S)
+            self._again_s = max(self._again_s, began_s + wait_s)
+
+    def take(self) -> tuple[Mapping[str, float], Sequence[Mapping[str, Any]]]:
+        """Return the figures of a comparison since the last call, and a line of the worst."""
+        figures, self._figures = self._figures, {}
+        if not figures or self._num_looks & (self._num_looks - 1):  # after 1, 2, 4, 8, ... looks
+            return figures, ()
+        shares = {name: lost / wanted for name, (lost, wanted) in self._judged.items()}
+        worst = sorted(shares, key=lambda name: -shares[name])[:_MAX_NAMED]
+        return figures, [{"kind": "lost_updates", "shares": {name: shares[name] for name in worst}}]
+
+    @property
+    def _judged(self) -> Mapping[str, Sequence[int]]:
+        return {name: each for name, each in self._counts.items() if each[1] >= _LEAST_WANTED}
+
+    def _sample(self, optimizer: torch.optim.Optimizer) -> list[_Sample]:
+        rates = {id(p): g.get("lr", 1.0) for g in optimizer.param_groups for p in g["params"]}
+        params, found = self._params[optimizer], []
+        for number in range(self._next, self._next + min(len(params), _PARAMETERS)):
+            param, name = params[number % len(params)]
+            grad = param.grad
+            if grad is None or is_under_way(param) or not rates.get(id(param)):
+                continue
+            before = _some_of(elements_of(param))
+            wanted = _some_of(elements_of(grad) if isinstance(grad, DTensor) else grad)
+            if before.numel() and before.shape == wanted.shape:
+                found.append(_Sample(name, param, before.clone(), wanted != 0))
+        self._next += _PARAMETERS
+        return found
+
+    def _compare(self, samples: Sequence[_Sample]) -> None:
+        counts: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+        names: dict[torch.device, list[str]] = defaultdict(list)
+        for each in samples:
+            now = _some_of(elements_of(each.param))
+            if now.shape == each.before.shape and now.device == each.before.device:
+                is_lost = (now == each.before) & each.wanted
+                counts[now.device].append(torch.stack([is_lost.sum(), each.wanted.sum()]))
+                names[now.device].append(each.name)
+        all_lost = all_wanted = 0
+        for device, on_device in counts.items():
+            for name, row in zip(names[device], torch.stack(on_device).tolist(), strict=True):
+                lost, wanted = row
+                all_lost, all_wanted = all_lost + lost, all_wanted + wanted
+                self._counts[name] = [self._counts[name][0] + lost, self._counts[name][1] + wanted]
+        if all_wanted:
+            self._num_looks += 1
+            worst = max((lost / wanted for lost, wanted in self._judged.values()), default=0.0)
+            self._figures = {
+                LOST_SHARE: 100 * all_lost / all_wanted,
+                LOST_OF_WORST_SHARE: 100 * worst,
+            }
+
+
+def _some_of(local: torch.Tensor) -> torch.Tensor:
+    flat = local.reshape(-1)
+    return flat[:: max(math.ceil(flat.numel() / _ELEMENTS), 1)]
