@@ -16,9 +16,10 @@ import shardwise
 
 ROOT = Path(shardwise.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
 LONGER_FILES: dict[str, str] = {}  # path: the reason
+MAX_LINES = 71_365  # of the whole package; only ever lowered
 COLLECTIVES = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
 all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
@@ -180,6 +181,11 @@ def test_no_file_is_too_long_to_be_read_in_one_go() -> None:
     lengths = {name_of(p): len(p.read_text().splitlines()) for p in FILES}
     too_long = {n: lines for n, lines in lengths.items() if lines > MAX_FILE_LINES}
     assert set(too_long) == set(LONGER_FILES), too_long
+
+
+def test_the_package_does_not_grow() -> None:
+    """What is added is paid for by something that leaves."""
+    assert sum(len(path.read_text().splitlines()) for path in FILES) <= MAX_LINES
 
 
 def test_no_function_is_too_long_to_be_read_at_a_glance() -> None:

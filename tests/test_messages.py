@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise
 from ranks import HANG_S
@@ -159,6 +160,21 @@ def test_a_slip_is_answered_with_what_was_expected(slip: Callable[[], Any], said
     with pytest.raises(ConfigError) as refused:
         slip()
     assert said in str(refused.value)
+
+
+def test_a_parameter_of_a_class_that_does_not_say_how_it_is_gathered_is_named() -> None:
+    for shard in (shardwise.shard, shardwise.fully_shard):
+        model = Net()
+        plain = model.head.weight.detach()
+        model.head.weight = nn.Parameter(TwoTensor(plain, plain), requires_grad=False)
+        with pytest.raises(ConfigError, match=r"'head.weight' is a TwoTensor, a class that wraps"):
+            shard(model)
+
+
+def test_no_precision_keeps_each_parameters_dtype() -> None:
+    model = Net().bfloat16()
+    shardwise.shard(model, precision=None)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_root_without_reset_parameters_is_called_the_root() -> None:

@@ -134,6 +134,23 @@ def test_the_program_runs_and_writes_json(published, tmp_path, capsys) -> None:
     assert score["coverage"]["inside"] > 0.8
 
 
+def test_the_interval_that_plans_tell_is_that_of_rows_that_nothing_was_fitted_to(published) -> None:
+    from _published_rows import TABLES, UNSEEN
+
+    from shardwise.plan.margins import UNSEEN_MEMORY
+
+    seen = {row.cell("source") for row in published.read_rows(*TABLES)}
+    assert not seen & {row.cell("source") for row in published.read_rows(UNSEEN)}
+    fits = published.as_planned(*published.known(with_time=False))
+    found = published.unseen(fits, with_time=False)
+    quantiles = found["published_over_predicted"]["memory"]
+    told = UNSEEN_MEMORY.low, UNSEEN_MEMORY.expected, UNSEEN_MEMORY.high
+    assert tuple(round(quantiles[key], 2) for key in ("p5", "median", "p95")) == told
+    # These fell short of what is claimed of the rows that constants are fitted to.
+    assert found["memory"]["all"]["rows"] == 72
+    assert found["verdicts"]["rows that ran out of memory"] == 101
+
+
 def test_a_table_without_columns_has_no_rows_to_predict(published, tmp_path) -> None:
     empty = tmp_path / "empty.csv"
     empty.write_text("id,system\nR9,torchtitan\n,\n")

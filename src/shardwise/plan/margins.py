@@ -43,6 +43,11 @@ CONTEXT_BYTES = Range(0.5 * _GIB, 0.75 * _GIB, 2.0 * _GIB)
 COMMUNICATOR_BYTES = Range(16 * _MIB, 128 * _MIB, 256 * _MIB)
 FRAGMENTATION = Range(0.02, 0.07, 0.12)
 
+# Published over planned, 5th percentile, median and 95th, of runs that nothing was fitted to.
+# Source: benchmarks/published.py, its last table (72 runs with memory, 155 with time).
+UNSEEN_MEMORY = Range(0.73, 1.04, 1.57)
+UNSEEN_TIME = Range(0.65, 1.12, 1.82)
+
 
 @dataclass(frozen=True)
 class MemoryInterval:

@@ -31,7 +31,7 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
-from shardwise.plan.margins import MemoryInterval, memory_interval
+from shardwise.plan.margins import UNSEEN_MEMORY, UNSEEN_TIME, MemoryInterval, memory_interval
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import CONTEXT_KINDS, Tape, Work
 from shardwise.plan.node_room import NodeRoom, node_room
@@ -146,11 +146,22 @@ def plan(
         matmul_dtype=in_time.matmul_dtype,
         flops_per_step=_flops_per_step(model, candidate, in_memory),
         assumptions=tuple(_sentence(a) for a in prices.assumptions()),
-        notes=(*model.notes, *_pipeline_notes(stages, in_memory, in_time)),
+        notes=(
+            *model.notes,
+            *_pipeline_notes(stages, in_memory, in_time),
+            *(_SURENESS if chip.asynchronous else ()),
+        ),
         fill_s=fill_s,
         sends_s=sends_s,
         model_parallel_s=_model_parallel(slowest.simulated, prices),
     )
+
+
+_SURENESS = (
+    "of published runs that nothing here was fitted to, 90 % needed "
+    f"{UNSEEN_MEMORY.low} to {UNSEEN_MEMORY.high} times the planned memory and "
+    f"{UNSEEN_TIME.low} to {UNSEEN_TIME.high} times the planned time",
+)
 
 
 def _memory(played: Played, candidate: Candidate, on_accelerator: bool) -> MemoryInterval:
