@@ -27,13 +27,14 @@ GRACE_S = 60.0  # after the longest that any case should take: a rank that still
 AXES: dict[str, dict[str, int]] = {
     "data": {},
     "fully_shard": {},
+    "ddp": {},
     "replicas": {"dp_replicate": 2},
     "tensor": {"tp": 2},
     "pipeline": {"pp": 2},
     "expert": {"ep": 2},
     "context": {"cp": 2},
 }
-NUM_RANKS = {"data": 3, "fully_shard": 3}  # 4 for others
+NUM_RANKS = {"data": 3, "fully_shard": 3, "ddp": 3}  # 4 for others
 PLACES = ("forward", "backward", "loss", "step", "save", "loader")
 
 
@@ -124,11 +125,11 @@ def train(case: Case, folder: Path) -> None:
         _average(case, loss, due("loss"), torch, dist)
         if due("step"):
             inject(case, folder)
-        if not (case.fault == "skip" and due("step")):
+        if case.axis != "ddp" and not (case.fault == "skip" and due("step")):
             shardwise.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 3 == 0:
+        if step % 3 == 0 and case.axis != "ddp":
             if due("save"):
                 inject(case, folder)
             if not (case.fault == "skip" and due("save")):
@@ -174,6 +175,9 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
             shardwise.fully_shard(block)
         shardwise.fully_shard(model)
         shardwise.watch(case.timeout_s)
+    elif case.axis == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+        shardwise.watch(case.timeout_s)
     else:
         of_experts = "*.experts" if experts else ()
         shardwise.shard(model, mesh=axes, experts=of_experts, hang_timeout=case.timeout_s)
@@ -204,7 +208,7 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def _hook(model: Any, case: Case, folder: Path, due: Callable[..., bool]) -> None:
     """Let the fault happen before a block's forward, or where backward comes to its output."""
-    blocks = list(model.blocks.children())
+    blocks = list(getattr(model, "module", model).blocks.children())
     block = blocks[case.unit % len(blocks)]
 
     def before(module: Any, args: Any) -> None:

@@ -38,6 +38,10 @@ SAMPLE = [
     Case("data", "kill", place="backward", unit=2, timeout_s=10.0),
     Case("pipeline", "stop", rank=3, unit=1, timeout_s=10.0),
     Case("fully_shard", "skip", place="loss", timeout_s=10.0),
+    Case("ddp", "loader", place="loader", timeout_s=10.0),
+    Case("ddp", "kill", place="backward", timeout_s=10.0),
+    Case("pipeline", "kill", place="forward", unit=1, timeout_s=10.0),
+    Case("tensor", "kill", place="backward", unit=1, timeout_s=10.0),
 ]
 
 
@@ -123,6 +127,8 @@ def test_a_pulse_is_read_as_it_was_said() -> None:
 class Told:
     """A board of which it is known what stands on it."""
 
+    num_ranks = 4
+
     def __init__(self, **by_rank: tuple[dict[str, Any] | None, Pulse | None]) -> None:
         self._told = {int(name[1:]): told for name, told in by_rank.items()}
 
@@ -183,6 +189,9 @@ def test_who_follows_another_ones_failure_is_not_blamed() -> None:
     follows = pulse(left="CollectiveError: rank 1 ...", follows=True)
     text = verdict(Told(_1=(None, cause), _2=(None, follows)))
     assert "rank 1" in text and "ValueError: enough" in text and "rank 2" not in text
+    elsewhere = verdict(Told(_1=(None, follows), _2=(waits(2), pulse()), _3=(None, cause)))
+    assert "rank 3" in elsewhere and "ValueError: enough" in elsewhere
+    assert "rank 1 (" not in elsewhere  # the victim through which it came
 
 
 @pytest.mark.parametrize(
@@ -258,7 +267,7 @@ def a_device_hangs(rank: int, world_size: int) -> list[str]:
     with (
         mock.patch("shardwise.comm.watch.blocks", lambda group: False),
         mock.patch("shardwise.comm.watch.break_off_all", aborted.set),
-        mock.patch("shardwise.comm.finding_out.timeout_s_of", lambda group: 300.0),
+        mock.patch("shardwise.comm.missing.timeout_s_of", lambda group: 300.0),
     ):
         if rank == 0:
             WATCH.fly(meeting, WATCH.begin(meeting), [Flying()])

@@ -23,18 +23,15 @@ class Board:
         # A connection of its own: one is locked as long as another thread waits in it.
         own: Any = store
         self._store = dist.PrefixStore("shardwise/watch", own.clone())
-
-    def open(self) -> None:
-        """Make this rank's record, so that those who look need not ask for what is not there."""
-        self.clear()
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
     def publish(self, record: Mapping[str, Any]) -> None:
         """Replace this rank's record."""
-        self._store.set(str(dist.get_rank()), json.dumps(record))
+        self._store.set(str(self.rank), json.dumps(record))
 
     def clear(self) -> None:
         """Take this rank's record away."""
-        self._store.set(str(dist.get_rank()), "")
+        self._store.set(str(self.rank), "")
 
     def tell(self, group: str, ranks: Sequence[int], verdict: str) -> None:
         """Publish what was found, about a group and ranks."""
@@ -46,7 +43,7 @@ class Board:
 
         Else what one of them has failed with.
         """
-        others = [rank for rank in ranks if rank != dist.get_rank()]
+        others = [rank for rank in ranks if rank != self.rank]
         members = (self.told_of(f"of {rank}") for rank in ranks)
         failed = ((self.read(rank) or {}).get("failed") for rank in others if meeting.axis)
         return (
@@ -90,7 +87,7 @@ class Board:
 
     def beat(self, pulse: Pulse) -> None:
         """Replace what this rank says of itself."""
-        self._store.set(f"pulse/{dist.get_rank()}", pulse.to_json())
+        self._store.set(f"pulse/{self.rank}", pulse.to_json())
 
     def ask(self, rank: int) -> None:
         """Ask a rank to say where it is, with its next pulses."""
@@ -98,7 +95,7 @@ class Board:
 
     def was_asked(self) -> bool:
         """Tell whether somebody has asked this rank since it was last looked."""
-        key = f"ask/{dist.get_rank()}"
+        key = f"ask/{self.rank}"
         if not self._store.check([key]) or not self._store.get(key):
             return False
         self._store.set(key, "")
@@ -117,7 +114,7 @@ class Board:
             if at in path:
                 return path[path.index(at) :]
             path.append(at)
-            for other in _missing(records[at], at):
+            for other in (rank for rank in records[at]["ranks"] if rank != at):
                 if other not in records and (found := self.read(other)) is not None:
                     records[other] = found
                 waits = records.get(other)
@@ -136,7 +133,3 @@ class Board:
 def blame(failed: str) -> str:
     """Return why a wait for a rank that has failed, or for one that waits for it, is over."""
     return failed if failed.startswith(FAILED) else FAILED + failed
-
-
-def _missing(record: Mapping[str, Any], rank: int) -> Sequence[int]:
-    return [other for other in record["ranks"] if other != rank]

@@ -124,9 +124,10 @@ class GroupControl:
         rows[self.rank] = mine
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         tag = crc32(f"{len(row)} {about}".encode()) & _TAGS
+        meeting = replace(self._meeting, index=len(row), about=about)
         began_s = time.monotonic()
         try:
-            with WATCH.waiting(replace(self._meeting, index=len(row), about=about)):
+            with WATCH.waiting(meeting):
                 receives = [self._group.recv([rows[rank]], rank, tag) for rank in others]
                 sends = [self._group.send([mine], rank, tag) for rank in others]
                 for work in (*receives, *sends):
@@ -136,7 +137,7 @@ class GroupControl:
             if isinstance(error, CollectiveError):
                 raise
             missing = [rank for rank in others if not rows[rank, 0]]
-            raise self._lost(missing, time.monotonic() - began_s, error) from error
+            raise self._lost(meeting, missing, time.monotonic() - began_s, error) from error
         return [each.tobytes() for each in rows[:, 1:].numpy()]
 
     def break_off(self) -> None:
@@ -144,7 +145,9 @@ class GroupControl:
         WATCH.leave_group(self._meeting, f"rank {dist.get_rank()} has left the group")
         break_off(self._meeting.group)
 
-    def _lost(self, missing: list[int], waited_s: float, error: Exception) -> CollectiveError:
+    def _lost(
+        self, meeting: Meeting, missing: list[int], waited_s: float, error: Exception
+    ) -> CollectiveError:
         who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
@@ -154,7 +157,7 @@ class GroupControl:
             else f": {reason_of(error)}. {AS_A_RULE}"
         )
         reason = f"{who} did not come{why}"
-        cause = WATCH.fail(self._meeting, reason)
+        cause = WATCH.fail(meeting, reason)
         told = cause if cause.startswith(reason) else f"{who} did not come: {cause}"
         return CollectiveError(f"rank {dist.get_rank()}: the ranks could not agree: {told}")
 

@@ -4,8 +4,15 @@ Note [Waits in torch's own calls]
 A loop makes collectives of its own (a loss that is averaged, a barrier), and so do DTensors and
 pipelines. Nothing tells when they wait. But whoever waits stands still: its main thread is in the
 same call of torch.distributed when it is looked at again, and has begun no collective meanwhile.
+
+Note [DistributedDataParallel]
+Its reducer is C++ and begins and awaits all-reduces inside `backward()`, so the innermost Python
+frame is the call of the autograd engine, in a wait as in a computation. A thread that waits there
+uses no time of a core, and a module of that class is alive with gradients to reduce over gloo.
+The garbage collector finds the module: torch keeps no list of them. NCCL's waits block no thread.
 """
 
+import gc
 import sys
 import threading
 import time
@@ -19,6 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.comm.breaking import blocks
 
 _MAX_LINES_SHOWN = 3
 _PACKAGE = str(Path(__file__).parents[1])
@@ -33,6 +43,10 @@ _CALLS = (
     *(str(Path(_DISTRIBUTED, name)) for name in ("distributed_c10d", "_functional_collectives")),
     _PIPELINE,
 )
+_BACKWARD = str(Path(_TORCH, "autograd", "graph.py")), "_engine_run_backward"
+# Where DistributedDataParallel exchanges shapes, buffers and buckets, outside of backward.
+_REPLICAS = (str(Path(_TORCH, "nn/parallel/distributed.py")), str(Path(_DISTRIBUTED, "utils.py")))
+_BROKEN = ("gloo", "pair closure")  # in what gloo says of a connection that is closed
 _OF_ALL = ("all_", "reduce_scatter", "barrier", "monitored_barrier")
 
 
@@ -101,25 +115,52 @@ def num_begun() -> int:
 def standing() -> tuple[Any, ...]:
     """Return where the main thread is, and how many collectives it has begun; cheap.
 
-    Where two looks find the same, it has stood still in between.
+    Where two looks find the same, it has stood still in between; in backward, it has not computed.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    place = () if frame is None else (id(frame), frame.f_lasti, frame.f_code.co_name)
-    return *place, num_begun()
+    if frame is None:
+        return (num_begun(),)
+    computed_s_ = round(computed_s(), 2) if _is_backward(frame) else 0.0
+    return id(frame), frame.f_lasti, frame.f_code.co_name, computed_s_, num_begun()
 
 
 def torch_wait() -> TorchWait | None:
     """Return the call of torch.distributed that the main thread is in, if it is in one."""
-    return _wait_in(list(_frames(threading.main_thread().ident or 0)))
+    frames = list(_frames(threading.main_thread().ident or 0))
+    return _wait_in(frames) or _wait_of_replicas(frames)
 
 
-def wait_of_error(trace: TracebackType | None) -> TorchWait | None:
+def wait_of_error(error: BaseException) -> TorchWait | None:
     """Return the call of torch.distributed that an error was raised in, if it was in one."""
-    frames = []
+    frames: list[FrameType] = []
+    trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        frames.append(trace.tb_frame)
+        frames.insert(0, trace.tb_frame)
         trace = trace.tb_next
-    return _wait_in(frames[::-1])
+    is_broken = any(word in str(error) for word in _BROKEN)
+    return _wait_in(frames) or (_wait_of_replicas(frames) if is_broken else None)
+
+
+def _is_backward(frame: FrameType) -> bool:
+    return (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD
+
+
+def _wait_of_replicas(frames: list[FrameType]) -> TorchWait | None:
+    """Return the wait of a DistributedDataParallel; see Note [DistributedDataParallel]."""
+    name = DistributedDataParallel.__name__
+    if frames and frames[0].f_code.co_filename in _REPLICAS:
+        call, group = f"{name}'s exchange of shapes or buffers", _group(frames[:2])
+    elif frames and _is_backward(frames[0]):
+        found = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+        groups = [each.process_group for each in found if each.require_backward_grad_sync]
+        groups = [group for group in groups if blocks(group)]
+        if not groups:
+            return None
+        call, group = f"{name}'s reduction of gradients", groups[0]
+    else:
+        return None
+    has_group = group is not None
+    return TorchWait(call, f"{call} over {_named(group)}" if has_group else call, group, has_group)
 
 
 def _wait_in(frames: list[FrameType]) -> TorchWait | None:
@@ -147,7 +188,10 @@ def _collective(frame: FrameType, inside: list[FrameType]) -> TorchWait:
     tensors = [v for v in values.values() if isinstance(v, torch.Tensor)]
     group = _group(inside)
     kind = frame.f_code.co_name
-    shape = f" of {_described(tensors[0])}" if tensors else ""
+    shape = ""
+    if tensors:
+        dtype = str(tensors[0].dtype).removeprefix("torch.")
+        shape = f" of {tuple(tensors[0].shape)} {dtype}"
     over = f" over {_named(group)}" if group is not None else ""
     needs_all = group is not None and kind.startswith(_OF_ALL)
     return TorchWait(kind, f"torch's {kind}{shape}{over}", group, needs_all)
@@ -163,6 +207,7 @@ def _group(inside: list[FrameType]) -> Any:
             *(getattr(schedule, "_stages", None) or ())[:1],
         )
         given = [values.get(name) for name in ("group", "pg", "process_group")]
+        given.append(getattr(schedule, "process_group", None))
         for value in (*given, *(getattr(stage, "group", None) for stage in stages)):
             if isinstance(value, str):
                 with suppress(Exception):
@@ -174,12 +219,6 @@ def _group(inside: list[FrameType]) -> Any:
             default: Any = dist.group.WORLD
             return default
     return None
-
-
-def _described(tensor: torch.Tensor) -> str:
-    """Return e.g. ``(4, 8) float32``."""
-    shape = ", ".join(map(str, tensor.shape)) + ("," if tensor.dim() == 1 else "")
-    return f"({shape}) {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _named(group: Any) -> str:

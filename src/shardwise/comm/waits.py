@@ -111,11 +111,6 @@ class StandingWaits:
         self._found: Wait | None = None
         self._serial = 0
 
-    @property
-    def is_over(self) -> bool:
-        """Tell whether the last one was broken off, and told."""
-        return self._found is not None and self._found.over
-
     def look(self) -> Wait | None:
         """Return the wait that the main thread has stood in since the last look, or longer."""
         place = stacks.standing()

@@ -35,7 +35,8 @@ gloo's waits cannot be cancelled. But a receive that runs out of time closes the
 group, and every wait on them raises. The group is of no use afterwards, and says so when it is
 asked again. NCCL's waits block no thread of ours: its collectives are looked at as they fly, and
 the group is aborted, so that its kernels end and the next call raises. A wait in torch's own calls
-(stacks.py) raises an error of torch; what the watch has found stands in the log before it.
+(stacks.py) raises an error of torch: if it ends the program, what the watch has found is added to
+it as a note, and stands in the log if the watch has ended the wait, or no hook has seen the error.
 
 Note [One watch per process]
 A process waits in one call at a time, whichever model it is for, so what it waits for is a fact of
@@ -45,21 +46,23 @@ the process, as its process groups are. One thread looks once a second, and cost
 import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise.comm import missing
+from shardwise.comm import stacks
 from shardwise.comm.board import FAILED
 from shardwise.comm.breaking import blocks, break_off, break_off_all
-from shardwise.comm.finding_out import Finder
-from shardwise.comm.last_word import say_last_word
-from shardwise.comm.meeting import Meeting
+from shardwise.comm.meeting import Meeting, reason_of
+from shardwise.comm.missing import Finder, said
+from shardwise.comm.pulse import ENDED_WELL
 from shardwise.comm.waits import Begun, Flights, StandingWaits, Wait
 from shardwise.errors import CollectiveError, ConfigError, StorageError
 
@@ -67,6 +70,7 @@ _LOG = logging.getLogger("shardwise")  # on standard error, unless the program s
 AS_A_RULE = "As a rule another rank died, raised or ended first: its log has the cause"
 _HEAR_EVERY = 10  # looks
 _JOIN_S = 5.0
+_LINGER_S = 1.5  # longer than between two looks of the others
 _LEAST_S = 4.0  # a few looks: the missing are asked where they are
 
 
@@ -99,6 +103,9 @@ class Watch:
         self._looks = 0
         self._telling = threading.Lock()  # what is told is not taken back by who looks meanwhile
         self._failure: str | None = None  # what this rank has told, and not recovered from
+        self._hook_before = sys.excepthook
+        self._explained: BaseException | None = None
+        self._last_word = "", "", False  # see `Pulse`: left, came, follows
 
     # -- what the ranks' own threads call
     def refuse_failed(self, kind: str, group: Any) -> None:
@@ -131,8 +138,7 @@ class Watch:
         self._num_waits += 1
         wait = Wait(meeting, number, time.monotonic(), self._num_waits)
         self._waits[threading.get_ident()] = wait
-        if self._thread is None:
-            self._start()
+        self.start()
 
     def leave(self, ended: bool = False) -> None:
         """Note that this thread's wait is over; ``ended``: the collective is."""
@@ -144,8 +150,7 @@ class Watch:
         """Note a collective that no thread will wait for, as its device does; see `Flights`."""
         if not self._blocks(meeting.group):
             self._flights.begin(Wait(meeting, number, time.monotonic(), -1), works)
-            if self._thread is None:
-                self._start()
+            self.start()
 
     def _blocks(self, group: Any) -> bool:
         """Tell what `blocks` does, asked once for each group: it is asked for each collective."""
@@ -169,10 +174,9 @@ class Watch:
     def fail(self, meeting: Meeting, reason: str) -> str:
         """Note that a group has failed; return why, which may be what the watch has found."""
         found = self._verdicts.pop(threading.get_ident(), None)
-        if found is None and self._is_deaf(self._late_s()):
-            wait = Wait(meeting, self._begun.counts[meeting.key], time.monotonic(), -1)
-            found = f"{reason}; {self._finder.without_store(wait)}"
-        found = found or self._finder.cause(meeting, reason)
+        if found is None:
+            is_deaf = self._is_deaf(self._late_s())
+            found = self._finder.cause(meeting, reason, has_store=not is_deaf)
         self.leave_group(meeting, found)
         if found.startswith(FAILED):
             self.tell_failure(found)  # to those who wait for this rank in another group
@@ -205,10 +209,8 @@ class Watch:
     # -- the thread
     def start(self) -> None:
         """Look from now on, if that was not begun yet."""
-        if self._thread is None and dist.is_initialized():
-            self._start()
-
-    def _start(self) -> None:
+        if self._thread is not None or not dist.is_initialized():
+            return
         with suppress(RuntimeError, ValueError):  # now: the store may end before this process does
             self._finder.begin(self.look_every_s)
         self._pid = os.getpid()
@@ -218,6 +220,7 @@ class Watch:
         self._second = threading.Thread(target=look, name="shardwise-watch-2", daemon=True)
         self._second.start()
         atexit.register(self._leave_word)
+        self._hook_before, sys.excepthook = sys.excepthook, self._note
 
     def _run(self) -> None:
         while not self._stop.wait(self.look_every_s):
@@ -268,7 +271,7 @@ class Watch:
     def _look(self) -> None:
         main = threading.main_thread().ident or 0
         standing = None if main in self._waits else self._standing.look()
-        self._finder.beat(self.look_every_s)
+        self._finder.beat(self.look_every_s, *self._last_word)
         self._looks += 1
         if self._looks % _HEAR_EVERY == 1 or self._looks < _HEAR_EVERY / 2:
             self._finder.hear()
@@ -346,7 +349,7 @@ class Watch:
         _LOG.warning(
             "shardwise: rank %d has waited %.0f s in %s: %s. Every rank must make this call",
             *(dist.get_rank(), self.patience_s, wait.text(thread)),
-            missing.said(self._finder.scene(wait)),
+            said(self._finder.scene(wait)),
         )
 
     def _leave_word(self) -> None:
@@ -356,9 +359,62 @@ class Watch:
         self._stop.set()  # a thread that is in a call of C++ as Python ends would abort
         self._thread.join(0 if self._late_s() else _JOIN_S)
         self._second.join(_JOIN_S)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            told, has_store = self._standing.is_over, not self._thread.is_alive()
-            say_last_word(self._finder, self.look_every_s, is_told=told, has_store=has_store)
+        if not self._is_one_of_several():
+            return
+        has_store = not self._thread.is_alive()
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        with suppress(Exception):  # whatever is gone by now: the error itself has been told
+            if error is not None:
+                told = [reason for _, reason in self._failed.values()]
+                verdict = self._explain(error, has_store)
+                if verdict is not None and not any(reason in verdict for reason in told):
+                    _LOG.error("shardwise: %s", verdict)
+                if has_store and dist.get_rank() == 0:  # which may keep the store that others read
+                    time.sleep(_LINGER_S)
+            elif has_store:
+                self._finder.beat(self.look_every_s, ENDED_WELL)
+
+    def _is_one_of_several(self) -> bool:
+        is_ranks = dist.is_initialized() and self._pid == os.getpid()  # not of a fork
+        return is_ranks and dist.get_world_size() > 1
+
+    def _explain(self, error: BaseException, has_store: bool) -> str | None:
+        """Say in the store what this program ends of; return why a call of torch's has failed.
+
+        None of other errors, and where that was returned before.
+        """
+        if error is self._explained or not self._is_one_of_several():
+            return None
+        self._explained = error
+        follows = isinstance(error, CollectiveError)
+        call = None
+        if isinstance(error, RuntimeError) and not follows:
+            call = stacks.wait_of_error(error)
+        name = type(error).__name__
+        if call is None:
+            self._last_word = f"{name}: {reason_of(error)}", "", follows
+        else:
+            self._last_word = f"{name} in {call.text}", call.text, True
+        if has_store:
+            with suppress(RuntimeError, ValueError):  # it may have ended with rank 0
+                self._finder.beat(self.look_every_s, *self._last_word)
+        if call is None:
+            return None
+        cause = self.reason(call.group)
+        if cause is None:
+            meeting = Meeting(call.call, "", 0, "torch", call.group)
+            cause = self._finder.cause(meeting, reason_of(error), call, has_store)
+        return f"rank {dist.get_rank()}: {call.text} failed: {cause}"
+
+    def _note(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """Add why a call of torch's has failed to an error that ends the program, and print it."""
+        with suppress(Exception):  # the error itself must be told
+            verdict = self._explain(error, not self._late_s())
+            if verdict is not None:
+                error.add_note(verdict)
+        self._hook_before(kind, error, trace)
 
 
 def watch(hang_timeout: float | None) -> None:

@@ -375,7 +375,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     text, call = reason_of(error), None
     follows = isinstance(error, CollectiveError)
     if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
-        call = stacks.wait_of_error(error.__traceback__)
+        call = stacks.wait_of_error(error)
     if call is not None:
         text = f"{call.text} failed: {WATCH.reason(call.group) or text}"
         follows = isinstance(error, dist.DistError) or "gloo" in str(error)
