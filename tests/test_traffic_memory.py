@@ -294,6 +294,15 @@ def check_hybrid_windows(rank: int, world_size: int, stage: int) -> None:
         both = {n: None if g is None else g.clone() for n, g in wanted([0, 2]).items()}
         has({**both, dropped: wanted([2])[dropped]})
         model.zero_grad()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
+    late = model.blocks[0].down.weight
+    name = next(n for n, p in model.named_parameters() if p is late)
+    late.requires_grad_(False)
+    micro_batch(0, last=False)
+    late.requires_grad_()
+    micro_batch(1, last=True)
+    both = {n: None if g is None else g.clone() for n, g in wanted([0, 1]).items()}
+    has({**both, name: wanted([1])[name]})
 
 
 def test_a_hybrid_mesh_sends_the_slices_over_the_replicate_axis_once_per_window() -> None:

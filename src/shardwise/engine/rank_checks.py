@@ -13,7 +13,9 @@ itself with the others over the control group:
   as they were in each optimizer's steps 1, 2, 4, 8 and so on.
 
 All ranks of the model's mesh come to that reduction, also one that has skipped the step. In every
-other pass nothing is sent. Stages of a pipeline have a mesh each and may have different optimizers.
+other pass nothing is sent. Ranks that may skip layers come to their first reductions in different
+ones, between which others may wait for them in a collective of the layers' own: they compare before
+the backward pass. Stages of a pipeline have a mesh each and may have different optimizers.
 What a loss scaler skips is no step, on any rank.
 """
 

@@ -122,6 +122,8 @@ class _Running:
         behind = num_counts if self._comm.axes.replicate and not replicated else 0
         buffer = storage.grad_buffer(dtype, behind)
         out, counts = buffer.split([buffer.numel() - behind, behind])
+        if self._defers and len(params) < len(layout.params):
+            out.zero_()  # so that the window's sums are 0 for those that it trains later
         if num_counts != behind:
             counts = buffer.new_empty(num_counts)
         by_index = {param.index: grad for param, grad in zip(params, grads, strict=True)}
