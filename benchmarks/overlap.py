@@ -2,13 +2,11 @@
 
     python benchmarks/overlap.py                  # one rank: one core computes, one steps
     python benchmarks/overlap.py --ranks 2 --stage 3 --rounds 7
-    python benchmarks/overlap.py --in-backward    # a third way, and no clipping in any
 
 How. Ranks of one thread each train a chain of decoder-like blocks with AdamW and clipping, `plain`
-and `overlap` in turn, in one process tree (and `in backward`, which does not go with clipping). A
-round's figure is its median step; the table has the medians over rounds, their ratios, and CPU
-seconds per step beside them. `step` is how long ``optimizer.step()`` keeps the loop. All leave the
-same bits, which is checked.
+and `overlap` in turn, in one process tree. A round's figure is its median step; the table has the
+medians over rounds, their ratio, and CPU seconds per step beside them. `step` is how long
+``optimizer.step()`` keeps the loop. Both leave the same bits, which is checked.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import shardwise  # noqa: E402
 
-WAYS = ("plain", "overlap", "in backward")
+WAYS = ("plain", "overlap")
 
 
 class Block(nn.Module):
@@ -51,9 +49,7 @@ class Trainer:
         self.model = shardwise.shard(blocks, stage=options.stage, units=Block)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=options.fused)
         if way != "plain":
-            in_backward = way == "in backward"
-            shardwise.overlap(self.optimizer, threads=1, in_backward=in_backward)
-        self.clips = not options.in_backward
+            shardwise.overlap(self.optimizer, threads=1)
         self.batch = torch.randn(options.tokens, options.dim)
         self.times: list[tuple[float, float, float]] = []
 
@@ -62,8 +58,7 @@ class Trainer:
         for _ in range(steps):
             began, cpu = time.perf_counter(), _cpu_s()
             self.model(self.batch).square().mean().backward()
-            if self.clips:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             stepped = time.perf_counter()
             self.optimizer.step()
             returned = time.perf_counter()
@@ -82,8 +77,7 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
-    ways = WAYS if options.in_backward else WAYS[:2]
-    trainers = {way: Trainer(way, options) for way in ways}
+    trainers = {way: Trainer(way, options) for way in WAYS}
     for trainer in trainers.values():
         trainer.run(2)
         trainer.times = []
@@ -92,11 +86,9 @@ def measure(rank: int, options: argparse.Namespace, port: int) -> None:
             trainer.run(options.steps)
             for param in trainer.model.parameters():
                 param.to_local()  # the last step is through before the other's turn
-    plain, *others = (list(trainers[way].model.parameters()) for way in ways)
+    plain, overlapped = (list(trainers[way].model.parameters()) for way in WAYS)
     same = all(
-        torch.equal(a.to_local(), b.to_local())
-        for other in others
-        for a, b in zip(plain, other, strict=True)
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(plain, overlapped, strict=True)
     )
     if rank == 0:
         _tell(trainers, options)
@@ -114,14 +106,12 @@ def _tell(trainers: dict[str, Trainer], options: argparse.Namespace) -> None:
     numel = sum(p.numel() for p in trainers["plain"].model.parameters())
     print(
         f"{numel / 1e6:.1f} M parameters, {options.ranks} rank(s), stage {options.stage}, "
-        f"{options.tokens} tokens, AdamW{'' if options.in_backward else ' and clipping'}"
+        f"{options.tokens} tokens, AdamW and clipping"
     )
     print(f"{'':12}{'step ms':>10}{'optimizer.step() ms':>22}{'CPU ms':>10}")
     for way, (total, step, cpu) in found.items():
         print(f"{way:12}{1e3 * total:10.1f}{1e3 * step:22.1f}{1e3 * cpu:10.1f}")
-    for way in found:
-        if way != "plain":
-            print(f"{way} / plain: {found[way][0] / found['plain'][0]:.3f}")
+    print(f"overlap / plain: {found['overlap'][0] / found['plain'][0]:.3f}")
 
 
 def main() -> None:
@@ -134,7 +124,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW")
-    parser.add_argument("--in-backward", action="store_true", help="that too; without clipping")
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(measure, (options, store.port), nprocs=options.ranks)  # type: ignore[no-untyped-call]

@@ -6,15 +6,15 @@ roundings are counted.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.optimization import Adafactor as HuggingFaceAdafactor
 
-from oracle import average, plain_loop
+from oracle import plain_loop
 from ranks import run_ranks
 from roundings import assert_rounded_alike, of_gradient
 from shardwise import shard
@@ -28,12 +28,10 @@ LAYOUTS = ("rows", "flat", "matrices")
 COMBINATIONS = [(s, LAYOUTS[x]) for s, x in ((0, 0), (1, 1), (0, 1), (1, 0))]
 COMBINATIONS += [(s, LAYOUTS[x]) for s, x in ((3, 1), (2, 0), (3, 0), (2, 1))]
 STEPS = 2
-# A gradient over 3 ranks of 4 rows; sums over all 105 elements, of which Adafactor takes a few, and
-# L-BFGS two with each of 10 pairs of vectors in each of 5 iterations. What is divided (by a root of
-# a square, by the product of two steps) is a thousandth of the largest, and so are its roundings.
+# A gradient over 3 ranks of 4 rows; sums over all 105 elements, of which Adafactor takes a few.
+# What is divided (by a root of a square) is a thousandth of the largest, and so are its roundings.
 GRADIENT, NUMEL, DIVIDED = of_gradient(5, 7, 5, 12, over=3 * 4), 105, 1000
 OF_WHOLE = STEPS * (GRADIENT + 4 * NUMEL) * DIVIDED
-OF_L_BFGS = STEPS * 5 * (GRADIENT + 2 * 10 * NUMEL) * DIVIDED
 
 
 class Shapes(nn.Module):
@@ -76,12 +74,6 @@ WHOLE: dict[str, Make] = {
     "transformers' adafactor": lambda p: HuggingFaceAdafactor(list(p)),
     "transformers' adafactor, with momentum": lambda p: HuggingFaceAdafactor(
         list(p), lr=0.1, beta1=0.9, weight_decay=0.1, scale_parameter=False, relative_step=False
-    ),
-}
-L_BFGS: dict[str, Make] = {
-    "l-bfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=5, history_size=3),
-    "l-bfgs with a line search": lambda p: torch.optim.LBFGS(
-        p, max_iter=5, line_search_fn="strong_wolfe"
     ),
 }
 
@@ -139,74 +131,6 @@ def test_every_optimizer_of_torch_makes_the_steps_of_a_plain_loop_at_every_stage
     run_ranks(check_optimizers, world_size)
 
 
-def closure_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor
-) -> Callable[[], float]:
-    """Return the closure that data-parallel ranks need: the loss is the mean, as gradients are."""
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total.item() / dist.get_world_size()
-
-    return closure
-
-
-def plain_closure(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
-) -> Callable[[], float]:
-    def closure() -> float:
-        by_rank, losses = [], []
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            by_rank.append({n: p.grad for n, p in model.named_parameters()})
-            losses.append(loss.item())
-        for name, grad in average(by_rank).items():
-            model.get_parameter(name).grad = grad
-        return sum(losses) / len(losses)
-
-    return closure
-
-
-def check_l_bfgs(rank: int, world_size: int, every: bool = False) -> None:
-    dtype = torch.float64
-    for number, (label, make) in enumerate(L_BFGS.items()):
-        plain = make_model(dtype)
-        plain.layers[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
-        optimizer = make(plain.parameters())
-        for step in range(STEPS):
-            batches = [batch_of(r, step, dtype) for r in range(world_size)]
-            optimizer.step(plain_closure(plain, optimizer, batches))
-        evaluations = next(iter(optimizer.state.values()))["func_evals"]
-        drawn = COMBINATIONS[(number + world_size) % 4 :: 4]
-        for stage, layout in COMBINATIONS if every else drawn:
-            model = make_model(dtype)
-            model.layers[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
-            ours = make(shard(model, stage=stage, layout=layout).parameters())
-            for step in range(STEPS):
-                ours.step(closure_of(model, ours, batch_of(rank, step, dtype)))
-            what = f"{label}, stage {stage}, {layout}"
-            state = next(iter(ours.state.values()))
-            assert state["func_evals"] == evaluations > 2 * STEPS, what
-            numel = sum(p.numel() for p in model.parameters())
-            if stage:  # the history is cut as the parameters are
-                held = state["old_dirs"][0].to_local().numel()
-                assert held <= -(-numel // world_size) + 8 or layout == "rows", what
-            for name, value in plain.named_parameters():
-                found = model.get_parameter(name).full_tensor()  # type: ignore[operator]
-                assert_rounded_alike(found, value, OF_L_BFGS, f"{what}: {name}")
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.kernels), 3])
-def test_l_bfgs_makes_the_steps_of_a_plain_loop_at_every_stage(world_size: int) -> None:
-    run_ranks(check_l_bfgs, world_size)
-
-
 class Matrices(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -218,10 +142,8 @@ class Matrices(nn.Module):
         return x
 
 
-def check_muon(rank: int, world_size: int) -> str:
-    def make(p: Any) -> torch.optim.Optimizer:
-        return torch.optim.Muon(p, lr=0.1)
-
+def check_whole(rank: int, world_size: int, make: Make) -> str:
+    """Compare with a plain loop at stage 0; return the refusal of the other stages."""
     torch.manual_seed(3)
     plain = Matrices()
     steps = [[[batch_of(r, s, torch.float32) for r in range(world_size)]] for s in range(STEPS)]
@@ -229,24 +151,32 @@ def check_muon(rank: int, world_size: int) -> str:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
+    def step(optimizer: Any, model: nn.Module, number: int) -> None:
+        loss(model, batch_of(rank, number, torch.float32)).backward()
+        optimizer.step(lambda: 1.0)  # alike on all ranks
+        optimizer.zero_grad()
+
     torch.manual_seed(3)
     model = shard(Matrices(), stage=0)
     optimizer = make(model.parameters())
-    for step in range(STEPS):
-        loss(model, batch_of(rank, step, torch.float32)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, value in plain_loop(plain, steps, loss, make).parameters.items():
+    for number in range(STEPS):
+        step(optimizer, model, number)
+
+    def with_closure(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made: Any = make(params)
+        made.step = partial(made.step, lambda: 1.0)
+        return made
+
+    for name, value in plain_loop(plain, steps, loss, with_closure).parameters.items():
         assert torch.equal(model.get_parameter(name).full_tensor(), value), name  # type: ignore[operator]
     messages = set()
     for stage in (1, 2, 3):
         torch.manual_seed(3)
         model = shard(Matrices(), stage=stage)
         optimizer = make(model.parameters())
-        loss(model, batch_of(rank, 0, torch.float32)).backward()
         before = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
         with pytest.raises(ShardError) as refused:
-            optimizer.step()
+            step(optimizer, model, 0)
         messages.add(str(refused.value))
         after = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
         assert all(map(torch.equal, before, after))
@@ -254,8 +184,20 @@ def check_muon(rank: int, world_size: int) -> str:
     return message
 
 
-def test_muon_runs_at_stage_0_and_its_refusal_elsewhere_says_so() -> None:
+def check_muon(rank: int, world_size: int) -> str:
+    return check_whole(rank, world_size, lambda p: torch.optim.Muon(p, lr=0.1))
+
+
+def check_l_bfgs(rank: int, world_size: int) -> str:
+    return check_whole(rank, world_size, lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=1))
+
+
+@pytest.mark.parametrize("check, name", [(check_muon, "Muon"), (check_l_bfgs, "LBFGS")])
+def test_muon_and_l_bfgs_run_at_stage_0_and_their_refusal_elsewhere_says_so(
+    check: Callable[[int, int], str], name: str
+) -> None:
     for world_size in (1, 2):
-        for message in run_ranks(check_muon, world_size):
-            assert message.startswith("Muon asks for"), message
+        for message in run_ranks(check, world_size):
+            assert message.startswith(f"{name} asks for"), message
             assert "shard(stage=0), where it runs as it is" in message
+            assert "layout='matrices'" not in message or name == "Muon"

@@ -67,7 +67,6 @@ def test_every_checkpoint_of_several_meshes_under_every_other(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_optimizer_at_every_stage_and_layout(world_size: int) -> None:
     run_ranks(optimizers.check_optimizers, world_size, every=True)
-    run_ranks(optimizers.check_l_bfgs, world_size, every=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

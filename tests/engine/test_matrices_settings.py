@@ -239,28 +239,6 @@ def test_optimizers_built_before_saved_loaded_and_copied_go_on(
     run_ranks(of_others, num_ranks, str(tmp_path / "saved"))
 
 
-def test_l_bfgs_takes_all_parameters_as_one_vector() -> None:
-    run_ranks(steps_of_l_bfgs, 2)
-
-
-def steps_of_l_bfgs(rank: int, num_ranks: int) -> None:
-    found = []
-    for layout in ("flat", "matrices"):
-        model = shardwise.shard(net(), units=[Block], layout=layout)
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-
-        def closure(model: Any = model, optimizer: Any = optimizer) -> float:
-            optimizer.zero_grad()
-            loss = model(batch(0, 0))
-            loss.backward()
-            return float(loss.detach())
-
-        optimizer.step(closure)
-        optimizer.step(closure)
-        found.append(values(model))
-    torch.testing.assert_close(found[0], found[1])
-
-
 def refusals(rank: int, num_ranks: int) -> None:
     with pytest.raises(ConfigError, match=r"'matrices' \(each matrix whole on one rank\)"):
         shardwise.shard(net(), layout="columns")

@@ -440,6 +440,8 @@ def refused(rank: int, world_size: int) -> None:
         overlap(torch.optim.Adafactor(model.parameters()))
     with pytest.raises(ConfigError, match="threads=0: expected 1 or more, or None"):
         overlap(torch.optim.SGD(model.parameters()), threads=0)
+    with pytest.raises(ConfigError, match=r"are gone.*use overlap\(optimizer\)"):
+        overlap(torch.optim.SGD(model.parameters()), in_backward=True)
 
 
 def test_what_cannot_be_stepped_apart_is_refused() -> None:

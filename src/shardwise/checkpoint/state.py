@@ -375,7 +375,7 @@ def _not_of_one(optimizer: Joined, key: str, name: str) -> CheckpointError:
     kind = optimizer.name
     return CheckpointError(
         f"optimizer: {kind} keeps its state '{key}', found at '{name}', in tensors that are not "
-        "cut as that parameter is (L-BFGS joins all parameters), and a checkpoint has state "
+        "cut as that parameter is, and a checkpoint has state "
         f"parameter by parameter. Save with optimizer=None, and {kind} starts anew after a load; "
         "at stage 0 its state is saved"
     )

@@ -56,7 +56,10 @@ class Apart:
         # As it is now: a loss scaler sets attributes for the time of its call.
         self._like = optimizer_like(optimizer, [], {})
         self._state = optimizer.state
-        self._options = kept_options(optimizer)
+        self._options = [
+            {key: _kept(value) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
         self._rows = [
             _Row(
                 number,
@@ -285,14 +288,6 @@ def _is_cut_alike(key: str, value: Any, like: torch.Tensor) -> bool:
     """Tell whether a part of a state has one element for each of a parameter's."""
     is_tensor = isinstance(value, torch.Tensor) and key not in PLAIN_SCALARS
     return is_tensor and value.shape == like.shape
-
-
-def kept_options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups as they are now."""
-    return [
-        {key: _kept(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def _kept(value: Any) -> Any:

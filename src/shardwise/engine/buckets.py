@@ -56,11 +56,6 @@ class ReduceQueue(Generic[U, R]):
         """Reductions that were started and not taken, oldest first."""
         return self._waited_for + self._in_flight
 
-    @property
-    def waited_for(self) -> list[R]:
-        """Those of them whose sums are there, oldest first."""
-        return self._waited_for
-
     def holds(self, unit: U) -> bool:
         """Tell whether a unit is in a bucket that is not full yet."""
         return any(unit in bucket for bucket in self._buckets.values())

@@ -54,7 +54,6 @@ class Conditions:
         self.num_loads = 0  # begun, on all ranks alike
         self.origin: Origin | None = None  # on all ranks alike
         self._checks: list[Callable[[], None]] = []
-        self.steppers: list[Callable[[list[Any]], None]] = []  # take units whose means are final
         self.rounds = Alone()
 
     # -- full parameters in the modules

@@ -44,10 +44,6 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
     step; None is as many as the caller has. See Note [A step behind the next forward pass] in
     `steps`.
 
-    With ``in_backward`` a unit's step begins as soon as its gradients are final, in the backward
-    pass of the last micro-batch, and ``step()`` completes the rest: for loops that neither clip nor
-    scale. What is stepped refuses to be read until ``step()``; see `early`.
-
     Steps are plain, and block, where they make a parameter's state (the first with it), on an
     accelerator (where they do not block anyway), inside accumulation windows, and while `unshard()`
     holds parameters in full. A closure is called at once.
@@ -58,8 +54,14 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
 
     **Raises** ConfigError for an optimizer that is not known to work element by element. What
     fails in the background raises ShardError in the next call that waits, with unit and rank.
-    StateError where a step in backward was not, or could not be, followed by ``step()``.
+    ConfigError for ``in_backward``, which is gone.
     """
+    if in_backward:
+        raise ConfigError(
+            "overlap(in_backward=True): steps in the backward pass are gone, as they were no "
+            "faster; use overlap(optimizer), whose steps run behind the next forward pass and "
+            "leave the same bits"
+        )
     if not is_elementwise(optimizer):
         raise ConfigError(
             f"overlap(): {type(optimizer).__name__} is not known to work element by element, so "
@@ -70,8 +72,6 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
         raise ConfigError(f"threads={threads}: expected 1 or more, or None")
     if _OVERLAP not in vars(optimizer):
         vars(optimizer)[_OVERLAP] = Overlap(optimizer, threads)
-    if in_backward:
-        vars(optimizer)[_OVERLAP].begin_in_backward(optimizer)
     return optimizer
 
 

@@ -17,7 +17,7 @@ from shardwise.engine.adoption import state_to_save
 from shardwise.engine.api import engine_of
 from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
-from shardwise.errors import ConfigError, ShardError, StateError
+from shardwise.errors import ConfigError, ShardError
 from shardwise.offload.disk import Disk
 from shardwise.unit.stepping import finish_all
 from shardwise.unit.unit import Unit
@@ -125,7 +125,7 @@ class Parts:
                 try:
                     unit.finish_steps()
                     finish_all(unit.writes)
-                except (ShardError, StateError) as failure:
+                except ShardError as failure:
                     for step in (*unit.steps, *unit.writes):
                         step.give_up()
                     unit.steps, unit.writes = [], []

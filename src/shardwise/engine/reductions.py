@@ -38,7 +38,6 @@ class Reductions:
             waits_at_close,
             lambda unit: (id(unit.comm), unit.sums.divisor),
         )
-        self._has_finished_early = False  # in this pass
 
     def allow_in_flight(self, num: int) -> None:
         """Let so many reductions be in flight from now on."""
@@ -79,31 +78,17 @@ class Reductions:
     def finish(self, unit: Unit | None = None) -> None:
         """Complete reductions and set ``p.grad``: those up to one unit's, or all."""
         last = None
-        if unit is None:
-            self._has_finished_early = False
-        else:
+        if unit is not None:
             last = next((r for r in reversed(self._queue.all) if unit in r.units), None)
             if last is None:
                 return
         for reduction in self._queue.take(last):
             reduction.finish()
 
-    def finish_waited(self) -> list[Unit]:
-        """Set ``p.grad`` where sums are there; return these units."""
-        waited = list(self._queue.waited_for)
-        for reduction in self._queue.take(waited[-1]) if waited else ():
-            reduction.finish()
-            self._has_finished_early = True
-        return [unit for reduction in waited for unit in reduction.units]
-
-    def drop(self) -> bool:
-        """Complete every reduction and forget the results, after a backward pass that raised.
-
-        Tell whether `finish_waited` has handed on some of them before.
-        """
+    def drop(self) -> None:
+        """Complete every reduction and forget the results, after a backward pass that raised."""
         self._queue.forget_buckets()
         for reduction in self._queue.all:
             reduction.is_dropped = True
         for reduction in self._queue.take():
             reduction.drop()
-        return self._has_finished_early

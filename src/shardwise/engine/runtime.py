@@ -317,14 +317,6 @@ class Engine:
         """Reduce the unit's gradients or keep them for the window's end; free its parameters."""
         unit.comm.tracer.mark_end("backward", unit.name)
         self._schedule.after_backward(unit, is_last=self.conditions.is_last_micro_batch)
-        self._step_early()
-
-    def _step_early(self) -> None:
-        """Let units be stepped whose gradients are final, where an optimizer is to."""
-        if self.conditions.steppers and self.is_last_micro_batch and not any_grad_hooks(self.units):
-            final = self.reductions.finish_waited()
-            for step in self.conditions.steppers:
-                step(final)
 
     def on_pass_end(self) -> None:
         """Close the backward pass: reduce what is left, free what is full; call hooks on grads."""
@@ -347,7 +339,6 @@ class Engine:
         for unit in self.units:
             if not unit.settings.stays_full:
                 unit.hide()  # what steps, clips and zeroes gradients needs the sharded ones
-        self._step_early()
         self.num_reduced += not self.window_open
         if self.is_last_micro_batch and any_grad_hooks(self.units):
             self.finish_reductions()
@@ -366,8 +357,7 @@ class Engine:
         if self.window_open and any(u.has_local_sum or u.is_deferred for u in self.units):
             warn_of_dropped_window()
         self.window_open = False
-        if self.reductions.drop():
-            self.conditions.refuse("a backward pass raised with steps in it. load() a checkpoint")
+        self.reductions.drop()
         self._reset_pass()
         for unit in self.units:
             unit.drop_partials()

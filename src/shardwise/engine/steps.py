@@ -32,7 +32,6 @@ from shardwise.comm.watch import WATCH
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
 from shardwise.engine.apart import part_of_step
-from shardwise.engine.early import Early
 from shardwise.engine.order import in_forward_order
 from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
@@ -92,7 +91,6 @@ class Overlap:
         self._units: list[Unit] = []  # that were stepped last
         self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
         self._stored = StoredState()
-        self._early: Early | None = None
         self._num_loads = 0  # of the models, when the ranks last asked each other
         self._some_rank_stores = False  # what they have answered, until the step is taken
         self.streaming = Streaming()
@@ -125,8 +123,7 @@ class Overlap:
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:
         """Step now, or hand the units' steps to the thread."""
-        if not self._has_begun:
-            self.finish()
+        self.finish()
         found = None if closure is not None else self._look(optimizer)
         if found is not None and found.way == "plainly":
             returned = (self._plain_step or partial(type(optimizer).step, optimizer))()
@@ -142,8 +139,6 @@ class Overlap:
                 loss = closure()
         if found is None or before:  # which may have changed what there is
             found = self._look(optimizer)
-        if self._early is not None:
-            self._early.confirm(optimizer)
         self._take(optimizer, found)
         for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
             post(optimizer, (optimizer,), {})
@@ -165,18 +160,16 @@ class Overlap:
 
     def _look(self, optimizer: Any) -> _Look:
         """Look at gradients and state, and choose how to step."""
-        begun = self._early.units if self._early is not None else ()
-        found_all = _by_unit(optimizer)
-        by_unit = {unit: found_all[unit] for unit in found_all if unit not in begun}
-        with_disk = _engines_of(filter(_has_disk, found_all))
-        found = _Look(by_unit, self._stores(optimizer, found_all), "plainly", with_disk)
+        by_unit = _by_unit(optimizer)
+        with_disk = _engines_of(filter(_has_disk, by_unit))
+        found = _Look(by_unit, self._stores(optimizer, by_unit), "plainly", with_disk)
         with_grad = found.with_grad
         none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
         waits = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
         if waits and not found.stores:
             return replace(found, way="behind")
         in_window = any(isinstance(param.grad, PartialGrad) for param in with_grad)
-        by_part = bool(begun) or found.stores or any(map(_steps_on_device, by_unit))
+        by_part = found.stores or any(map(_steps_on_device, by_unit))
         if not in_window and by_part:
             return replace(found, way="now")
         return found
@@ -257,58 +250,20 @@ class Overlap:
             zip(units, parts, strict=False), [*parts[1:], (None, [])], strict=False
         ):
             following = after if isinstance(after, StoredStep) else None
-            self._submit(unit, work, tensors, following)
+            made = partial(BackgroundStep, unit.name, tracer=unit.comm.tracer)
+            if isinstance(work, StoredStep):
+                unit.writes.append(made(work.finish, work.state, phase="store"))
+                self._writer.submit(unit.writes[-1].run)
+                work = partial(work.step, following)
+            if isinstance(work, StreamedStep):
+                unit.steps += [made(work.step, ()), made(work.finish, tensors, phase="store")]
+                for thread, step in zip((self._thread, self._writer), unit.steps[-2:], strict=True):
+                    thread.submit(step.run)
+            else:
+                unit.steps.append(made(work, tensors))
+                self._thread.submit(unit.steps[-1].run)
         for work in now:
             work()
-
-    def _submit(
-        self,
-        unit: Unit,
-        work: Any,
-        tensors: Sequence[DTensor],
-        following: StoredStep | None = None,
-        *,
-        is_early: bool = False,
-    ) -> list[BackgroundStep]:
-        """Give a unit's step to the threads."""
-        made = partial(BackgroundStep, unit.name, tracer=unit.comm.tracer, is_early=is_early)
-        steps = []
-        if isinstance(work, StoredStep):
-            unit.writes.append(made(work.finish, work.state, phase="store"))
-            self._writer.submit(unit.writes[-1].run)
-            steps.append(unit.writes[-1])
-            work = partial(work.step, following)
-        if isinstance(work, StreamedStep):
-            unit.steps += [made(work.step, ()), made(work.finish, tensors, phase="store")]
-            for thread, step in zip((self._thread, self._writer), unit.steps[-2:], strict=True):
-                thread.submit(step.run)
-            return [*steps, *unit.steps[-2:]]
-        unit.steps.append(made(work, tensors))
-        self._thread.submit(unit.steps[-1].run)
-        return [*steps, unit.steps[-1]]
-
-    def begin_in_backward(self, optimizer: Any) -> None:
-        """Begin the steps of units from now on as soon as their gradients are final."""
-        self._early = self._early or Early(optimizer, self._begin_early)
-
-    @property
-    def _has_begun(self) -> bool:
-        return self._early is not None and bool(self._early.units)
-
-    def _begin_early(
-        self, optimizer: Any, unit: Unit, params: Params
-    ) -> Sequence[BackgroundStep] | None:
-        """Begin the step of a unit in backward, where all of it could be in the background."""
-        if unit.nearby is not None or params[0][1].device.type != "cpu":
-            return None
-        stores = self._stored.needs_storing(optimizer, unit, params)
-        if stores or not all(self._may_wait(optimizer, param) for _, param in params):
-            return None
-        if not self._has_begun:
-            self.finish()
-        work, tensors = self._part(optimizer, unit, params)
-        self._units.append(unit)
-        return self._submit(unit, work, tensors, is_early=True)
 
     def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
         """Return a unit's step and the tensors it takes, but for state that rests in a file."""

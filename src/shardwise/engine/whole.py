@@ -12,8 +12,8 @@ other parameters are as ever. What it leaves in state and options is handed on a
 of a matrix is on its owner alone.
 
 Optimizers that are known to work element by element need none of this: they step a slice without
-elements as they do with layout ``flat``, and have state for it on every rank. Nor does L-BFGS,
-whose parameters are one vector to it.
+elements as they do with layout ``flat``, and have state for it on every rank. L-BFGS, to
+which all parameters are one vector, is refused.
 """
 
 from __future__ import annotations

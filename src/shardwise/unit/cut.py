@@ -1,6 +1,5 @@
 """How one tensor is cut: which elements each rank owns, and how DTensor describes that."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -45,9 +44,8 @@ class Ragged(Placement):
 class Cut:
     """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
 
-    ``base`` is how the tensor is cut of which this one is a flat view. ``outer``: the tensor was a
-    DTensor before, placed so, and a piece of it is cut here; see `pieces.PieceCut`. ``name`` is
-    the parameter's that is cut so.
+    ``outer``: the tensor was a DTensor before, placed so, and a piece of it is cut here; see
+    `pieces.PieceCut`. ``name`` is the parameter's that is cut so.
     """
 
     kind = "range"  # of elements of the flattened tensor; two of one kind may be alike
@@ -61,7 +59,6 @@ class Cut:
     local_shape: tuple[int, ...]
     placements: tuple[Placement, ...]
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
-    base: "Cut | None" = None
     outer: DTensorSpec | None = None
     name: str = ""
 
@@ -90,11 +87,6 @@ class Cut:
         """The gather of a whole tensor, by a name that other parameters' gathers do not have."""
         about = f"like '{self.name}'," if self.name else ""
         return replace(GATHER_SITE, about=about)
-
-    @property
-    def is_range(self) -> bool:
-        """Tell whether a rank's elements are one range of the flattened tensor, and not all."""
-        return self.layout is not None and self.kind == "range"
 
     @property
     def is_replicated(self) -> bool:
@@ -128,27 +120,10 @@ class Cut:
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The elements [lo, hi) of every rank in turn; of all parts one after the other."""
+        """The elements [lo, hi) of every rank in turn."""
         assert self.layout is not None
         pieces = [self.layout.piece(self.index, r) for r in range(self.layout.num_ranks)]
         return tuple((p.lo, p.hi) for p in pieces)
-
-    @cached_property
-    def flat(self) -> "Cut":
-        """How the same elements are cut in one row."""
-        if len(self.shape) == 1:
-            return self
-        placements = self.placements
-        if self.layout is not None:
-            placements = (*placements[:-1], Ragged(self.lo, self.hi))
-        return replace(
-            self,
-            shape=(prod(self.shape),),
-            local_shape=(self.hi - self.lo,),
-            placements=placements,
-            specs={},
-            base=self,
-        )
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
@@ -199,54 +174,6 @@ class Cut:
         rows = self.comm.gather_rows(padded, self.comm.axes.shard, self.gather_site)
         parts = [row[: p.numel] for row, p in zip(rows, pieces, strict=True)]
         return torch.cat(parts).view(self.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Joined(Cut):
-    """How several flat tensors are cut that were joined: each rank has its elements of each."""
-
-    parts: tuple[Cut, ...] = ()
-
-    @cached_property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The elements [lo, hi) of every rank in turn; of all parts one after the other."""
-        return tuple(bounds for part in self.parts for bounds in part.ranges)
-
-    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of a full (or broadcastable) tensor, as a copy."""
-        fulls = full.expand(self.shape).split([part.shape[0] for part in self.parts])
-        return torch.cat([p.slice_of(f) for p, f in zip(self.parts, fulls, strict=True)])
-
-    def place(self, local: torch.Tensor) -> torch.Tensor:
-        """Return a full tensor of zeros but for this rank's elements."""
-        locals_ = zip(self.parts, self._split(local), strict=True)
-        return torch.cat([part.place(own) for part, own in locals_])
-
-    def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor. **Cost** one collective for each part."""
-        locals_ = zip(self.parts, self._split(local), strict=True)
-        return torch.cat([part.gather(own) for part, own in locals_])
-
-    def _split(self, local: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return local.split([part.local_shape[0] for part in self.parts])
-
-
-def join(cuts: Sequence[Cut]) -> Cut:
-    """Describe flat tensors, cut like these, that are joined into one."""
-    if len(cuts) == 1:
-        return cuts[0]
-    first, numel = cuts[0], sum(cut.local_shape[0] for cut in cuts)
-    return Joined(
-        (sum(cut.shape[0] for cut in cuts),),
-        first.layout,
-        first.index,
-        first.comm,
-        0,
-        numel,
-        (numel,),
-        (*first.placements[:-1], Ragged(0, numel)),
-        parts=tuple(cuts),
-    )
 
 
 def make_cut(

@@ -18,7 +18,6 @@ from shardwise.errors import ShardError
 from shardwise.unit.cut import GATHER_SITE, Cut
 from shardwise.unit.draws import draw
 from shardwise.unit.elements import is_masked_fill, is_outer, run_kernel
-from shardwise.unit.flat import run_flat
 from shardwise.unit.operations import (
     DIM_REDUCTIONS,
     FACTORIES,
@@ -98,12 +97,19 @@ def refusal(name: str, tensors: Sequence[ShardTensorBase]) -> ShardError:
             "own. Use an optimizer that works element by element: those of torch.optim but LBFGS "
             "and Muon"
         )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return ShardError(
+            f"LBFGS asks for {name} on {what}: it joins all gradients to one vector, and at stages "
+            "1 to 3 each rank holds only a slice of each. Use shard(stage=0), where it runs as it "
+            "is, or an optimizer that runs at every stage: AdamW and others of torch.optim"
+        )
     if optimizer is not None:
         return ShardError(
             f"{type(optimizer).__name__} asks for {name} on {what}: it needs whole tensors, and at "
             "stages 1 to 3 each rank holds only a slice. Use shard(layout='matrices'), which lays "
             "each matrix whole on one rank, or shard(stage=0), where it runs as it is, or an "
-            "optimizer that runs at every stage: those of torch.optim but Muon"
+            "optimizer that runs at every stage: those of torch.optim but "
+            "LBFGS and Muon"
         )
     return ShardError(
         f"{name} on {what}: each rank holds only a slice, so the result would be this rank's, not "
@@ -150,7 +156,10 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if name.startswith(("_foreach_", "_fused_")) and is_elementwise(name):
         return _run_lists(func, name, args, kwargs)
     shards = shards_in(args, kwargs)
-    if name in ("detach", "alias"):
+    if name == "view_as" and not isinstance(args[0], ShardTensorBase):
+        return args[0].view(args[1].shape)
+    as_it_is = name == "view_as" and args[1].shape == args[0].shape and args[0]._cut.layout
+    if name in ("detach", "alias") or as_it_is:
         made = shards[0]
         return made.wrap(made._local_tensor.detach(), made._cut, made._owner)
     if name == "requires_grad_":
@@ -164,9 +173,6 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         args, kwargs = tuple(map(_plain_cpu, args)), {k: _plain_cpu(v) for k, v in kwargs.items()}
     if is_elementwise(name):
         return _run_local(func, name, args, kwargs, shards)
-    made = run_flat(name, args, kwargs)
-    if made is not NotImplemented:
-        return made
     if name in RANDOM or name in LIKE:
         return draw(func, name, args, kwargs, shards[0])
     if name in KERNELS:
@@ -389,8 +395,6 @@ def _unscale(func: Any, args: tuple[Any, ...]) -> None:
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: ShardTensorBase) -> Any:
-    if func.__name__ == "new" and like._cut.is_range and args[1:] == like._cut.flat.shape:
-        return like.wrap(like._local_tensor.new(like._local_tensor.numel()), like._cut.flat)
     size = args[1] if len(args) > 1 else kwargs.get("size")
     if isinstance(size, tuple | list) and tuple(size) == like._cut.shape:
         made = func(like._local_tensor, like._cut.local_shape, *args[2:], **kwargs)

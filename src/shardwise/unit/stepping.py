@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.watch import WATCH
-from shardwise.errors import ShardError, StateError
+from shardwise.errors import ShardError
 from shardwise.trace import Tracer
 
 _STEP = "_step_under_way"
@@ -34,9 +34,8 @@ _ELEMENTS: Any = DTensor.__dict__["_local_tensor"]
 class BackgroundStep:
     """One unit's step: made and waited for by the caller, run by another thread.
 
-    ``tensors`` are the DTensors whose elements the step reads or writes; ``phase`` is what it is
-    on the tracer's lines, of which each thread has one. ``is_early``: nobody has asked for it yet,
-    so who reads them is refused until `confirm`.
+    ``tensors`` are the DTensors whose elements the step reads or writes; ``phase`` is its name on
+    the tracer's lines, of which each thread has one.
     """
 
     def __init__(
@@ -46,14 +45,10 @@ class BackgroundStep:
         tensors: Sequence[DTensor],
         tracer: Tracer,
         phase: Literal["step", "store"] = "step",
-        *,
-        is_early: bool = False,
     ) -> None:
         self._unit = unit
         self._tracer = tracer
         self._phase = phase
-        self._is_early = is_early
-        self._lock = threading.Lock()
         self._work: Callable[[], None] | None = work
         self._tensors = tensors
         self._done = threading.Event()
@@ -72,17 +67,9 @@ class BackgroundStep:
         except BaseException as error:
             self._error = error
         self._work = None  # with the gradients that it holds
-        with self._lock:
-            if self._error is None and not self._is_early:
-                self.release()
-            self._done.set()
-
-    def confirm(self) -> None:
-        """Let who reads the tensors wait, as for any step: the optimizer was asked to take it."""
-        with self._lock:
-            self._is_early = False
-            if self._done.is_set() and self._error is None:
-                self.release()
+        if self._error is None:
+            self.release()
+        self._done.set()
 
     @property
     def is_over(self) -> bool:
@@ -102,18 +89,7 @@ class BackgroundStep:
         self._tensors = ()
 
     def wait(self) -> None:
-        """Return when the step is done.
-
-        **Raises** ShardError where it has failed, every time; StateError where it is early.
-        """
-        if self._is_early:
-            raise StateError(
-                f"unit '{self._unit or '(root)'}' was stepped in backward, as overlap(optimizer, "
-                "in_backward=True) asks for, and its parameters, gradients and state are not to be "
-                "used before optimizer.step(). Who clips, unscales, skips a step, or looks at them "
-                "there, calls overlap() without in_backward. The model is stepped in part: "
-                "optimizer.step() completes that, or load() a checkpoint"
-            )
+        """Return when the step is done. **Raises** ShardError if it has failed, every time."""
         if not self.is_over and threading.current_thread() is threading.main_thread():
             with self._tracer.span("wait_step", self._unit):
                 self._done.wait()
