@@ -16,8 +16,8 @@ from shardwise.unit.stepping import elements_of, is_under_way
 
 # One look in each of the first steps; then only for so small a share of the time, but where that
 # is seldom as often as this. A look ends in the step after, which takes its time too.
-_FIRST_LOOKS, _SHARE, _SELDOM_S = 8, 0.0005, 10.0
-_PARAMETERS, _ELEMENTS = 32, 4096  # of one look: the parameters in turn, and of each some elements
+_FIRST_LOOKS, _SHARE, _SELDOM_S = 8, 0.0005, 30.0
+_PARAMETERS, _ELEMENTS = 16, 4096  # of one look: the parameters in turn, and of each some elements
 _LEAST_WANTED = 32  # updates of a parameter that is judged by itself
 _MAX_NAMED = 8
 
