@@ -23,10 +23,10 @@ from torch import nn
 import shardwise
 from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
-from shardwise.comm import missing, stacks
+from shardwise.comm import missing
 from shardwise.comm.meeting import Meeting, text_of
 from shardwise.comm.pulse import ENDED_WELL, Process, Pulse, Pulses, fate, own_process
-from shardwise.comm.waits import Begun, Flights, Wait
+from shardwise.comm.waits import Begun, Flights, Wait, lines_of_main, torch_wait
 from shardwise.comm.watch import WATCH, checked_timeout
 from shardwise.errors import ConfigError
 from shardwise.train.config import TrainConfig
@@ -309,8 +309,8 @@ def test_what_is_no_time_is_refused(wrong: Any) -> None:
 
 
 def test_a_main_thread_that_computes_is_in_no_wait_of_torchs() -> None:
-    assert stacks.torch_wait() is None
-    assert "test_hangs.py" in stacks.lines_of_main()
+    assert torch_wait() is None
+    assert "test_hangs.py" in lines_of_main()
 
 
 def wait_in_barrier(rank: int, world_size: int, folder: str) -> str:
@@ -318,7 +318,7 @@ def wait_in_barrier(rank: int, world_size: int, folder: str) -> str:
     seen: list[str] = []
 
     def look() -> None:
-        while (call := stacks.torch_wait()) is None:
+        while (call := torch_wait()) is None:
             time.sleep(0.05)
         seen.append(call.text)
         Path(folder, "seen").touch()

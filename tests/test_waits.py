@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from ranks import run_ranks, start_ranks
 from shardwise import shard
-from shardwise.comm.board import Board
 from shardwise.comm.meeting import Meeting
+from shardwise.comm.pulse import Board
 from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
 

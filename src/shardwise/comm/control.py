@@ -24,8 +24,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.breaking import break_off
 from shardwise.comm.meeting import Meeting, name_ranks, reason_of
+from shardwise.comm.waits import break_off
 from shardwise.comm.watch import AS_A_RULE, WATCH
 from shardwise.errors import CollectiveError
 from shardwise.mesh import DataAxes

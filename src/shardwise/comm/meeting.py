@@ -16,6 +16,7 @@ _OTHERS = {
     "(ranks)": "which ranks have a part of the model",
     "(seed)": "the seed of the parameters",
     "(sequence)": "parts of sequences",
+    "(stream)": "streamed weights",
     "(tensor)": "a whole tensor",
     "(tokens)": "how many tokens each rank has",
 }

@@ -17,13 +17,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm import stacks
-from shardwise.comm.board import FAILED, Board, blame
-from shardwise.comm.breaking import blocks, timeout_s_of
 from shardwise.comm.meeting import Meeting, name_ranks, text_of
-from shardwise.comm.pulse import ENDED_WELL, Life, Pulse, Pulses
-from shardwise.comm.stacks import TorchWait
-from shardwise.comm.waits import Begun, Wait
+from shardwise.comm.pulse import ENDED_WELL, FAILED, Board, Life, Pulse, Pulses, blame
+from shardwise.comm.waits import (
+    Begun,
+    TorchWait,
+    Wait,
+    blocks,
+    computed_s,
+    lines_of_main,
+    num_begun,
+    timeout_s_of,
+)
 
 _MAX_RANKS = 256  # that one rank looks at: the store must serve all ranks that look
 _MAX_SHOWN = 8
@@ -95,16 +100,16 @@ class Finder:
         if self.board.was_asked():
             self._asked_until = self._looks + _ASKED_LOOKS
         asked = self._looks < self._asked_until
-        key, number = self._begun.last
+        key, number = self._begun.order[-1] if self._begun.order else ("", 0)
         self.board.beat(
             Pulse(
                 beat=self._looks,
                 process=self._pulses.process,
                 last=key,
                 number=number,
-                changes=self._begun.total + stacks.num_begun(),
-                computed_s=stacks.computed_s(),
-                where=stacks.lines_of_main() if asked else "",
+                changes=self._begun.total + num_begun(),
+                computed_s=computed_s(),
+                where=lines_of_main() if asked else "",
                 begun=dict(self._begun.counts) if asked or left else {},
                 left=left,
                 follows=follows,
@@ -116,9 +121,8 @@ class Finder:
         """Learn which processes the others are, before the store may end with one of them."""
         ended = list(self._begun.ended.values())
         ranks = {r for e in ended for r in nearest(e.ranks, dist.get_rank(), _NEAR)}
-        for rank, (_, pulse) in self.board.scan(sorted(ranks | {0})).items():
-            if pulse is not None:
-                self._pulses.hear(rank, pulse)
+        for _ in _scan(self.board, self._pulses, sorted(ranks | {0})):
+            pass
 
     def record(self, wait: Wait) -> dict[str, Any]:
         """Return what this rank says of a wait of its main thread."""
@@ -206,16 +210,13 @@ class Finder:
             scene.missing[0] = said_of(0, None, self._pulses, record) + self._last_of(0)
         else:
             scene.missing[0] = "nobody can say who is missing"
-        return (
-            "the store of the process group does not answer, which rank 0 or the launcher keeps: "
-            + said(scene)
+        silent = (
+            "the store of the process group does not answer, which rank 0 or the launcher keeps"
         )
+        return f"{silent}: {said(scene)}"
 
     def _tell(self, meeting: Meeting, scene: Scene, verdict: str) -> None:
-        """Publish a verdict; one about a small exchange, after which ranks may go on, to it alone.
-
-        What is told of ranks stands for as long as the program.
-        """
+        # After a small exchange ranks may go on, and what is told of ranks stays: it alone is told.
         self.board.tell(meeting.group_name, scene.ranks if meeting.axis else (), verdict)
 
     def limit_s(self, wait: Wait, asked_s: float | None) -> float | None:
@@ -445,12 +446,12 @@ def said_of(rank: int, failed: Record | None, pulses: Pulses, waits: Record) -> 
         return f"{who} {entered}: it is stopped (by SIGSTOP, or a debugger)"
     if life == "silent" or pulses.is_silent(rank):
         return f"{who} {entered}: {_SILENT}"
-    moved, computed_s, since_s = pulses.moved(rank)
+    moved, core_s, since_s = pulses.moved(rank)
     state = f"and {entered.replace('it', 'this one', 1)}"
     if moved:
         state = "and is late: it has been in other collectives meanwhile"
-    elif computed_s > _COMPUTES * since_s:
-        state = f"and is late: it has computed for {computed_s:.1f} s meanwhile"
+    elif core_s > _COMPUTES * since_s:
+        state = f"and is late: it has computed for {core_s:.1f} s meanwhile"
     place = f", but {pulse.where}," if pulse.where else ""
     return f"rank {rank} is in no call of Shardwise{place} {state} ({pulse.process})"
 

@@ -35,7 +35,7 @@ gloo's waits cannot be cancelled. But a receive that runs out of time closes the
 group, and every wait on them raises. The group is of no use afterwards, and says so when it is
 asked again. NCCL's waits block no thread of ours: its collectives are looked at as they fly, and
 the group is aborted, so that its kernels end and the next call raises. A wait in torch's own calls
-(stacks.py) raises an error of torch: if it ends the program, what the watch has found is added to
+(waits.py) raises an error of torch: if it ends the program, what the watch has found is added to
 it as a note, and stands in the log if the watch has ended the wait, or no hook has seen the error.
 
 Note [One watch per process]
@@ -57,13 +57,19 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise.comm import stacks
-from shardwise.comm.board import FAILED
-from shardwise.comm.breaking import blocks, break_off, break_off_all
 from shardwise.comm.meeting import Meeting, reason_of
 from shardwise.comm.missing import Finder, said
-from shardwise.comm.pulse import ENDED_WELL
-from shardwise.comm.waits import Begun, Flights, StandingWaits, Wait
+from shardwise.comm.pulse import ENDED_WELL, FAILED
+from shardwise.comm.waits import (
+    Begun,
+    Flights,
+    StandingWaits,
+    Wait,
+    blocks,
+    break_off,
+    break_off_all,
+    wait_of_error,
+)
 from shardwise.errors import CollectiveError, ConfigError, StorageError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
@@ -153,7 +159,6 @@ class Watch:
             self.start()
 
     def _blocks(self, group: Any) -> bool:
-        """Tell what `blocks` does, asked once for each group: it is asked for each collective."""
         found = self._blocking.get(group)
         if found is None:
             found = self._blocking[group] = blocks(group)
@@ -259,7 +264,6 @@ class Watch:
                     self._end(main, wait, over + self._finder.without_store(wait), tells=False)
 
     def _late_s(self) -> float:
-        """Return for how long the look under way has not returned; 0 while others take so long."""
         began_s = self._look_began_s
         late_s = 0.0 if began_s is None else time.monotonic() - began_s
         return late_s if late_s > 2 * self.look_every_s else 0.0
@@ -379,17 +383,14 @@ class Watch:
         return is_ranks and dist.get_world_size() > 1
 
     def _explain(self, error: BaseException, has_store: bool) -> str | None:
-        """Say in the store what this program ends of; return why a call of torch's has failed.
-
-        None of other errors, and where that was returned before.
-        """
+        """Say what this program ends of; return once why a call of torch's has failed."""
         if error is self._explained or not self._is_one_of_several():
             return None
         self._explained = error
         follows = isinstance(error, CollectiveError)
         call = None
         if isinstance(error, RuntimeError) and not follows:
-            call = stacks.wait_of_error(error)
+            call = wait_of_error(error)
         name = type(error).__name__
         if call is None:
             self._last_word = f"{name}: {reason_of(error)}", "", follows

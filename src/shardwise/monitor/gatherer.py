@@ -26,10 +26,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from shardwise.comm import stacks
 from shardwise.comm.control import Control, exchange_any
 from shardwise.comm.meeting import ranks_of, reason_of
-from shardwise.comm.stacks import save_under_way
+from shardwise.comm.waits import save_under_way, wait_of_error
 from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
 from shardwise.monitor.lines import JsonLines
@@ -375,7 +374,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     text, call = reason_of(error), None
     follows = isinstance(error, CollectiveError)
     if isinstance(error, RuntimeError) and not follows and not is_out_of_memory(error):
-        call = stacks.wait_of_error(error)
+        call = wait_of_error(error)
     if call is not None:
         text = f"{call.text} failed: {WATCH.reason(call.group) or text}"
         follows = isinstance(error, dist.DistError) or "gloo" in str(error)
