@@ -101,7 +101,10 @@ def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -
     tries_batches = isinstance(request, PlanRequest) and request.search
     degrees = request.degrees if isinstance(request, PlanRequest) else None
     model = _model(name, source, config, request.seq, candidate)
-    notes = _notes(foreign)
+    notes: tuple[str, ...] = ()
+    if foreign is not None:
+        ignored = foreign.ignored.items()
+        notes = tuple(f"{foreign.path}: {key} not used: {why}" for key, why in ignored)
     if not (tries_batches or "layout" in given or (is_ours and not to_train)):
         candidate, why = _with_layout(candidate, model)
         notes += why
@@ -370,9 +373,3 @@ def _prices(cluster: Cluster, calibration: Calibration | None) -> Callable[[Cand
     if calibration is None:
         return lambda candidate: Prices(cluster, candidate)
     return lambda candidate: CalibratedPrices(calibration, candidate)
-
-
-def _notes(foreign: ForeignSettings | None) -> tuple[str, ...]:
-    if foreign is None:
-        return ()
-    return tuple(f"{foreign.path}: {key} not used: {why}" for key, why in foreign.ignored.items())

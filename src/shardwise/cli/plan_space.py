@@ -44,11 +44,17 @@ def space_of(
     if to_train and setup.config is not None:
         degrees = trainable_degrees(base, degrees, setup.config, "accumulation" in given)
     checkpointing = ("none", "full") if to_train or not is_wide else ("none", "per_op", "full")
+    # Muon steps on whole matrices; finer units are the parts of a block, where the decoder is ours.
+    layouts: tuple[LayoutName, ...] = ("rows", "flat")
+    layouts = ("matrices",) if base.optimizer == "muon" else layouts
+    units: tuple[tuple[str, ...] | None, ...] = (None,)
+    if setup.config is not None and not isinstance(setup.model, ShapedModel):
+        units = (None, ("Attention", "FeedForward", "TokenEmbedding"))
     return Space(
         base,
         stages=(base.stage,) if "stage" in given else (0, 1, 2, 3),
-        layouts=(base.layout,) if "layout" in given else _layouts(base.optimizer),
-        units=(base.units,) if "units" in given else _unit_choices(setup),
+        layouts=(base.layout,) if "layout" in given else layouts,
+        units=(base.units,) if "units" in given else units,
         num_shards=(base.num_shards,) if {"dp_replicate", "dp_shard"} & given else (),
         prefetch_units=(None,) if "prefetch_bytes" in given else (1, 0, 2),
         bucket_bytes=(base.bucket_bytes,) if "bucket_bytes" in given else (1 << 20, 25 << 20),
@@ -70,18 +76,6 @@ def space_of(
         may_move_inputs=not given & {"offload", "offload_activations"}
         and setup.cluster.node.accelerator.asynchronous,
     )
-
-
-def _layouts(optimizer: str) -> tuple[LayoutName, ...]:
-    """Return the layouts under which an optimizer steps on shards; Muon reads whole matrices."""
-    return ("matrices",) if optimizer == "muon" else ("rows", "flat")
-
-
-def _unit_choices(setup: Setup) -> tuple[tuple[str, ...] | None, ...]:
-    """Return units as found, and finer ones: the parts of a block, where the decoder is ours."""
-    if setup.config is None or isinstance(setup.model, ShapedModel):
-        return (None,)
-    return (None, ("Attention", "FeedForward", "TokenEmbedding"))
 
 
 def _degrees(setup: Setup) -> tuple[tuple[int, int, int], ...]:

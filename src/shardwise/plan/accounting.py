@@ -144,13 +144,16 @@ def account_setup(params: int | float | str, setup: Setup) -> Accounting:
         state=state,
         moved=moved,
     )
+    here, size = state - moved, DTYPE_BYTES[sums.dtypes.master]
     return Accounting(
         params=count,
         setup=setup,
         parameters=_parameters(sums),
-        master_weights=_master_weights(sums),
+        master_weights=Bytes(device=here * size * sums.dtypes.has_master)
+        + _at(sums.masters, sums.moved * size),
         gradients=_gradients(sums),
-        optimizer_state=_optimizer_state(sums),
+        optimizer_state=Bytes(device=sums.optimizer.state_bytes(here, sums.dtypes.master))
+        + _at(_state_tier(sums), _state_of_moved(sums)),
         traffic=_traffic(sums),
         left_out=_left_out(sums),
     )
@@ -168,12 +171,6 @@ def _parameters(sums: _Sums) -> Bytes:
     return Bytes(device=here * size) + away
 
 
-def _master_weights(sums: _Sums) -> Bytes:
-    size = DTYPE_BYTES[sums.dtypes.master]
-    resting = sums.state - sums.moved if sums.dtypes.has_master else 0
-    return Bytes(device=resting * size) + _at(sums.masters, sums.moved * size)
-
-
 def _gradients(sums: _Sums) -> Bytes:
     size, extra = DTYPE_BYTES[sums.dtypes.reduce], sums.dtypes.optimizer_grad
     resting = sums.params if sums.reduce_every == "step" else sums.state - sums.moved
@@ -181,11 +178,6 @@ def _gradients(sums: _Sums) -> Bytes:
     here = resting * size + (sums.state - sums.moved) * beside
     away = sums.moved * (sums.grad_size + beside)
     return Bytes(device=here) + _at(tier_of(sums.setup.offload.grads), away)
-
-
-def _optimizer_state(sums: _Sums) -> Bytes:
-    resting = sums.optimizer.state_bytes(sums.state - sums.moved, sums.dtypes.master)
-    return Bytes(device=resting) + _at(_state_tier(sums), _state_of_moved(sums))
 
 
 def _state_tier(sums: _Sums) -> str:

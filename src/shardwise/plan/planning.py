@@ -30,7 +30,7 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import place, send_seconds
-from shardwise.plan.machine.pricing import Assumption, Pricer, Prices
+from shardwise.plan.machine.pricing import Pricer, Prices
 from shardwise.plan.margins import UNSEEN_MEMORY, UNSEEN_TIME, MemoryInterval, memory_interval
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import CONTEXT_KINDS, Cost, Tape, Work
@@ -188,7 +188,10 @@ def plan(
         step_s=slowest.window_s + fill_s + sends_s,
         matmul_dtype=in_time.matmul_dtype,
         flops_per_step=_flops_per_step(model, candidate, in_memory),
-        assumptions=tuple(_sentence(a) for a in prices.assumptions()),
+        assumptions=tuple(
+            f"{a.name}: {f'{a.value:.4g} {a.unit}'.strip()}, {a.meaning} ({a.source})"
+            for a in prices.assumptions()
+        ),
         notes=(
             *model.notes,
             *_pipeline_notes(memory.tapes, in_memory, in_time),
@@ -295,8 +298,3 @@ def num_groups(candidate: Candidate) -> int:
     if candidate.ep > 1:
         sizes += [candidate.ep, shards * candidate.tp // candidate.ep]
     return sum(size > 1 for size in sizes)
-
-
-def _sentence(assumption: Assumption) -> str:
-    value = f"{assumption.value:.4g} {assumption.unit}".strip()
-    return f"{assumption.name}: {value}, {assumption.meaning} ({assumption.source})"

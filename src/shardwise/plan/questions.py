@@ -1,9 +1,8 @@
 """What a user has not told that matters: each setting with what it could be, and what follows."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
@@ -50,13 +49,17 @@ def asked_of(
             return made
         return plan(model, cluster, candidate, prices=prices_of(candidate))
 
-    every = [planned(_with(base, choices, values)) for values in product(*choices.values())]
+    every = [
+        planned(replace(base, **dict(zip(choices, values, strict=True))))
+        for values in product(*choices.values())
+    ]
     questions = []
     for name, values in choices.items():
         answers = [planned(replace(base, **{name: value})) for value in values]
         if any(_differs(each, made) for each in answers):
             said = zip(answers, values, strict=True)
-            questions.append(Question(name, tuple(_answer(each, value) for each, value in said)))
+            rows = ((v, e.memory.low_bytes, e.memory.high_bytes, e.step_s) for e, v in said)
+            questions.append(Question(name, tuple(Answer(*row) for row in rows)))
     if not questions:
         return made
     possible = Possible(
@@ -68,15 +71,7 @@ def asked_of(
     return replace(made, questions=tuple(questions), possible=possible)
 
 
-def _with(base: Candidate, names: Any, values: Sequence[str]) -> Candidate:
-    return replace(base, **dict(zip(names, values, strict=True)))
-
-
 def _differs(one: Plan, other: Plan) -> bool:
     """Tell whether two plans differ by more than what a plan is off by anyway."""
     pairs = (one.memory.high_bytes, other.memory.high_bytes), (one.step_s, other.step_s)
     return any(abs(a - b) > _WORTH_ASKING * b for a, b in pairs)
-
-
-def _answer(made: Plan, value: str) -> Answer:
-    return Answer(value, made.memory.low_bytes, made.memory.high_bytes, made.step_s)

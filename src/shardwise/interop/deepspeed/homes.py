@@ -90,7 +90,11 @@ class Homes:
                 self._reader.mapped(key, value, f"on the device: {_TITLES[kind]}")
             else:
                 also = "; the optimizer is in host memory too, where its parameters rest"
-                text = f"shard(offload={_spelled(offload)}){also if follows else ''}"
+                spelled = repr(offload)
+                if isinstance(offload, Offload):
+                    keys = offload_keys(offload).items()
+                    spelled = f"Offload({', '.join(f'{name}={value!r}' for name, value in keys)})"
+                text = f"shard(offload={spelled}){also if follows else ''}"
                 self._reader.mapped(key, value, text)
 
     def _tell_others(self, params: str, said: str) -> None:
@@ -120,13 +124,6 @@ def offload_keys(offload: str | Offload) -> Any:
     found = {x.name: found[x.name] for x in fields(offload) if found[x.name] != x.default}
     usual = {"grads": "cpu", "step_on": "host"}
     return {name: value for name, value in found.items() if usual.get(name) != value}
-
-
-def _spelled(offload: str | Offload | None) -> str:
-    if not isinstance(offload, Offload):
-        return repr(offload)
-    given = ", ".join(f"{name}={value!r}" for name, value in offload_keys(offload).items())
-    return f"Offload({given})"
 
 
 def blocks_of(asked: OffloadLike, stage: int) -> tuple[dict[str, Any], list[str]]:

@@ -64,19 +64,13 @@ def resolve(sizes: Mapping[str, int], world_size: int | None, source: str) -> Ba
     elif passes is None and micro is not None:
         passes = whole // (world_size * micro)
     if micro is None or passes is None or micro * passes * world_size != whole or not whole:
+        product = "" if micro is None or passes is None else f" = {micro * passes * world_size}"
         raise ConfigError(
             f"{source}: train_batch_size: expected train_micro_batch_size_per_gpu x "
             f"gradient_accumulation_steps x ranks = {micro} x {passes} x {world_size}"
-            f"{_product(micro, passes, world_size)}, got {whole}; change one of them, or the "
-            "number of ranks"
+            f"{product}, got {whole}; change one of them, or the number of ranks"
         )
     return Batch(micro, passes, whole)
-
-
-def _product(micro: int | None, passes: int | None, world_size: int) -> str:
-    if micro is None or passes is None:
-        return ""
-    return f" = {micro * passes * world_size}"
 
 
 _AUTOS = {

@@ -28,7 +28,7 @@ _NOISE = re.compile(r"nvidia|tesla|geforce|quadro|amd|instinct|google|sxm\d?|hbm
 _Row = TypeVar("_Row")
 _MIB, _GIB = 1 << 20, 1 << 30
 _US = 1e-6
-_HBM_SHARE = 0.9894  # see Note [Memory that the driver reports] in data/accelerators.toml
+_HBM_SHARE = 0.9894  # of the memory, left by the driver: data/accelerators.toml has the reports
 
 
 @dataclass(frozen=True)

@@ -116,14 +116,10 @@ class FormulaLive:
         wide = ffn_columns(shape, run) * (2 if shape.gated else 1) * run.tokens * self.size
         temporary = wide + 2 * self.stream + 2 * gathered_bytes(shape, run)
         peak = LiveBytes(temporary=temporary, grads=grads[0])
-        net = LiveBytes(activations=-self._alive(shape), grads=grads[0])
+        alive = kept_layer_bytes(shape, run) + runs_again(run) * self._recomputed(shape)
+        net = LiveBytes(activations=-alive, grads=grads[0])
         written = [LiveBytes(grads=each) for each in grads[1:]]
         return [(peak, net, None), *((each, each, None) for each in written)]
-
-    def _alive(self, shape: DecoderShape) -> int:
-        """Bytes of a layer that are there when its backward computes."""
-        again = runs_again(self.run) * self._recomputed(shape)
-        return kept_layer_bytes(shape, self.run) + again
 
     def head_forward(self) -> Live:
         """Return what the last norm and the head keep, and the logits."""

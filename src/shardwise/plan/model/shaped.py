@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from shardwise.errors import ConfigError
-from shardwise.plan.candidate import Candidate, LossKind
+from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.activations import Implementation
 from shardwise.plan.model.execution import Execution, stream_bytes
 from shardwise.plan.model.shape_tape import Least, least_of, shape_tape
@@ -101,6 +101,7 @@ class ShapedModel:
     def _execution(self, candidate: Candidate, stage: int = 0) -> Execution:
         self.check_degrees(candidate)
         each, more = divmod(self._shape.layers, candidate.pp)
+        is_compiled = candidate.kernels == "compiled"
         return Execution(
             candidate.micro_batch,
             self.seq,
@@ -118,7 +119,8 @@ class ShapedModel:
             ep=candidate.ep,
             dtype=row_of(PRECISIONS, candidate.precision, "precision").compute,
             implementation=self._eager if candidate.kernels == "eager" else "compiled",
-            loss=_loss_of(candidate),
+            # Compiled layers have the bytes of theirs by the table of losses.
+            loss="freed" if is_compiled and candidate.loss == "eager" else candidate.loss,
             keeps_outputs=True,
             large_units=True,
             on_cpu=candidate.transport == "point_to_point",
@@ -132,13 +134,6 @@ class ShapedModel:
     def _padded(self, run: Execution) -> DecoderShape:
         """Pad the vocabulary to a multiple of the ranks that share it, as Megatron-LM does."""
         return replace(self._shape, vocab=-(-self._shape.vocab // run.tp) * run.tp)
-
-
-def _loss_of(candidate: Candidate) -> LossKind:
-    """Return the loss whose bytes count; compiled layers have theirs by the table of losses."""
-    return (
-        "freed" if (candidate.kernels, candidate.loss) == ("compiled", "eager") else candidate.loss
-    )
 
 
 def _check_degrees(shape: DecoderShape, seq: int, candidate: Candidate) -> None:

@@ -95,7 +95,9 @@ class Visitor:
     def before_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
         """Record the visit, cast the inputs, watch them for backward."""
         call = self._passes.enter(unit)
-        taken = 0 if call.in_backward or unit is self.units[0] else _computed_bytes(args)
+        taken = 0
+        if not call.in_backward and unit is not self.units[0]:  # masks and tables are not computed
+            taken = sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)
         self._say("before_forward", unit, call.recomputes, taken)
         if not call.in_backward:
             self._note_checkpoint(unit)
@@ -167,8 +169,3 @@ class Visitor:
 
     def on_double(self) -> None:
         """Do nothing: a pass with create_graph=True is not traced."""
-
-
-def _computed_bytes(args: Any) -> int:
-    """Return the bytes of a module's inputs that were computed; masks and tables were not."""
-    return sum(t.nbytes for t in tensors_in(args) if t.grad_fn is not None)

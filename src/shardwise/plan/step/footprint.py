@@ -18,13 +18,13 @@ from functools import cache
 from math import prod
 
 from shardwise.layout.memory import Memory
+from shardwise.layout.segments import balanced
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import UnitFacts
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, DtypeName, row_of
 from shardwise.plan.step.coding import CodingWork, coding_work
 from shardwise.plan.step.groups import Group, ParamKey, Setting, groups_of, setting_of
 from shardwise.plan.step.messages import Message, gather_message, merge
-from shardwise.plan.step.owners import owners_in
 from shardwise.plan.step.reducing import Reduce, reduce_of
 
 
@@ -94,7 +94,7 @@ def weigh(
     setting = setting_of(candidate, rank or 0)
     numels = [sum(prod(p.shape) for p in unit.params) for unit in units]
     stay = candidate.offload.num_staying(numels)
-    owners = owners_in(units, candidate, rank)
+    owners = _owners_in(units, candidate, rank)
     return [
         _weigh_unit(unit, of_unit, replace(setting, is_away=number >= stay))
         for number, (unit, of_unit) in enumerate(zip(units, owners, strict=True))
@@ -231,3 +231,31 @@ def _gather(groups: Sequence[Group], works: Sequence[CodingWork], setting: Setti
     items = [(s, n, m.gathers_in_place) for m in memories for s, n in m.gathered_segments]
     message = gather_message(items, setting.num_shards, setting.on_cpu)
     return merge([message, Message(before=before, after=after, staging=staging)])
+
+
+def _owners_in(
+    units: Sequence[UnitFacts], candidate: Candidate, rank: int | None
+) -> list[list[int | None]]:
+    """Return who owns each parameter, as `layout.owners` has it; the rank with most may be 0.
+
+    Pieces of tensors, and experts, which lie on axes of their own, have no owner.
+    """
+    found: list[list[int | None]] = [[None] * len(unit.params) for unit in units]
+    if candidate.layout != "matrices" or candidate.tp > 1:
+        return found
+    places = [
+        (number, place)
+        for number, unit in enumerate(units)
+        for place, p in enumerate(unit.params)
+        if unit.experts_over is None and len(p.shape) == 2 and p.requires_grad
+    ]
+    numels = [prod(units[number].params[place].shape) for number, place in places]
+    owners = balanced(numels, candidate.num_shards)
+    loads = [0] * candidate.num_shards
+    for owner, numel in zip(owners, numels, strict=True):
+        loads[owner] += numel
+    most = loads.index(max(loads)) if rank is None else 0
+    swapped = {0: most, most: 0}
+    for (number, place), owner in zip(places, owners, strict=True):
+        found[number][place] = swapped.get(owner, owner)
+    return found

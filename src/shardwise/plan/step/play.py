@@ -90,7 +90,9 @@ class _Player:
         stays_full = not stage.frees_after_backward
         num_ranks = candidate.num_shards * candidate.num_replicas
         self._in_turns = stays_full and num_ranks > 1
-        self._buffers = self._kept_buffers()
+        # Whether the gradient buffers of the step before lie there at its end.
+        is_one = self._num_reductions == 1
+        self._buffers = is_one and all(w.keeps_buffer for w in self._weights)
         self._meter = Meter(self._rest())
         self._issue = Issuer()
         self._inputs = Inputs(tape, candidate, self._meter, self._issue)
@@ -134,10 +136,6 @@ class _Player:
         if self._reduce_every == "step" or candidate.in_rounds:
             return 1
         return candidate.accumulation
-
-    def _kept_buffers(self) -> bool:
-        """Tell whether the gradient buffers of the step before lie there at its end."""
-        return self._num_reductions == 1 and all(w.keeps_buffer for w in self._weights)
 
     def _rest(self) -> Ledger:
         ledger = _state(self._weights, self._offloading, self._tape, self._candidate)

@@ -52,7 +52,9 @@ def expected_goodput(step_s: float, scenario: Scenario) -> Goodput:
     **Raises** ConfigError: the scenario has no failures or no checkpoints, or no step time.
     """
     failures, saves, mtbf_s = _facts(step_s, scenario)
-    steps = _steps_per_checkpoint(step_s, saves)
+    # Whole steps, and never so few that two saves overlap.
+    shortest = math.ceil((saves.cost_s - saves.stall_s) / step_s)
+    steps = max(1, shortest, round(saves.interval_s / step_s))
     interval_s = steps * step_s
     fraction = _fraction(interval_s, failures, saves, mtbf_s)
     checkpoints = fraction * saves.stall_s / interval_s
@@ -104,12 +106,6 @@ def _facts(step_s: float, scenario: Scenario) -> tuple[Failures, Checkpoints, fl
         raise ConfigError("checkpoints: expected Checkpoints(interval_s=...), got None")
     mtbf_s = scenario.failures.mtbf_hours * 3600 / scenario.num_ranks
     return scenario.failures, scenario.checkpoints, mtbf_s
-
-
-def _steps_per_checkpoint(step_s: float, saves: Checkpoints) -> int:
-    """Return the interval in whole steps, never so short that two saves overlap."""
-    shortest = math.ceil((saves.cost_s - saves.stall_s) / step_s)
-    return max(1, shortest, round(saves.interval_s / step_s))
 
 
 def _fraction(interval_s: float, failures: Failures, saves: Checkpoints, mtbf_s: float) -> float:
