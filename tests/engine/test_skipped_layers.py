@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
@@ -48,6 +49,44 @@ def draw_batch(random):
     runs = (torch.rand(Dropped.num_layers, generator=random) > 0.4).tolist()
     task = int(torch.randint(2, (), generator=random))
     return x, runs, task, torch.randint(3, (4,), generator=random)
+
+
+class SummedGradient(torch.autograd.Function):
+    """Sums the gradient over all ranks, which wait for each other."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Meeting(nn.Module):
+    """Its first layer has a collective of its own in backward; the last one may be skipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, skips):
+        x = self.layers[1](self.layers[0](SummedGradient.apply(x)))
+        return x if skips else self.layers[2](x)
+
+
+def train_meeting(rank, world_size):
+    for stage in (0, 2):
+        model = shard(Meeting(), stage=stage, units=[nn.Linear], hang_timeout=30)
+        for step in range(4):  # in passes 2 and 4 ranks are compared
+            x = torch.ones(2, 4, requires_grad=True)
+            model(x, skips=rank == 1 and step > 0).sum().backward()
+
+
+def test_ranks_that_skip_layers_are_compared_before_they_meet_in_the_layers_own_collectives():
+    run_ranks(train_meeting, 2)
 
 
 class Factor(nn.Module):

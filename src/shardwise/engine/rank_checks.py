@@ -13,7 +13,9 @@ itself with the others over the control group:
   as they were in each optimizer's steps 1, 2, 4, 8 and so on.
 
 All ranks of the model's mesh come to that reduction, also one that has skipped the step. In every
-other pass nothing is sent. Stages of a pipeline have a mesh each and may have different optimizers.
+other pass nothing is sent. Ranks that may skip layers come to their first reductions in different
+ones, between which others may wait for them in a collective of the layers' own: they compare before
+the backward pass. Stages of a pipeline have a mesh each and may have different optimizers.
 What a loss scaler skips is no step, on any rank.
 """
 
@@ -58,9 +60,11 @@ class RankChecks:
     def _read_trained(self) -> list[bool]:
         return [param.is_trained for param in self._params]
 
-    def begin_pass(self) -> None:
-        """Compare before the next reduction, if there is something to compare."""
+    def begin_pass(self, compares: bool) -> None:
+        """Compare now or before the next reduction, if there is something to compare."""
         self._is_due = True
+        if compares:
+            self.before_reduction()
 
     def before_reduction(self) -> None:
         """Compare with the other ranks. See Note [When ranks are compared].
