@@ -60,9 +60,11 @@ class RankChecks:
     def _read_trained(self) -> list[bool]:
         return [param.is_trained for param in self._params]
 
-    def begin_pass(self) -> None:
-        """Compare before the next reduction, if there is something to compare."""
+    def begin_pass(self, compares: bool) -> None:
+        """Compare now or before the next reduction, if there is something to compare."""
         self._is_due = True
+        if compares:
+            self.before_reduction()
 
     def before_reduction(self) -> None:
         """Compare with the other ranks. See Note [When ranks are compared].

@@ -283,7 +283,8 @@ class Engine:
         """Begin: nothing of the pass before is under way."""
         self.conditions.rounds.check_backward()
         self.finish_reductions()
-        self.rank_checks.begin_pass()
+        in_turn = self._schedule.will_reduce_in_turn(self.conditions.is_last_micro_batch)
+        self.rank_checks.begin_pass(compares=in_turn)
         self.num_begun += all(unit.grad_state is GradState.EMPTY for unit in self.units)
         self._schedule.begin_backward(order)
         is_last, schedule = self.conditions.is_last_micro_batch, self._schedule

@@ -286,6 +286,10 @@ class Schedule(Generic[U]):
         if unit.settings.stage.frees_after_backward:
             unit.reshard()
 
+    def will_reduce_in_turn(self, is_last: bool | None) -> bool:
+        """Tell whether this pass reduces, and ranks may come to it in different layers."""
+        return self.reduces_in_turn and any(self.reduces(unit, is_last) for unit in self.units)
+
     def _reduce(self, indices: Sequence[int], is_last: bool | None) -> None:
         for unit in (self.units[index] for index in indices):
             if unit.is_trained and self.reduces(unit, is_last):
@@ -299,7 +303,7 @@ class Schedule(Generic[U]):
 
     def close_turns(self, is_last: bool | None) -> None:
         """Reduce what other ranks may have run, at the end of a backward pass: here it is zeros."""
-        if self.reduces_in_turn and any(self.reduces(unit, is_last) for unit in self.units):
+        if self.will_reduce_in_turn(is_last):
             self._reduce(self._turns.end(), is_last)
 
     def end_pass(self, running: Collection[int] = ()) -> None:
