@@ -1,4 +1,12 @@
-"""Put a checkpoint's values into a model and its optimizer: this rank's slices, read in place."""
+"""Put a checkpoint's values into a model and its optimizer: this rank's slices, read in place.
+
+Note [Moments in a checkpoint]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A checkpoint has ``exp_avg`` and ``exp_avg_sq`` as values: those of `shardwise.optim.AdamW` that are
+codes of 8 bits as float32, those in bfloat16 as they are. So any AdamW takes them, ours in whatever
+form its groups ask for: codes are made anew, which gives the codes that there were where blocks are
+the same, and torch's in the dtype of its parameters.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +16,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.container import dtype_name, memory_of, torch_dtype
-from shardwise.checkpoint.own_moments import is_foreign, is_reduced, moment_of, settings_for
 from shardwise.checkpoint.places import Place
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.checkpoint.state import local_piece, names_of_params, persistent_buffers
+from shardwise.engine.adoption import innermost
 from shardwise.engine.parts import Joined, Model
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.layout.boxes import Region
+from shardwise.optim.adamw import AdamW, Moment
+from shardwise.optim.kinds import ARGUMENTS
+from shardwise.optim.moments import MOMENTS, kind_of
 from shardwise.unit.inner import cut_by_rows, plain_parts
 from shardwise.unit.plain_state import PLAIN_SCALARS
 
@@ -205,7 +216,7 @@ def match_optimizer(source: Source, optimizer: Joined, matched: Matched) -> list
                 f"{source.where}: '{name}' is in group {number} of the optimizer {has}, not {lacks}"
             )
     saved = [{k: v for k, v in group.items() if k != "params"} for group in info.groups]
-    return settings_for(source.where, optimizer, saved)
+    return _settings_for(source.where, optimizer, saved)
 
 
 def optimizer_targets(
@@ -250,7 +261,7 @@ def optimizer_targets(
             is_cut = _is_cut(source, tensor, place)
             dtype = torch_dtype(tensor.dtype)
             group = in_optimizer[id(place.held)]
-            moment = moment_of(optimizer, place, tensor.state, group, before) if is_cut else None
+            moment = _moment_of(optimizer, place, tensor.state, group, before) if is_cut else None
             if moment is not None:
                 state.update(moment.state)
                 bounds = place.lo, place.hi
@@ -259,13 +270,19 @@ def optimizer_targets(
             if is_cut and dtype == torch.uint8:
                 _check_blocks(source, tensor, place)
             if is_cut:
-                if tensor.dtype == saved_dtypes.get(name) or is_reduced(tensor.state, group):
+                if tensor.dtype == saved_dtypes.get(name) or _is_reduced(tensor.state, group):
                     dtype = place.data.dtype  # like the parameter's, which may have been cast
                 value = place.state_like(dtype, before.get(tensor.state))
             else:
-                value = _plain_state((tensor.shape, dtype), place, group)
+                # torch keeps step counts on the CPU, unless the step itself runs on the device.
+                on_device = group.get("fused") or group.get("capturable") or tensor.shape
+                device = place.data.device if on_device else torch.device("cpu")
+                value = torch.empty(tensor.shape, dtype=dtype, device=device)
             state[tensor.state] = value
-            targets.append(_state_target(tensor, place, value))
+            if isinstance(value, DTensor):
+                targets.append(Target(tensor, place.lo, place.hi, value.to_local(), place.piece))
+            else:
+                targets.append(Target(tensor, 0, tensor.numel, value))
         states[place] = state
     return states, targets
 
@@ -313,23 +330,6 @@ def _is_cut(source: Checkpoint, info: TensorInfo, place: Place) -> bool:
         return False
     # One that was imported is whole in its file; of a scalar the shape does not tell then.
     return source.is_cut(info) or (source.is_imported and info.state not in PLAIN_SCALARS)
-
-
-def _plain_state(
-    like: tuple[tuple[int, ...], torch.dtype], place: Place, group: Mapping[str, Any]
-) -> torch.Tensor:
-    """Return memory of this shape and dtype."""
-    shape, dtype = like
-    # torch keeps step counts on the CPU, unless the step itself runs on the device.
-    on_device = group.get("fused") or group.get("capturable") or shape
-    device = place.data.device if on_device else torch.device("cpu")
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _state_target(info: TensorInfo, place: Place, value: torch.Tensor) -> Target:
-    if isinstance(value, DTensor):
-        return Target(info, place.lo, place.hi, value.to_local(), place.piece)
-    return Target(info, 0, info.numel, value)
 
 
 def read_targets(source: Checkpoint, targets: Sequence[Target]) -> Iterator[int]:
@@ -382,7 +382,7 @@ def apply_optimizer(
 def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            if is_foreign(key, group):
+            if _is_foreign(key, group):
                 continue
             before = group.get(key)
             tensors = [v for v in (before, value) if isinstance(v, torch.Tensor)]
@@ -391,3 +391,40 @@ def _apply_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
                 tensors[0].copy_(tensors[1])
             else:
                 group[key] = value
+
+
+def _settings_for(
+    where: str, optimizer: Joined, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return what the optimizer takes of saved settings.
+
+    **Raises** CheckpointError where its steps would be others.
+    """
+    first = innermost(optimizer.optimizers[0])
+    try:
+        return [first.loaded_settings(s) for s in saved] if isinstance(first, AdamW) else saved
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _moment_of(
+    optimizer: Joined, place: Place, key: str, group: Mapping[str, Any], before: Mapping[str, Any]
+) -> Moment | None:
+    """Return a moment to be filled, where it is one of our AdamW's; ``before`` is used if it fits.
+
+    ``group`` are the settings of the parameter's.
+    """
+    if key not in MOMENTS or not isinstance(innermost(optimizer.optimizers[0]), AdamW):
+        return None
+    kind = kind_of(group["moments"], group["block"])
+    return Moment(place.held, kind, MOMENTS.index(key), before)
+
+
+def _is_reduced(key: str, group: Mapping[str, Any]) -> bool:
+    """Tell whether a state is a moment of our AdamW, which another one has in its own dtype."""
+    return key in MOMENTS and ARGUMENTS[0] in group
+
+
+def _is_foreign(key: str, group: Mapping[str, Any]) -> bool:
+    """Tell whether a saved setting says how our AdamW keeps moments, to a group of another."""
+    return key in ARGUMENTS and key not in group

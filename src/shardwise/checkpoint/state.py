@@ -33,7 +33,6 @@ from shardwise.comm.control import Control
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region
-from shardwise.unit.cut import Cut
 from shardwise.unit.inner import cut_by_rows, inner_of, plain_parts
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.plain_state import cut_plain_state
@@ -147,7 +146,13 @@ def collect(
         layouts=tuple(layouts.rows),
         sharded=tuple(sharded),
         uncut=tuple(uncut),
-        tied=dict(pair for param in params for pair in _tied_names(param)),
+        tied={
+            name + suffix: first + suffix
+            for param in params
+            for first, *others in [param_names(param)]
+            for suffix in plain_parts(param.sharded._local_tensor)
+            for name in others
+        },
         optimizer=row,
         own=own,
         values=values,
@@ -160,12 +165,6 @@ def collect(
         is_alike=not any(item.piece for item in (*sharded, *uncut))
         and are_all(engine.everyone, layouts.meshes),
     )
-
-
-def _tied_names(param: ShardedParam) -> Iterator[tuple[str, str]]:
-    first, *others = param_names(param)
-    for suffix in plain_parts(param.sharded._local_tensor):
-        yield from ((name + suffix, first + suffix) for name in others)
 
 
 def are_all(control: Control, meshes: Sequence[Ranks]) -> bool:
@@ -264,15 +263,13 @@ class _Layouts:
                 cut = known or self._cut_of(param, name)
             else:
                 of = part.cut if part.cut is not param.cut else cut_by_rows(param.shape, param.cut)
-                cut = self._cut_apart(of, name if state else name + part.suffix)
+                key = of.shape, id(of.comm)
+                if key not in self._numbers:
+                    self._numbers[key] = self._add("rows", (of.shape,), self._ranks_of(of.comm))
+                called = name if state else name + part.suffix
+                cut = _Cut(called, of.shape, self._numbers[key], 0, of.lo, slice(None), None)
             found.append((cut, _sliced(cut, state + part.suffix if state else "", part.local)))
         return found
-
-    def _cut_apart(self, cut: Cut, name: str) -> _Cut:
-        key = cut.shape, id(cut.comm)
-        if key not in self._numbers:
-            self._numbers[key] = self._add("rows", (cut.shape,), self._ranks_of(cut.comm))
-        return _Cut(name, cut.shape, self._numbers[key], 0, cut.lo, slice(None), None)
 
     def _cut_of(self, param: ShardedParam, name: str) -> _Cut:
         """Say what this rank has of a parameter, and in which layout that is."""

@@ -99,7 +99,7 @@ def write_checkpoint(
     left: list[Path | None] = []
 
     def begin() -> bytes:
-        meant = bytes.fromhex(digest_of(_meant(manifest)))
+        meant = bytes.fromhex(digest_of(manifest.model_dump_json(include=_COMPARED).encode()))
         if control.rank == 0:
             made.append(prepare(files, target, nonce, replace, held))
         return nonce + meant
@@ -138,11 +138,8 @@ def write_checkpoint(
     )
 
 
-def _meant(manifest: Manifest) -> bytes:
-    """Return what this rank means to save, as text."""
-    return manifest.model_dump_json(
-        include={"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
-    ).encode()
+# What all ranks mean to save alike.
+_COMPARED = {"run", "step", "stage", "meshes", "layouts", "tensors", "tied", "optimizer"}
 
 
 def _check_same(rows: Sequence[bytes], begin: int) -> None:

@@ -249,7 +249,7 @@ class Activations:
                 "they stay on the device: other hooks on saved tensors are around the forward pass"
             )
             return
-        _autograd._push_saved_tensors_default_hooks(self._pack, _unpack)
+        _autograd._push_saved_tensors_default_hooks(self._pack, lambda saved: saved.unpack())
         self._is_open = True
 
     def close(self) -> None:
@@ -328,10 +328,6 @@ class Activations:
             self._under_way = [each for each in self._under_way if each is not other]
             other.group.inputs = [each for each in other.group.inputs if each() is not other]
         return True
-
-
-def _unpack(saved: _Kept) -> torch.Tensor:
-    return saved.unpack()
 
 
 def _is_of_checkpoint(frame: Any) -> bool:

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from shardwise.comm.counted import CountedCollectives
 from shardwise.engine.api import exchanges_of, traffic_of
 from shardwise.engine.parts import Model, Parts, modules_of
@@ -43,15 +41,10 @@ def _axes_of(parts: Parts, model: Model) -> list[Axis]:
     """Return the axes that a model is on, those of the user's meshes under the user's names."""
     found: list[Axis] = []
     for engine in parts.engines:
-        whole = _whole_mesh(engine.comm.axes.mesh)
+        mesh = engine.comm.axes.mesh
+        whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
         found += axes_of_mesh(whole) if whole.mesh_dim_names else ()
     params = [param for unit in parts.units for param in unit.params]
     found += [axis for param in params for axis in param.cut.own_axes]
     found += [exchange.axis for each in modules_of(model) for exchange in exchanges_of(each)]
     return [*found, *(axis for comm in parts.comms for axis in comm.axes.all)]
-
-
-def _whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that another one was taken from, or itself."""
-    whole: DeviceMesh = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    return whole

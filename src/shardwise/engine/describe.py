@@ -220,17 +220,10 @@ def _describe_param(param: ShardedParam) -> ParamDescription:
         cuts.append((names[-1], -1 if is_flat else param.dim))
     if param.dim > 0:  # the box is this rank's
         lo, hi = 0, prod(piece.shape)
-    elif piece.shape and not _is_broken(lo, hi, piece.shape):
-        row = prod(piece.shape[1:])
+    elif piece.shape and (row := prod(piece.shape[1:])) and not (lo % row or hi % row):
         begin, end = lo // row, hi // row
         piece = Region((piece.at[0] + begin, *piece.at[1:]), (end - begin, *piece.shape[1:]))
         lo, hi = 0, prod(piece.shape)
     return ParamDescription(
         param.name, cut.shape, tuple(cuts), piece.at, piece.shape, lo, hi, owner
     )
-
-
-def _is_broken(lo: int, hi: int, shape: tuple[int, ...]) -> bool:
-    """Tell whether elements [lo, hi) of a tensor are no whole rows of it."""
-    row = prod(shape[1:])
-    return not row or bool(lo % row or hi % row)

@@ -83,7 +83,10 @@ def gathered(
     triples = zip(params, fulls, versions, strict=True)
     changed = [full._version != v or _differs(param, full) for param, full, v in triples]
     has_grad = [full.grad is not None for full in fulls]
-    anywhere = _anywhere(engine, changed + has_grad)
+    flags = torch.tensor(changed + has_grad, dtype=torch.uint8, device=engine.comm.device)
+    for axis in engine.comm.axes.all:
+        flags = engine.comm.max(flags, axis, _SITE)
+    anywhere = flags.tolist()  # on any rank
     _refuse_changes(params, anywhere[: len(params)])
     if any(anywhere[len(params) :]):
         _reduce(engine, params, fulls, anywhere[len(params) :])
@@ -234,14 +237,6 @@ def _write_back(
         for here, value in _compared(param, full):
             here.copy_(value)
         torch.autograd.graph.increment_version(param.sharded._local_tensor)
-
-
-def _anywhere(engine: Engine, flags: list[bool]) -> list[bool]:
-    """Tell which flags are set on any rank; every rank calls it."""
-    values = torch.tensor(flags, dtype=torch.uint8, device=engine.comm.device)
-    for axis in engine.comm.axes.all:
-        values = engine.comm.max(values, axis, _SITE)
-    return [bool(value) for value in values.tolist()]
 
 
 def _refuse_changes(params: list[ShardedParam], changed: list[bool]) -> None:

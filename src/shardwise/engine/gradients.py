@@ -14,13 +14,14 @@ noise. So what lies closer together than four roundings of the largest gradient 
 over its elements) is alike, whatever s says. In bf16 that is 3 % of it: check small models in fp32.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from math import isfinite, log2, sqrt
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.comm.control import Control
+from shardwise.comm.control import Control, exchange_any
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import find_engine, shard
 from shardwise.engine.parts import Model, Parts, modules_of
-from shardwise.engine.stage_gradients import check_exact, check_shape, of_all_stages, share_weights
 from shardwise.errors import ConfigError, GradientError
 from shardwise.mesh import resolve_axes
 from shardwise.unit.plain_state import owner_of
@@ -188,8 +188,11 @@ def check_gradients(
     """
     plain = make_model()
     composed = shard(make_model(), mesh=mesh) if compose is None else compose(make_model())
-    stages = check_exact(modules_of(composed))
-    control = _control_of(stages)
+    stages = _check_exact(modules_of(composed))
+    control = None  # exchanges between the stages of a pipeline
+    if all(find_engine(each) is not None for each in stages):
+        parts = Parts(stages)
+        control = parts.everyone if parts.has_stages or len(stages) > 1 else None
     _take_weights(plain, stages, control)
     rank, num_ranks, degrees = _places(mesh, micro_batches)
     mine = _rows(batch, rank, num_ranks) if local_batch is None else local_batch(batch)
@@ -205,7 +208,7 @@ def check_gradients(
     checks = [check for each in stages for check in _compare(plain, each, tolerance)]
     if control is not None:
         order = [_plain_name(name) for name, _ in plain.named_parameters(remove_duplicate=False)]
-        said = of_all_stages(control, [asdict(check) for check in checks], order)
+        said = _of_all_stages(control, [asdict(check) for check in checks], order)
         checks = [GradientCheck(**each) for each in said]
     report = GradientReport(tuple(checks), tolerance, degrees)
     (num_wrong,) = all_reduce_scalars([float(bool(report.wrong))])
@@ -214,14 +217,6 @@ def check_gradients(
     if num_wrong:
         raise GradientError("another rank has wrong gradients; its message says which")
     return report
-
-
-def _control_of(stages: Sequence[nn.Module]) -> Control | None:
-    """Return the exchanges between the stages of a pipeline, where the composed model is one."""
-    if any(find_engine(each) is None for each in stages):
-        return None
-    parts = Parts(stages)
-    return parts.everyone if parts.has_stages or len(stages) > 1 else None
 
 
 def _run(
@@ -251,7 +246,8 @@ def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, in
     copies = axes.replicate
     rank = axes.shard.rank + (axes.shard.size * copies.rank if copies else 0)
     if isinstance(mesh, Axes):
-        degrees = {name: mesh[name].size() for name in (*_DEGREES, *_of_experts(mesh))}
+        of_experts = ("ep", "efsdp") if mesh.ep > 1 else ()
+        degrees = {name: mesh[name].size() for name in (*_DEGREES, *of_experts)}
     else:
         names = mesh.mesh_dim_names or [f"axis {n}" for n in range(mesh.ndim)]
         degrees = dict(zip(names, mesh.shape, strict=True))
@@ -262,10 +258,6 @@ def _places(mesh: Axes | DeviceMesh | None, micro_batches: int) -> tuple[int, in
 
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-
-
-def _of_experts(axes: Axes) -> Sequence[str]:
-    return ("ep", "efsdp") if axes.ep > 1 else ()
 
 
 def _rows(batch: Any, rank: int, num: int) -> Any:
@@ -327,10 +319,10 @@ def _take_weights(plain: nn.Module, stages: Sequence[nn.Module], control: Contro
     places = dict(_named_tensors(plain))
     found = {n: _full(tensor) for each in stages for n, tensor in _named_tensors(each)}
     if control is not None:
-        share_weights(control, found, places)
+        _share_weights(control, found, places)
         return
     for name, value in found.items():
-        check_shape(name, value.shape, places.get(name))
+        _check_shape(name, value.shape, places.get(name))
         places[name].copy_(value)
 
 
@@ -394,3 +386,80 @@ def _tolerance(composed: nn.Module) -> float:
     for unit in () if engine is None else engine.units:
         dtypes |= {d for d in (unit.precision.param, unit.precision.reduce_dtype) if d is not None}
     return sqrt(max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0))
+
+
+Stages = TypeVar("Stages", bound=Sequence[torch.nn.Module])
+
+
+def _check_exact(stages: Stages) -> Stages:
+    """Return stages whose weights and gradients travel as they are. **Raises** ConfigError."""
+    engines = (find_engine(each) for each in stages)
+    asked = [u.precision for engine in engines if engine is not None for u in engine.units]
+    if any(each.reduce_coding for each in asked):
+        raise ConfigError(
+            "compose: its reductions are encoded (Precision(reduce=)), so its gradients are "
+            "rounded more than one process's; ask for a dtype as reduce= for the check"
+        )
+    if any(each.gather for each in asked):
+        raise ConfigError(
+            "compose: its gathers are encoded (Precision(gather=)), so its gradients are those of "
+            "other weights than one process has; leave gather= out for the check"
+        )
+    return stages
+
+
+@torch.no_grad()
+def _share_weights(
+    control: Control, mine: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy what the stages hold, in full, to the tensors of a plain model, by name.
+
+    **Cost** every rank hears all stages: a check is for small models.
+
+    **Raises** ConfigError, on all ranks, for names and shapes that are not the plain model's, and
+    for parameters that no stage has.
+    """
+    shapes = {name: list(tensor.shape) for name, tensor in mine.items()}
+    rows = exchange_any(control, json.dumps(shapes).encode())
+    having: dict[str, int] = {}
+    for rank, row in enumerate(rows):
+        for name, shape in json.loads(row).items():
+            having.setdefault(name, rank)
+            _check_shape(name, shape, plain.get(name))
+    held = {id(plain[name]) for name in having}
+    for name, place in plain.items():
+        if id(place) not in held and isinstance(place, torch.nn.Parameter):
+            raise ConfigError(
+                f"compose: no stage has '{name}' of the plain model; a stage has its layers under "
+                "the names of the whole model"
+            )
+    for name in sorted(having):
+        place, source = plain[name], having[name]
+        if source == control.rank:
+            place.copy_(mine[name])
+        data = place.detach().cpu().contiguous().reshape(-1)
+        said = control.broadcast(data.view(torch.uint8).numpy().tobytes(), source)
+        if said and source != control.rank:
+            place.copy_(torch.frombuffer(bytearray(said), dtype=place.dtype).view(place.shape))
+
+
+def _check_shape(name: str, shape: Sequence[int], place: torch.Tensor | None) -> None:
+    """Refuse a tensor of the composed model that the plain one has not. **Raises** ConfigError."""
+    if place is None or tuple(place.shape) != tuple(shape):
+        found = "has no such tensor" if place is None else f"has {tuple(place.shape)}"
+        raise ConfigError(
+            f"make_model: '{name}' {tuple(shape)} of the composed model; the plain one "
+            f"{found}. compose= must keep names and shapes"
+        )
+
+
+def _of_all_stages(
+    control: Control, checks: Sequence[Mapping[str, Any]], order: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return what all ranks say of their parameters, each once, in the plain model's order."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in exchange_any(control, json.dumps(list(checks)).encode()):
+        for check in json.loads(row):
+            found.setdefault(check["name"], check)
+    places = {name: place for place, name in enumerate(order)}
+    return sorted(found.values(), key=lambda check: places[check["name"]])

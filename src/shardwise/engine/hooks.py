@@ -74,17 +74,14 @@ def forget_hooks(module: nn.Module) -> None:
     """Take our hooks from a module that was copied with them; those of others stay."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     for hooks in (before, after):
-        for number in [n for n, hook in hooks.items() if _is_ours(hook)]:
+        ours = [n for n, h in hooks.items() if isinstance(getattr(h, "__self__", None), _Hooks)]
+        for number in ours:
             del hooks[number]
             if hooks is before:
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
             else:
                 module._forward_hooks_with_kwargs.pop(number, None)
                 module._forward_hooks_always_called.pop(number, None)
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
 def register_state_dict_hooks(

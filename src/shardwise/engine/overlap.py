@@ -1,5 +1,17 @@
 """``overlap()``: an optimizer's step goes on behind what follows it, unit by unit.
 
+Note [A step behind the next forward pass]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+``optimizer.step()`` looks at everything that counts at that moment (gradients, which may have been
+unscaled or clipped, learning rates, whether a loss scaler skips the step) and leaves the arithmetic
+to a thread: one job per unit, in the order in which the next forward pass needs the units, which
+waits for each before it gathers it. So the step is the plain one to the bit, with clipping and loss
+scaling too, and nothing has to be undone.
+
+A job steps plain tensors: this rank's elements of parameters, gradients and state, in an optimizer
+of the same class that shares the state and has a copy of the groups' options. That is right for
+optimizers that work element by element, and saves what operations on sharded tensors cost.
+
 Note [Optimizers of offloaded units]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Where slices live on the host nobody has to call ``overlap()``. From the first model with such units
@@ -13,17 +25,33 @@ collected there.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
+from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine.apart import optimizer_like
-from shardwise.engine.steps import Overlap, homes_of
+from shardwise.comm.watch import WATCH
+from shardwise.device import run_near
+from shardwise.engine.agreement import any_rank, make_room
+from shardwise.engine.apart import optimizer_like, part_of_step
+from shardwise.engine.order import in_forward_order
+from shardwise.engine.stored import Params, StoredState, StoredStep
+from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
 from shardwise.errors import ConfigError
+from shardwise.unit.home import Home
+from shardwise.unit.partial import PartialGrad
+from shardwise.unit.plain_state import owner_of
+from shardwise.unit.states import ParamState
+from shardwise.unit.stepping import BackgroundStep, finish_all
 from shardwise.unit.unit import Unit
 
 ELEMENTWISE = (
@@ -41,8 +69,7 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
     Its ``step()`` returns at once, and takes the same steps to the bit. The next forward pass waits
     for each unit before it uses it; reading a parameter, a gradient or state that is cut like its
     parameter, clipping, saving and evaluating wait for what they need. ``threads`` are those of the
-    step; None is as many as the caller has. See Note [A step behind the next forward pass] in
-    `steps`.
+    step; None is as many as the caller has. See Note [A step behind the next forward pass].
 
     Steps are plain, and block, where they make a parameter's state (the first with it), on an
     accelerator (where they do not block anyway), inside accumulation windows, and while `unshard()`
@@ -139,3 +166,284 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether the optimizer's units may be stepped apart."""
     kinds = {getattr(torch.optim, name) for name in ELEMENTWISE}
     return type(optimizer) in kinds or hasattr(optimizer, "part_of_step")
+
+
+ByUnit = Mapping[Unit | None, Params]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Stands for ``optimizer.step``; as with a method, ``__func__`` takes the optimizer first.
+
+    It refers to the optimizer weakly, as a cycle would keep all state until garbage is collected.
+    """
+
+    of: weakref.ref[torch.optim.Optimizer]
+    __func__: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Step."""
+        return self.__func__(self.of(), *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what was noted on the function, as a method does."""
+        return getattr(self.__func__, name)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a step found when it was called; alike on all ranks, but for what a rank has.
+
+    ``way``: unit by unit and now, in the background, or plainly. ``stores``: some rank has to store
+    state of units in files anew.
+    """
+
+    by_unit: ByUnit
+    stores: bool
+    way: Literal["now", "behind", "plainly"]
+    with_disk: Sequence[Any]  # engines
+
+    @property
+    def with_grad(self) -> list[torch.Tensor]:
+        """The parameters that have a gradient."""
+        return [param for params in self.by_unit.values() for _, param in params]
+
+
+class Overlap:
+    """The steps of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None) -> None:
+        self.is_begun = False  # a step whose hooks before it were called, and no more
+        self._units: list[Unit] = []  # that were stepped last
+        self._stepped: dict[torch.Tensor, bool] = {}  # plainly, and whether that left state
+        self._stored = StoredState()
+        self._num_loads = 0  # of the models, when the ranks last asked each other
+        self._some_rank_stores = False  # what they have answered, until the step is taken
+        self.streaming = Streaming()
+        self._thread = ThreadPoolExecutor(1, "shardwise-step")
+        self._writer = ThreadPoolExecutor(1, "shardwise-store")  # waits for what was written
+        here = torch.get_num_threads()
+        near = [self._thread.submit(run_near, h.device).result() for h in homes_of(optimizer)[:1]]
+        own = threads or min([here, *filter(None, near)])
+        self._thread.submit(torch.set_num_threads, own).result()
+        torch.set_num_threads(here)  # the call above has also set what later threads begin with
+        self._plain_step: Callable[..., Any] | None = vars(optimizer).get("step")  # a scheduler's
+
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self.step(optimizer, closure)
+
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # what a scheduler looks for
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = _Step(weakref.ref(optimizer), step)  # type: ignore[method-assign]
+        optimizer.register_state_dict_pre_hook(lambda _: self.finish())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
+
+    def finish(self) -> None:
+        """Wait until all is stepped. **Raises** ShardError where a unit's step has failed."""
+        for unit in self._units:
+            unit.finish_steps()
+            finish_all(unit.writes)
+        self._units = []
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Step now, or hand the units' steps to the thread."""
+        self.finish()
+        found = None if closure is not None else self._look(optimizer)
+        if found is not None and found.way == "plainly":
+            returned = (self._plain_step or partial(type(optimizer).step, optimizer))()
+            self._note_stepped(optimizer, found.with_grad)
+            return returned
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        for pre in chain(torch_optimizer._global_optimizer_pre_hooks.values(), before.values()):
+            pre(optimizer, (optimizer,), {})
+        loss = None
+        if closure is not None:  # which these optimizers call once, before anything else
+            with torch.enable_grad():
+                loss = closure()
+        if found is None or before:  # which may have changed what there is
+            found = self._look(optimizer)
+        self._take(optimizer, found)
+        for post in chain(after.values(), torch_optimizer._global_optimizer_post_hooks.values()):
+            post(optimizer, (optimizer,), {})
+        return loss
+
+    def step_now(self, optimizer: Any) -> None:
+        """Step and wait, without the hooks around it."""
+        found = self._look(optimizer)
+        self._take(optimizer, replace(found, way="now") if found.way == "behind" else found)
+
+    def _take(self, optimizer: Any, found: _Look) -> None:
+        if found.way == "behind":
+            return self._start(optimizer, dict(found.by_unit))
+        if found.way == "now":
+            self._step_by_unit(optimizer, found)
+        else:
+            type(optimizer).step.__wrapped__(optimizer)
+        self._note_stepped(optimizer, found.with_grad)
+
+    def _look(self, optimizer: Any) -> _Look:
+        """Look at gradients and state, and choose how to step."""
+        by_unit = _by_unit(optimizer)
+        with_disk = _engines_of(filter(_has_disk, by_unit))
+        found = _Look(by_unit, self._stores(optimizer, by_unit), "plainly", with_disk)
+        with_grad = found.with_grad
+        none_here = with_grad and all(param.device.type != "cpu" for param in with_grad)
+        waits = not none_here and all(self._may_wait(optimizer, param) for param in with_grad)
+        if waits and not found.stores:
+            return replace(found, way="behind")
+        in_window = any(isinstance(param.grad, PartialGrad) for param in with_grad)
+        by_part = found.stores or any(map(_steps_on_device, by_unit))
+        if not in_window and by_part:
+            return replace(found, way="now")
+        return found
+
+    def _step_by_unit(self, optimizer: Any, found: _Look) -> None:
+        """Step units one after the other; a failure leaves the models unusable.
+
+        See Note [State in files] and Note [Steps on the device].
+        """
+        if found.stores:
+            work = partial(self._stored.reserve, optimizer, found.by_unit)
+            make_room(found.with_disk[0].comm.control, work)
+        unit = None
+        try:
+            for unit, params in found.by_unit.items():
+                step, _ = self._part_at_home(optimizer, unit, params)
+                if unit is not None and self._stored.has_reserved(unit):
+                    self._stored.step_and_store(optimizer, unit, step)
+                else:
+                    step()
+            self._some_rank_stores = False
+        except BaseException as failure:
+            why = f"the optimizer's step failed part of the way: {failure}"
+            for engine in _engines_of(found.by_unit):
+                engine.conditions.refuse(f"{why} Then load() a checkpoint")
+            if unit is not None:
+                name = unit.name or "(root)"
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                WATCH.tell_failure(f"rank {rank}, unit '{name}': {why}")
+            raise
+
+    def _stores(self, optimizer: Any, by_unit: ByUnit) -> bool:
+        """Tell whether a step of any rank has to store the state of units anew.
+
+        All ranks find the same by themselves, but after a load: a file that failed is one rank's.
+        """
+        needs = [u for u, p in by_unit.items() if u and self._stored.needs_storing(optimizer, u, p)]
+        engines = _engines_of(filter(_has_disk, by_unit))
+        num_loads = sum(engine.conditions.num_loads for engine in engines)
+        if engines and num_loads != self._num_loads:
+            self._num_loads = num_loads
+            self._some_rank_stores = any_rank(engines[0].comm.control, bool(needs))
+        return bool(needs) or self._some_rank_stores
+
+    def _note_stepped(self, optimizer: Any, with_grad: Sequence[torch.Tensor]) -> None:
+        self._stepped |= {param: bool(optimizer.state.get(param)) for param in with_grad}
+
+    def _may_wait(self, optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+        """Tell whether a parameter may be stepped later; alike on all ranks.
+
+        Not where its step makes the state, which others may look through; nor while full parameters
+        stand in the modules, which nobody would wait for.
+        """
+        if isinstance(param.grad, PartialGrad):
+            return False
+        owner = owner_of(param)
+        if owner is not None:
+            unit = owner.unit
+            stands = unit.settings.stands_while_full and unit.param_state is ParamState.FULL
+            if unit.is_pinned or stands:
+                return False
+        had_state = self._stepped.get(param)
+        return had_state is not None and (bool(optimizer.state.get(param)) or not had_state)
+
+    def _start(self, optimizer: torch.optim.Optimizer, by_unit: dict[Unit | None, Params]) -> None:
+        alone = by_unit.pop(None, None)
+        mine = [unit for unit in by_unit if unit is not None]
+        self._units += mine
+        units = in_forward_order(mine)
+        # Nothing is begun before all is known to be right.
+        now = [] if alone is None else [part_of_step(optimizer, alone)[0]]
+        parts = [self._part(optimizer, unit, by_unit[unit]) for unit in units]
+        taking_part = [id(tensor) for _, tensors in parts for tensor in tensors]
+        if len(set(taking_part)) < len(taking_part):  # one gradient for two parameters
+            now += [part_of_step(optimizer, by_unit[unit])[0] for unit in units]
+            units = []
+        for (unit, (work, tensors)), (after, _) in zip(
+            zip(units, parts, strict=False), [*parts[1:], (None, [])], strict=False
+        ):
+            following = after if isinstance(after, StoredStep) else None
+            made = partial(BackgroundStep, unit.name, tracer=unit.comm.tracer)
+            if isinstance(work, StoredStep):
+                unit.writes.append(made(work.finish, work.state, phase="store"))
+                self._writer.submit(unit.writes[-1].run)
+                work = partial(work.step, following)
+            if isinstance(work, StreamedStep):
+                unit.steps += [made(work.step, ()), made(work.finish, tensors, phase="store")]
+                for thread, step in zip((self._thread, self._writer), unit.steps[-2:], strict=True):
+                    thread.submit(step.run)
+            else:
+                unit.steps.append(made(work, tensors))
+                self._thread.submit(unit.steps[-1].run)
+        for work in now:
+            work()
+
+    def _part(self, optimizer: Any, unit: Unit, params: Params) -> tuple[Any, list[DTensor]]:
+        """Return a unit's step and the tensors it takes, but for state that rests in a file."""
+        if not self._stored.has(unit):
+            return self._part_at_home(optimizer, unit, params)
+        part, tensors = part_of_step(optimizer, params)
+        if not self._stored.fits(optimizer, unit):  # a group keeps moments in another form now,
+            return self._part_at_home(optimizer, unit, params)  # so the next step stores them anew
+        on_device = _steps_on_device(unit)
+        take = self.streaming.step_with_of(unit, part) if on_device else part.step_with
+        step = self._stored.step_of(optimizer, unit, take, tensors)
+        return step, step.tensors
+
+    def _part_at_home(
+        self, optimizer: Any, unit: Unit | None, params: Params
+    ) -> tuple[Callable[[], None], list[DTensor]]:
+        """Return the step of some parameters, on the device if that is asked for."""
+        if unit is None or not _steps_on_device(unit):
+            return part_of_step(optimizer, params)
+        lock_pages(optimizer, unit)
+        part, tensors = part_of_step(optimizer, params)
+        return self.streaming.step_of(unit, part), tensors
+
+
+def _by_unit(optimizer: torch.optim.Optimizer) -> dict[Unit | None, list[tuple[int, Any]]]:
+    """Return the parameters that have a gradient, with the numbers of their groups.
+
+    None is for those that are stepped at once: of no unit, as nobody is asked before their use, and
+    on an accelerator, where that does not block.
+    """
+    found: dict[Unit | None, list[tuple[int, Any]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param.grad is not None:
+                owner = owner_of(param) if param.device.type == "cpu" else None
+                found.setdefault(None if owner is None else owner.unit, []).append((number, param))
+    return found
+
+
+def _steps_on_device(unit: Unit | None) -> bool:
+    return unit is not None and unit.home is not None and unit.home.steps_on_device
+
+
+def _has_disk(unit: Unit | None) -> bool:
+    return unit is not None and unit.home is not None and unit.home.files.optimizer is not None
+
+
+def _engines_of(units: Iterable[Unit | None]) -> list[Any]:
+    """Return the engines of the models that units are of."""
+    engines = {id(unit.scheduler): unit.scheduler for unit in units if unit is not None}
+    return [engine for engine in engines.values() if hasattr(engine, "conditions")]
+
+
+def homes_of(optimizer: Any) -> list[Home]:
+    """Return the homes of the units whose parameters an optimizer has."""
+    owners = (owner_of(p) for group in optimizer.param_groups for p in group["params"])
+    return [owner.unit.home for owner in owners if owner is not None and owner.unit.home]

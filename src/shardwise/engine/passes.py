@@ -245,13 +245,6 @@ class Passes:
         progress = self._progress[unit.index]
         return progress.in_backward or progress.num_grads > 0
 
-    def _is_awaited(self, unit: PassUnit) -> bool:
-        """Tell whether a call of the unit goes on, or is to come, in the pass under way."""
-        waited_for = self._reached
-        if not self._goes_through_one:
-            waited_for = self._forward_passes + self._reached
-        return any(forward_pass.open[unit.index] for forward_pass in waited_for)
-
     def note_grad(self, unit: Any, leaf: torch.Tensor) -> None:
         """Take note of a gradient that is there."""
         self._listener.on_grad(unit, leaf)
@@ -341,7 +334,11 @@ class Passes:
         call.enter(CallState.PASSED)
         self._listener.on_call_over(call)
         unit = call.unit
-        if not self._progress[unit.index].used_outside and not self._is_awaited(unit):
+        waited_for = self._reached
+        if not self._goes_through_one:
+            waited_for = self._forward_passes + self._reached
+        is_awaited = any(forward_pass.open[unit.index] for forward_pass in waited_for)
+        if not self._progress[unit.index].used_outside and not is_awaited:
             self.close(unit)
 
     def close(self, unit: PassUnit) -> None:

@@ -25,7 +25,6 @@ from shardwise.engine.agreement import find_difference
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
 from shardwise.unit.inner import plain_parts
-from shardwise.unit.param import ShardedParam
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
@@ -177,7 +176,9 @@ def _entries(units: list[Unit], comm: Comm, optimizer: Joined | None) -> Iterato
             if has_copies:
                 yield _Entry(f"{label}, value", not sharded, _digest(param.sharded.to_local()))
             if _has_fresh_copy(unit, param.storage):
-                yield _Entry(f"{label}, full copy", True, _digest(_full_of(param)))
+                begin = param.storage.layout.full_offset(param.index)
+                full = param.storage.full[begin : begin + param.full.numel()]
+                yield _Entry(f"{label}, full copy", True, _digest(full))
             state = {} if optimizer is None else optimizer.state.get(param.sharded, {})
             items = sorted(state.items(), key=lambda item: str(item[0]))
             tensors = [(key, value) for key, value in items if isinstance(value, torch.Tensor)]
@@ -202,11 +203,6 @@ def _has_fresh_copy(unit: Unit, storage: Storage | None) -> bool:
     is_value = storage.aliased and not storage.needs_gather
     is_complete = storage.is_fresh and unit.param_state is not ParamState.GATHERING
     return is_complete and not is_value and not storage.frees
-
-
-def _full_of(param: ShardedParam) -> torch.Tensor:
-    begin = param.storage.layout.full_offset(param.index)
-    return param.storage.full[begin : begin + param.full.numel()]
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -82,15 +82,12 @@ class Surroundings:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             for mode in self._dispatch_modes:
                 _push_mode(mode)
-                stack.callback(_pop_mode, _key_of(mode))
+                key = getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None)
+                stack.callback(_pop_mode, key)
             for mode in self._function_modes:
                 _push_function_mode(mode)
                 stack.callback(_pop_function_mode)
             yield
-
-
-def _key_of(mode: Any) -> Any:
-    return getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None)
 
 
 def _saved_tensors_hooks() -> list[tuple[Any, Any]]:

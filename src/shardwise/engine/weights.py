@@ -168,7 +168,10 @@ class FullWeights:
         for numbers in groups.values():
             pieces = self._pieces([sharded[number] for number in numbers])
             for number, piece in zip(numbers, pieces, strict=True):
-                found[number] = self._completed(sharded[number].cut, piece)
+                cut = sharded[number].cut
+                if self._needed_along(cut)[1] and isinstance(cut, PieceCut):
+                    piece = as_dtensor(piece, cut.outer).full_tensor()
+                found[number] = piece
         return found
 
     def _sharded(self, tensor: torch.Tensor, owner: ShardedParam) -> _Sharded:
@@ -190,12 +193,6 @@ class FullWeights:
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else None
         return tensor.to(device=self._device, dtype=dtype)
-
-    def _completed(self, cut: Cut, piece: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor of which the shard axis has gathered this rank's piece."""
-        if not self._needed_along(cut)[1] or not isinstance(cut, PieceCut):
-            return piece
-        return as_dtensor(piece, cut.outer).full_tensor()
 
     def _pieces(self, wanted: Sequence[_Sharded]) -> list[torch.Tensor]:
         """Gather tensors along one shard axis; all of them are on the same axes."""

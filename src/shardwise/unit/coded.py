@@ -39,8 +39,13 @@ class CodedGather:
         self._bytes = torch.empty(wire.num_bytes, dtype=torch.uint8, device=full.device)
         self._shares = self._lay_out_shares(self._bytes, rank, wire.layout.num_ranks)
         self.items = [
-            GatherItem(segment, share, self._all_of(number), True)
-            for number, (segment, share) in enumerate(zip(wire.segments, self._shares, strict=True))
+            GatherItem(
+                segment,
+                share,
+                self._bytes[segment.full_offset :][: segment.shard_numel * wire.layout.num_ranks],
+                True,
+            )
+            for segment, share in zip(wire.segments, self._shares, strict=True)
         ]
         self._arriving, self._plain = self._lay_out_arriving()
         self._is_arriving = False
@@ -117,11 +122,6 @@ class CodedGather:
         sizes = [segment.shard_numel for segment in self._wire.segments]
         return [memory[begin:][:size] for begin, size in zip(begins, sizes, strict=True)]
 
-    def _all_of(self, number: int) -> torch.Tensor:
-        segment = self._wire.segments[number]
-        size = segment.shard_numel * self._wire.layout.num_ranks
-        return self._bytes[segment.full_offset :][:size]
-
     def _lay_out_own(
         self, slices: torch.Tensor, shares: list[torch.Tensor]
     ) -> tuple[list[_Blocks], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -173,16 +173,11 @@ class CodedGather:
         shape, stride = (ranks, num, size), (share, size, 1)
         codes = place.as_strided(shape, stride, origin + run.codes + begin * size)
         at = (origin + run.scales) // SCALE_BYTES + begin
-        numbers = _as_elements(place, torch.float32)
+        whole = place.as_strided((place.untyped_storage().nbytes(),), (1,), 0)
+        numbers = whole.view(torch.float32)
         scales = numbers.as_strided((ranks, num, 1), (share // SCALE_BYTES, 1, 1), at)
         return codes, scales
 
     def _plain_at(self, place: torch.Tensor, plain: Plain) -> torch.Tensor:
         num_bytes = plain.numel * self._full.element_size()
         return place[plain.at :][:num_bytes].view(self._full.dtype)
-
-
-def _as_elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the whole storage under bytes, as numbers."""
-    whole = memory.as_strided((memory.untyped_storage().nbytes(),), (1,), 0)
-    return whole.view(dtype)

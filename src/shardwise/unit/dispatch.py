@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ShardError
 from shardwise.unit.cut import GATHER_SITE, Cut
 from shardwise.unit.draws import draw
-from shardwise.unit.elements import is_masked_fill, is_outer, run_kernel
 from shardwise.unit.operations import (
     DIM_REDUCTIONS,
     FACTORIES,
@@ -176,7 +175,7 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if name in RANDOM or name in LIKE:
         return draw(func, name, args, kwargs, shards[0])
     if name in KERNELS:
-        made = run_kernel(func, args, kwargs, shards)
+        made = _run_kernel(func, args, kwargs, shards)
         if made is not NotImplemented:
             return made
     if name == "_foreach_norm":
@@ -196,9 +195,9 @@ def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any
         made = reduce_dims(func, name, args, kwargs, shards[0])
         if made is not NotImplemented:
             return made
-    if name in PRODUCTS and not kwargs and is_outer(args[0], args[1], shards[0]._cut.shape):
+    if name in PRODUCTS and not kwargs and _is_outer(args[0], args[1], shards[0]._cut.shape):
         return answer(torch.mul, "mul", args, {})
-    if name == "__setitem__" and is_masked_fill(*args):
+    if name == "__setitem__" and _is_masked_fill(*args):
         args[0]._local_tensor[args[1]._local_tensor] = args[2]
         return None
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
@@ -220,7 +219,9 @@ def run_in_full(
     """
     if "out" in kwargs:
         raise refusal(f"{name} with out=", shards)
-    if _asks_in_place(func, args, kwargs):  # told before it writes
+    place = _place_of_inplace(func)
+    given = args[place] if place is not None and place < len(args) else kwargs.get("inplace")
+    if given is True:  # told before it writes
         raise refusal(f"{name}, in place,", shards)
     args, kwargs = tuple(map(in_full, args)), {k: in_full(v) for k, v in kwargs.items()}
     fulls = [t for t in _one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
@@ -235,13 +236,6 @@ def run_in_full(
         if any(m.untyped_storage().data_ptr() in places for m in tensors):
             raise refusal(f"{name} (a view, which may be written)", shards)
     return result
-
-
-def _asks_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a function of torch.nn.functional is called with ``inplace`` true."""
-    place = _place_of_inplace(func)
-    given = args[place] if place is not None and place < len(args) else kwargs.get("inplace", False)
-    return given is True
 
 
 @cache
@@ -259,7 +253,10 @@ def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     own = [_list_oflocals_of(a, leads, name) for a in args]
     result = func(*own, **{k: _list_oflocals_of(v, leads, name) for k, v in kwargs.items()})
     if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in own[0]):
-        _bump_versions(args)
+        # Count a change of a fused kernel, or of a class's own operation: torch does not.
+        torch.autograd.graph.increment_version(
+            [t._local_tensor for t in args[0] if isinstance(t, ShardTensorBase)]
+        )
     if isinstance(result, list | tuple) and not name.endswith("_"):
         return [_wrapped(r, t) for r, t in zip(result, leads, strict=True)]
     return args[0] if name.endswith("_") else result
@@ -377,13 +374,6 @@ def _wrapped(result: Any, like: Any) -> Any:
     return like.wrap(result, like._cut) if isinstance(like, ShardTensorBase) else result
 
 
-def _bump_versions(args: tuple[Any, ...]) -> None:
-    """Count a change of a fused kernel, or of a class's own operation: torch does not."""
-    torch.autograd.graph.increment_version(
-        [t._local_tensor for t in args[0] if isinstance(t, ShardTensorBase)]
-    )
-
-
 def _unscale(func: Any, args: tuple[Any, ...]) -> None:
     """Unscale gradients; an overflow that one rank sees, every rank sees (torch.amp.GradScaler)."""
     tensors, found_inf, inv_scale = args
@@ -400,3 +390,46 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Shar
         made = func(like._local_tensor, like._cut.local_shape, *args[2:], **kwargs)
         return like.wrap(made, like._cut)
     return func(like._local_tensor, *args[1:], **kwargs)
+
+
+_BLOCK = 256  # elements of a block, fixed in bitsandbytes
+
+
+def _is_outer(left: Any, right: Any, shape: tuple[int, ...]) -> bool:
+    """Tell whether a product of matrices sums over one element only, and has the given shape."""
+    if min(left.ndim, right.ndim) < 2 or left.shape[-1] != 1 or right.shape[-2] != 1:
+        return False
+    return tuple(torch.broadcast_shapes(left.shape, right.shape)) == shape
+
+
+def _is_masked_fill(tensor: Any, index: Any, value: Any) -> bool:
+    """Tell whether one number is assigned where a mask, cut as the tensor is, is true."""
+    if not isinstance(tensor, ShardTensorBase) or not isinstance(index, ShardTensorBase):
+        return False
+    is_number = not isinstance(value, torch.Tensor) or (
+        value.ndim == 0 and not isinstance(value, ShardTensorBase)
+    )
+    return is_number and index.dtype == torch.bool and index._cut.matches(tensor._cut)
+
+
+def _run_kernel(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: Sequence[ShardTensorBase]
+) -> Any:
+    """Run a kernel of bitsandbytes on this rank's elements, in blocks of its own.
+
+    NotImplemented where it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
+    """
+    takes_norm = func.__name__ == "optimizer_update_32bit" and args[5] is not None
+    if takes_norm and not is_replicated(shards):
+        return NotImplemented
+    numel = shards[0]._local_tensor.numel()
+    if numel == 0:
+        return None
+    names = [argument.name for argument in func.default._schema.arguments]
+    given = {**dict(zip(names, locals_of(args), strict=False)), **kwargs}
+    for scales in ("absmax1", "absmax2"):  # one of each block, and the slice has fewer
+        if given.get(scales) is not None:
+            given[scales] = given[scales][: -(-numel // _BLOCK)]
+    result = func(**{key: locals_of(value) for key, value in given.items()})
+    torch.autograd.graph.increment_version([t._local_tensor for t in shards])
+    return result

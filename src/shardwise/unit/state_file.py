@@ -54,10 +54,8 @@ class StateFile:
         """Tell whether the file is whole, with a place for each of these tensors and no other."""
         if self._file is None or self._file.transfers.failed or held.keys() != self._rows.keys():
             return False
-        return all((t.dtype, t.shape) == self._alike(key) for key, t in held.items())
-
-    def _alike(self, key: Key) -> tuple[torch.dtype, torch.Size]:
-        return self._rows[key].dtype, self._rows[key].shape
+        rows = ((t, self._rows[key]) for key, t in held.items())
+        return all((t.dtype, t.shape) == (row.dtype, row.shape) for t, row in rows)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Take the space for tensors of so many bytes, which are to be stored."""

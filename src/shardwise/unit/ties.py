@@ -107,14 +107,12 @@ class Tie:
         for place in self.places:
             total += found[place]
         if there or bool(total[-1]):
-            self._give([total[:-1].view(first.shape)] * len(grads), grads)
-
-    def _give(self, totals: Sequence[torch.Tensor], grads: Sequence[Any]) -> None:
-        for param, grad, total in zip(self.params, grads, totals, strict=True):
-            if grad is None:
-                param.sharded.grad = param.form.like(total.clone())
-            else:
-                (grad._local_tensor if isinstance(grad, DTensor) else grad).copy_(total)
+            whole = total[:-1].view(first.shape)
+            for param, grad in zip(self.params, grads, strict=True):
+                if grad is None:
+                    param.sharded.grad = param.form.like(whole.clone())
+                else:
+                    (grad._local_tensor if isinstance(grad, DTensor) else grad).copy_(whole)
 
 
 def ties_of(owners: Iterable[Any]) -> list[Tie]:

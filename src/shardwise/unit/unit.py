@@ -156,7 +156,10 @@ class Unit:
             if not items:
                 return
             if axis.size == 1:
-                return _copy_alone(items)
+                for item in items:
+                    if not item.in_place:
+                        item.full.view(-1)[: item.source.numel()].copy_(item.source.view(-1))
+                return None
             collective = self.comm.collective_id("all_gather", self.name, self.index)
             with nullcontext() if self.home is None else self.home.after_fetch():
                 self.pending = self.comm.start_all_gather(items, axis, collective, self.transport)
@@ -390,10 +393,3 @@ class Unit:
 
     def _enter(self, state: ParamState) -> None:
         self.param_state = check_transition(PARAM_TRANSITIONS, self.name, self.param_state, state)
-
-
-def _copy_alone(items: Sequence[GatherItem]) -> None:
-    """Copy what a rank that is alone has gathered from itself."""
-    for item in items:
-        if not item.in_place:
-            item.full.view(-1)[: item.source.numel()].copy_(item.source.view(-1))
