@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
-from shardwise.engine import steps
+from shardwise.engine import overlap as steps
 from shardwise.offload.slab import Slab
 from shardwise.unit.stepping import BackgroundStep
 

@@ -33,7 +33,7 @@ from shardwise import (
     shard,
     stats,
 )
-from shardwise.engine import steps as module
+from shardwise.engine import overlap as module
 from shardwise.engine.apart import Apart
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.cli.plan_setup import Setup, padding_notes, set_up
 from shardwise.cli.plan_space import limits_of, space_of
-from shardwise.cli.plan_write import _written_offload, train_config_of
+from shardwise.cli.plan_write import train_config_of, written_offload
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.keys import check_keys
@@ -415,7 +415,7 @@ def test_a_plan_of_another_stage_is_written_with_the_places_that_it_has(
     stage: int, asked: Any, planned: Offload
 ) -> None:
     candidate = Candidate(offload=planned)
-    found = _written_offload(candidate, TrainConfig(stage=stage, offload=asked))
+    found = written_offload(candidate, TrainConfig(stage=stage, offload=asked))
     assert planned_offload(TrainConfig(stage=3, offload=found).offloaded) == candidate.offload
 
 

@@ -100,6 +100,13 @@ def planned_optimizer(config: TrainConfig) -> str:
     return name
 
 
+def written_offload(candidate: Candidate, config: TrainConfig) -> Any:
+    """Return the key ``offload`` of a run as a plan has it; the run's own if that is the same."""
+    if candidate.offload == planned_offload(config.offloaded):
+        return config.offload
+    return offload_keys(candidate.offload) or None
+
+
 def check_trainable(name: str, candidate: Candidate, config: TrainConfig | None) -> None:
     """Check that `shardwise train` can run a candidate, before anything is planned.
 
@@ -187,13 +194,12 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
         other = {"optimizer": kind, "optimizer_options": options}
     moves_state = candidate.offload.moves_state
     moves = moves_state or candidate.offload.activations != "device"
-    is_same = candidate.offload == planned_offload(config.offloaded)
     made = _for_stages(candidate, config).model_copy(
         update={
             **other,
             **{name: getattr(candidate, name) for name in (*ALIKE, *ALL_DEGREES)},
             "activation_checkpointing": candidate.activation_checkpointing == "full",
-            "offload": config.offload if is_same else offload_keys(candidate.offload) or None,
+            "offload": written_offload(candidate, config),
             "dp_replicate": candidate.num_replicas,
             "dp_shard": -1,
             "global_batch": None,
