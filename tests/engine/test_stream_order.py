@@ -501,7 +501,7 @@ MISTAKES: dict[str, tuple[Callable[[CheckingDevice], tuple[Any, str, Any]], str,
         r"copy_ \(home.py:\d+\), on the fetch stream, uses .* while the allocation",
     ),
     "slices are gathered before they are fetched": (
-        replaced(Unit, "_after_fetch", lambda unit: nullcontext()),
+        replaced(home.Home, "after_fetch", lambda home: nullcontext()),
         "stage 3, slices at home",
         r"allgather_into_tensor_coalesced_ .* reads .* while copy_ .* the fetch stream, writes it",
     ),

@@ -53,6 +53,13 @@ Init = Callable[[nn.Module], object]
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
+def leave_values(module: nn.Module) -> None:
+    """Leave a module's memory unwritten; for ``init=``, if the caller writes all of it afterwards.
+
+    What it leaves is not looked at.
+    """
+
+
 class Materializer:
     """Turns unit specifications into units with filled shards."""
 
@@ -345,6 +352,8 @@ class Materializer:
             values = {key: module._parameters[key].detach() for key in wanted}  # type: ignore[union-attr]
         finally:
             module._parameters.update(before)
+        if self._init is leave_values:
+            return values
         made = [*values.items(), *((key, module._buffers.get(key)) for key in on_meta)]
         left = [key for key, value in made if value is not None and is_unwritten(local_of(value))]
         self.unwritten = [*(self.unwritten or ()), *(f"{name}.{key}".lstrip(".") for key in left)]

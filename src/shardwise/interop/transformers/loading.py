@@ -36,6 +36,7 @@ from shardwise.interop.transformers.missing import initialise_missing
 from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.recipes import Recipe, match_keys
 from shardwise.layout.units import UnitChoice
+from shardwise.unit.materialize import leave_values
 
 _REFUSED = {
     "device_map": "a sharded model is where its mesh is",
@@ -201,7 +202,7 @@ class _Loader:
         _set_dtypes(model, recipes, load_config.dtype_plan or {})
         _tie(model, source, recipes, report)
         dtypes = _dtypes_of(model)
-        shard(model, init=_leave, **self._settings)
+        shard(model, init=leave_values, **self._settings)
         engine = engine_of(model)
         _read(engine, model, source, recipes, dtypes, report)
         initialise_missing(model, recipes.keys(), dtypes)
@@ -294,10 +295,6 @@ def _read(
     why = f"reading {source.where} did not come to its end; load the weights again"
     with engine.conditions.writing(why):
         on_all_ranks(engine.comm.control, lambda: fill(model, source, recipes, dtypes, report))
-
-
-def _leave(module: nn.Module) -> None:
-    """Leave a module's memory as it is: its values are read, or drawn, afterwards."""
 
 
 def _dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
