@@ -25,10 +25,11 @@ from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
 from shardwise.comm import missing
 from shardwise.comm.meeting import Meeting, text_of
-from shardwise.comm.pulse import ENDED_WELL, Process, Pulse, Pulses, fate, own_process
+from shardwise.comm.pulse import ENDED_WELL, Pulse, Pulses
 from shardwise.comm.waits import Begun, Flights, Wait, lines_of_main, torch_wait
 from shardwise.comm.watch import WATCH, checked_timeout
 from shardwise.errors import ConfigError
+from shardwise.processes import Process, fate, own_process
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import make_decoder, shard_decoder
 from shardwise.train.text import load_tokenizer

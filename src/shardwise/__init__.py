@@ -13,6 +13,7 @@ Reading order, which is also the import order (a file imports only from what sta
     strict_json               JSON read strictly and within limits
     keys                      keys of files and flags, checked, with errors for people
     host                      what the host has: memory, cores
+    processes                 which process this is, and whether one lives
     device                    what differs between devices
     stages, precisions        the table of stages; names of precisions
     homes                     where state may rest

@@ -432,15 +432,15 @@ def test_contexts_and_copies_have_what_is_kept_and_ranks_must_ask_for_one_format
 
 def refuses(rank: int, num_ranks: int) -> None:
     for wrong, match in (
-        (Precision(gather="int9"), "int9.*did you mean 'int8'"),  # type: ignore[arg-type]
-        (Precision(gather="int8", block=24), "block=24: expected a multiple of 16"),
-        (Precision(gather="int8", block=0), "block=0"),
-        (Precision(block=True), "block=True"),
-        (Precision(block=256.0), r"block=256\.0: expected a multiple of 16"),  # type: ignore[arg-type]
-        (Precision(block=float("inf")), "block=inf"),  # type: ignore[arg-type]
+        ({"gather": "int9"}, "int9.*did you mean 'int8'"),
+        ({"gather": "int8", "block": 24}, "block=24: expected a multiple of 16"),
+        ({"gather": "int8", "block": 0}, "block=0"),
+        ({"block": True}, "block=True"),
+        ({"block": 256.0}, r"block=256\.0: expected a multiple of 16"),
+        ({"block": float("inf")}, "block=inf"),
     ):
         with pytest.raises(ConfigError, match=match):
-            shard(Net(), precision=wrong)
+            Precision(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="nothing is gathered at stage 0; use stage 1, 2 or 3"):
         shard(Net(), stage=0, precision=Precision(gather="int8"))
     with pytest.raises(ConfigError, match=r"keeps a copy of the slices.* use stage 1 or 2"):

@@ -88,8 +88,8 @@ def test_muon_and_adamw_make_the_steps_of_one_process_and_send_nothing(num_ranks
 def check_axes_of_one(rank: int, num_ranks: int) -> None:
     """Groups of one rank neither average nor add twice (Megatron-LM#6660), nor send."""
     of_step = [[[batch(r, s, m) for r in range(num_ranks)] for m in range(2)] for s in range(STEPS)]
-    truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, True)
     for sizes in ((1, num_ranks), (num_ranks, 1)):
+        truth = plain_loop(Model(), of_step, lambda m, b: m(b), both, None, True, sizes[0])
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         model: Any = shardwise.shard(Model(), layout="matrices", units=[nn.Sequential], mesh=mesh)
         optimizer = both(model.parameters())

@@ -125,7 +125,9 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size: int, tmp_path: Pa
     # Evaluations after steps 2 and 4 are in no step; the save after step 3 is in step 4.
     for step in (2, 3, 4):
         counted = phases(ours, step)
-        assert counted["data", ""] == 1 and counted["forward", "model.layers.0"] >= 2
+        # Collectives of the loop's own, for the number of tokens, cut the one time of data loading.
+        assert 1 <= counted["data", ""] <= 1 + counted["exchange", ""]
+        assert counted["forward", "model.layers.0"] >= 2
         assert (counted["save", ""] > 0) is (step == 4)
     assert phases(ours, 3) == phases(ours, 2)
     assert [line.metrics[STALL_S].min > 0 for line in ours.steps] == [False, False, False, True]

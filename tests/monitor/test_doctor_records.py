@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from records import write_record
-from shardwise.comm.pulse import own_process
 from shardwise.monitor.doctor.rules import diagnose
 from shardwise.monitor.findings import Change, Finding, Gain, finding_from_json
 from shardwise.monitor.lessons import LESSONS, page, read_lessons
@@ -20,6 +19,7 @@ from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts, read_run
+from shardwise.processes import own_process
 
 ROOT = Path(__file__).parents[2]
 LAYER = 400 << 20

@@ -21,7 +21,7 @@ from shardwise.plan.model.execution import (
     layer_bytes,
     logit_bytes,
 )
-from shardwise.plan.model.shape_tape import activation_peaks, shape_tape
+from shardwise.plan.model.shape_tape import shape_tape
 from shardwise.plan.model.shapes import (
     DecoderShape,
     Experts,
@@ -31,7 +31,7 @@ from shardwise.plan.model.shapes import (
     mpt_shape,
     shape_from_config,
 )
-from shardwise.plan.model.tape import LiveBytes, Visit, Work
+from shardwise.plan.model.tape import LiveBytes, Phase, Tape, Visit, Work
 from shardwise.plan.step.ledger import Ledger
 from shardwise.plan.step.play import play
 
@@ -170,6 +170,24 @@ def test_a_modern_fused_block_keeps_what_its_formula_says() -> None:
     """12 h + 4 h kv / a + 6 f bytes per token, and a log-sum-exp per head."""
     run = Execution(2, 8192)
     assert sum(layer_bytes(LLAMA_8B, run).values()) == run.tokens * (139_264 + 4 * 32)
+
+
+def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
+    """Return the largest activations, logits and temporaries of each phase; grads are left out."""
+    peaks: dict[Phase, LiveBytes] = {}
+    live = LiveBytes()
+    for event in tape.events:
+        if isinstance(event, Visit):
+            continue
+        moment = _plus(live, event.peak)
+        if moment.total > peaks.get(event.phase, LiveBytes()).total:
+            peaks[event.phase] = moment
+        live = _plus(live, event.net)
+    return peaks
+
+
+def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
+    return LiveBytes(a.activations + b.activations, a.temporary + b.temporary, a.logits + b.logits)
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ class Checkpoints:
             warnings.warn(
                 f"{self.folder} holds checkpoints of an earlier run (newest: step {unread}) and "
                 f"training begins {begins}. The next load takes the highest step, so saves "
-                f"below step {unread} will be refused. Call load() to go on from there, choose "
+                f"up to step {unread} will be refused. Call load() to go on from there, choose "
                 "another folder, or move them away first",
                 stacklevel=2,
             )

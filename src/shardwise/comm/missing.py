@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.comm.meeting import Meeting, name_ranks, text_of
-from shardwise.comm.pulse import ENDED_WELL, FAILED, Board, Life, Pulse, Pulses, blame
+from shardwise.comm.pulse import ENDED_WELL, FAILED, Board, Pulse, Pulses, blame
 from shardwise.comm.waits import (
     Begun,
     TorchWait,
@@ -29,6 +29,7 @@ from shardwise.comm.waits import (
     num_begun,
     timeout_s_of,
 )
+from shardwise.processes import Life
 
 _MAX_RANKS = 256  # that one rank looks at: the store must serve all ranks that look
 _MAX_SHOWN = 8
@@ -131,7 +132,7 @@ class Finder:
         return failed | {
             "serial": wait.serial,
             "look": wait.looks,
-            "trains": bool(wait.meeting.axis),
+            "trains": bool(wait.meeting.axis or wait.meeting.about),
             "key": wait.meeting.key,
             "number": wait.number,
             "among" if wait.call else "ranks": list(wait.ranks),

@@ -2,46 +2,24 @@
 
 Note [Dead, stopped, silent]
 A rank whose record does not change for some seconds is silent: stopped, dead, cut off, or in a call
-that does not let Python go on. On the same machine the system tells which: processes are looked up
-by number and by the time of their start, as a number may have been given to another one since. Of
-a rank on another machine that is silent no more is known, until a rank beside it says more.
+that does not let Python go on. On the same machine the system tells which, see `fate`. Of a rank on
+another machine that is silent no more is known, until a rank beside it says more.
 """
 
 import json
-import os
-import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.comm.meeting import Meeting
+from shardwise.processes import Life, Process, fate, own_process
 
-Life = Literal["alive", "stopped", "dead", "silent"]
 FAILED = "a rank has failed or ended, and will not come: "
 ENDED_WELL = "its program is over"
-_PROCESSES = Path("/proc")
-_STATE, _BORN, _EXIT_CODE = 0, 19, 49  # of what stands after a process's name in its stat file
 _SILENT_LOOKS = 4
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process; ``machine`` is the same for processes that see each other's numbers."""
-
-    pid: int
-    host: str
-    machine: str
-    born: str
-
-    def __str__(self) -> str:
-        """Say it for people."""
-        return f"process {self.pid} on {self.host}"
 
 
 @dataclass(frozen=True)
@@ -76,47 +54,6 @@ class Pulse:
         """Return what a rank has said."""
         values = json.loads(text)
         return cls(**values | {"process": Process(**values["process"])})
-
-
-def own_process() -> Process:
-    """Return this process."""
-    machine = born = ""
-    with suppress(OSError):
-        boot = Path(_PROCESSES, "sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-        born = _stat(os.getpid())[_BORN]
-    return Process(os.getpid(), socket.gethostname(), machine, born)
-
-
-def fate(process: Process, mine: Process) -> tuple[Life, str]:
-    """Return whether a process lives, and what it died of if that can still be known.
-
-    "silent" stands for a process that cannot be looked up from here.
-    """
-    if not process.machine or process.machine != mine.machine:
-        return "silent", ""
-    try:
-        told = _stat(process.pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return "dead", ""
-    except OSError:
-        return "silent", ""
-    if told[_BORN] != process.born:
-        return "dead", ""
-    if told[_STATE] in "ZX":
-        code = int(told[_EXIT_CODE]) if len(told) > _EXIT_CODE else 0
-        return "dead", _named(code & 0x7F) if code & 0x7F else f"exit code {code >> 8}"
-    return ("stopped", "") if told[_STATE] in "Tt" else ("alive", "")
-
-
-def _named(number: int) -> str:
-    with suppress(ValueError):
-        return f"signal {number} ({signal.Signals(number).name})"
-    return f"signal {number}"
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(_PROCESSES, str(pid), "stat").read_text().rpartition(")")[2].split()
 
 
 class Pulses:

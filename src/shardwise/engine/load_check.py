@@ -32,12 +32,12 @@ def compare_load(
     **Raises** ConfigError on all ranks, before anything is written, naming the first difference.
     """
     units = _units_of(module)
-    if not units or (prefix and module not in units[0].modules):
+    engine = units[0].scheduler if units else None
+    root = engine.units[0] if isinstance(engine, Engine) else units[0] if units else None
+    if root is None or (prefix and module not in root.modules):
         return
-    engine = units[0].scheduler
-    comm, is_gathered = units[0].comm, False
-    if isinstance(engine, Engine):
-        comm, is_gathered = engine.comm, engine.suspended
+    comm = root.comm
+    is_gathered = isinstance(engine, Engine) and engine.suspended
     if comm.axes.num_ranks == 1 or is_gathered:
         return
     apart = {

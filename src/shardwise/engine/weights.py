@@ -37,10 +37,7 @@ _SITE = CollectiveId("gather", "(stream)", 0)
 
 
 def named_weights(model: nn.Module) -> State:
-    """Return what ``state_dict()`` names, sharded as it is, each tensor under one name.
-
-    Of names that are tied, it is the one that the model of transformers does not list as tied.
-    """
+    """Return what ``state_dict()`` names, still sharded; of tied names the one that is no alias."""
     state: State = model.state_dict(keep_vars=True)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -60,7 +57,7 @@ class _Sharded:
 
     @property
     def inner(self) -> Cut:
-        """The cut of this rank's piece along the shard axis alone."""
+        """How the shard axis cuts this rank's piece."""
         return self.cut.inner if isinstance(self.cut, PieceCut) else self.cut
 
     @property
@@ -93,8 +90,8 @@ class _Sharded:
 class FullWeights:
     """Gathers the tensors of one model; every rank makes one and asks for the same tensors.
 
-    ``ranks``: those that take the tensors, by their number in the world; None is all. ``dtype``:
-    floating-point tensors are cast to it before they are sent.
+    ``ranks`` of the world take the tensors; None is all. ``dtype``: floating-point tensors are cast
+    to it before they are sent.
 
     **Raises** ConfigError on all ranks for a rank that there is not, and where ranks differ in what
     they ask; StateError inside `gathered`, and while parameters are not to be used.
@@ -126,7 +123,7 @@ class FullWeights:
         self._device = self.parts.comm.device
         self.is_taker = ranks is None or dist.get_rank() in ranks
         stages = self.parts.comm.axes.stages
-        column = () if stages is None else dist.get_process_group_ranks(stages.group)
+        column = dist.get_process_group_ranks(stages.group) if stages else ()
         self.is_needed = self.is_taker or not self._ranks.isdisjoint(column)  # type: ignore[union-attr]
         self._needs: dict[tuple[int, ...], tuple[list[int], bool]] = {}
 
@@ -235,11 +232,9 @@ class _Slices:
     owner: int | None
 
     def place(self, rank: int) -> torch.Tensor:
-        """Return where the elements of a rank go."""
         return self.flat[slice(*self.ranges[rank])]
 
     def num_bytes(self, rank: int) -> int:
-        """Return the bytes of a rank's elements."""
         lo, hi = self.ranges[rank]
         return (hi - lo) * self.own.element_size()
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, WrapValidator
 
-from shardwise.comm.pulse import Process
 from shardwise.errors import ConfigError
 from shardwise.keys import checked_value, shown
+from shardwise.processes import Process
 
 MAX_RANKS = 1 << 24
 Count = Annotated[int, Field(ge=0, le=1 << 62)]

@@ -22,7 +22,6 @@ import torch
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.pulse import own_process
 from shardwise.comm.torch_calls import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
@@ -41,6 +40,7 @@ from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, w
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.monitor.standing import Standing
 from shardwise.names import MAIN
+from shardwise.processes import own_process
 
 T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")

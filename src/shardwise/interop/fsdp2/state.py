@@ -18,7 +18,7 @@ from torch.distributed._composable_state import _get_module_state, _insert_modul
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 
 from shardwise import __version__
-from shardwise.comm.watch import WATCH
+from shardwise.comm.control import exchange_any
 from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
@@ -133,7 +133,7 @@ class GroupEngine(Engine):
     def check_written(self) -> None:
         """Refuse parameters and buffers that nothing has written since `to_empty`.
 
-        **Raises** ConfigError, naming them; ranks that wait for this one are told.
+        **Raises** ConfigError on all ranks, naming them; the caller asks for it on all of them.
         """
         model = self.all_states[0].modules[0]
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -142,13 +142,13 @@ class GroupEngine(Engine):
             for name, tensor in named
             if any(map(is_unwritten, plain_parts(local_of(tensor)).values()))
         ]
-        if left:
-            text = (
-                f"rank {dist.get_rank()}: nothing has written {list_names(left)} since to_empty(): "
-                "load it, or let reset_parameters() or your own initialisation write all of it"
-            )
-            WATCH.tell_failure(text)
-            raise ConfigError(text)
+        own = left and (
+            f"rank {dist.get_rank()}: nothing has written {list_names(left)} since to_empty(): "
+            "load it, or let reset_parameters() or your own initialisation write all of it"
+        )
+        told = exchange_any(self.comm.control, own.encode() if own else b"")
+        if any(told):
+            raise ConfigError(own or next(filter(None, told)).decode())
         for state in self.all_states:
             state.is_emptied = False
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from shardwise.comm.pulse import Process, fate, own_process
 from shardwise.keys import checked_value
 from shardwise.monitor.doctor.evidence import NotEnough, finding
 from shardwise.monitor.findings import Change, Finding
 from shardwise.monitor.record import RunRecord
 from shardwise.names import name_of_unit
+from shardwise.processes import Process, fate, own_process
 from shardwise.quantities import format_bytes, format_duration
 
 _HANG_TIMES, _HANG_S = 5.0, 60.0

@@ -49,6 +49,7 @@ _EXPLAINS = {
     "SW021": ("SW020",),
     "SW023": ("SW022",),
     "SW024": ("SW012", "SW020"),
+    "SW050": ("SW020",),
 }
 
 
@@ -72,4 +73,4 @@ def diagnose(run: RunRecord) -> Diagnosis:
 def _explains(cause: Finding, other: Finding) -> bool:
     if other.code not in _EXPLAINS.get(cause.code, ()):
         return False
-    return cause.code != "SW021" or cause.rank == other.rank
+    return cause.code not in ("SW021", "SW050") or cause.rank == other.rank

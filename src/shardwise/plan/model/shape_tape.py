@@ -215,24 +215,6 @@ def _passed(
     ]
 
 
-def activation_peaks(tape: Tape) -> dict[Phase, LiveBytes]:
-    """Return the largest activations, logits and temporaries of each phase; grads are left out."""
-    peaks: dict[Phase, LiveBytes] = {}
-    live = LiveBytes()
-    for event in tape.events:
-        if isinstance(event, Visit):
-            continue
-        moment = _plus(live, event.peak)
-        if moment.total > peaks.get(event.phase, LiveBytes()).total:
-            peaks[event.phase] = moment
-        live = _plus(live, event.net)
-    return peaks
-
-
-def _plus(a: LiveBytes, b: LiveBytes) -> LiveBytes:
-    return LiveBytes(a.activations + b.activations, a.temporary + b.temporary, a.logits + b.logits)
-
-
 def _enter(live: FormulaLive) -> Work:
     """The embedding; other micro-batches in flight are counted from here on."""
     run = live.run

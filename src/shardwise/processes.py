@@ -1,0 +1,71 @@
+"""Processes by number and time of start: which one this is, and whether one lives.
+
+A number alone is not enough, as it may have been given to another process since.
+"""
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Life = Literal["alive", "stopped", "dead", "silent"]
+_PROCESSES = Path("/proc")
+_STATE, _BORN, _EXIT_CODE = 0, 19, 49  # of what stands after a process's name in its stat file
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process; ``machine`` is the same for processes that see each other's numbers."""
+
+    pid: int
+    host: str
+    machine: str
+    born: str
+
+    def __str__(self) -> str:
+        """Say it for people."""
+        return f"process {self.pid} on {self.host}"
+
+
+def own_process() -> Process:
+    """Return this process."""
+    machine = born = ""
+    with suppress(OSError):
+        boot = Path(_PROCESSES, "sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+        born = _stat(os.getpid())[_BORN]
+    return Process(os.getpid(), socket.gethostname(), machine, born)
+
+
+def fate(process: Process, mine: Process) -> tuple[Life, str]:
+    """Return whether a process lives, and what it died of if that can still be known.
+
+    "silent" stands for a process that cannot be looked up from here.
+    """
+    if not process.machine or process.machine != mine.machine:
+        return "silent", ""
+    try:
+        told = _stat(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return "dead", ""
+    except OSError:
+        return "silent", ""
+    if told[_BORN] != process.born:
+        return "dead", ""
+    if told[_STATE] in "ZX":
+        code = int(told[_EXIT_CODE]) if len(told) > _EXIT_CODE else 0
+        return "dead", _named(code & 0x7F) if code & 0x7F else f"exit code {code >> 8}"
+    return ("stopped", "") if told[_STATE] in "Tt" else ("alive", "")
+
+
+def _named(number: int) -> str:
+    with suppress(ValueError):
+        return f"signal {number} ({signal.Signals(number).name})"
+    return f"signal {number}"
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(_PROCESSES, str(pid), "stat").read_text().rpartition(")")[2].split()
