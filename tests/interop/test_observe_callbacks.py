@@ -129,7 +129,11 @@ def test_a_trainer_run_is_observed_by_one_callback(world_size: int, tmp_path: Pa
         assert 1 <= counted["data", ""] <= 1 + counted["exchange", ""]
         assert counted["forward", "model.layers.0"] >= 2
         assert (counted["save", ""] > 0) is (step == 4)
-    assert phases(ours, 3) == phases(ours, 2)
+    second, third = phases(ours, 2), phases(ours, 3)
+    for each in (second, third):
+        for phase in ("data", "exchange"):
+            del each[phase, ""]
+    assert third == second
     assert [line.metrics[STALL_S].min > 0 for line in ours.steps] == [False, False, False, True]
     again = read_run(tmp_path / "again")
     assert [line.step for line in again.steps] == [4]
