@@ -287,9 +287,6 @@ class Engine:
         self.rank_checks.begin_pass(compares=in_turn)
         self.num_begun += all(unit.grad_state is GradState.EMPTY for unit in self.units)
         self._schedule.begin_backward(order)
-        is_last, schedule = self.conditions.is_last_micro_batch, self._schedule
-        if schedule.reduces_in_turn and any(schedule.reduces(u, is_last) for u in self.units):
-            self.rank_checks.before_reduction()  # in one place, whatever layers ranks skip
 
     def on_grad(self, unit: Unit, leaf: torch.Tensor) -> None:
         """Refuse gradients of parameters that have a graph."""
