@@ -54,10 +54,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def leave_values(module: nn.Module) -> None:
-    """Leave a module's memory unwritten; for ``init=``, if the caller writes all of it afterwards.
-
-    What it leaves is not looked at.
-    """
+    """Leave a module's memory unwritten, and unchecked: an ``init=`` if the caller writes it later."""
 
 
 class Materializer:
@@ -362,7 +359,8 @@ class Materializer:
     def _unwritten_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return memory for what is on meta, in which `is_unwritten` finds what nothing writes."""
         made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self._device)
-        poison(made)
+        if self._init is not leave_values:
+            poison(made)
         return made
 
     @contextmanager
