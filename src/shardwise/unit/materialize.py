@@ -54,7 +54,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def leave_values(module: nn.Module) -> None:
-    """Leave a module's memory unwritten, and unchecked: an ``init=`` if the caller writes it later."""
+    """Leave memory unwritten and unchecked; for ``init=``, if the caller writes it afterwards."""
 
 
 class Materializer:
