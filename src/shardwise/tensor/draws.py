@@ -15,9 +15,9 @@ import torch
 
 from shardwise.comm.pending import CollectiveId
 from shardwise.device import accelerator_generator, set_accelerator_generator
-from shardwise.unit.cut import Cut
-from shardwise.unit.operations import LIKE
-from shardwise.unit.tensor_base import ShardTensorBase
+from shardwise.tensor.cut import Cut
+from shardwise.tensor.operations import LIKE
+from shardwise.tensor.tensor_base import ShardTensorBase
 
 _SITE = CollectiveId("broadcast", "(generator)", 0)
 

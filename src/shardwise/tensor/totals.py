@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from shardwise.unit.cut import GATHER_SITE, Cut
-from shardwise.unit.norms import LazyNorm, NormKind, check_order, norm_of_nothing
-from shardwise.unit.operations import NORMS, REDUCTIONS
-from shardwise.unit.tensor_base import ShardTensorBase
+from shardwise.tensor.cut import GATHER_SITE, Cut
+from shardwise.tensor.norms import LazyNorm, NormKind, check_order, norm_of_nothing
+from shardwise.tensor.operations import NORMS, REDUCTIONS
+from shardwise.tensor.tensor_base import ShardTensorBase
 
 
 def order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:

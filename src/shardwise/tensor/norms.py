@@ -16,7 +16,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.mesh import Axis
-from shardwise.unit.cut import Cut
+from shardwise.tensor.cut import Cut
 
 _SITE = CollectiveId("gather", "(norm)", 0)
 _METADATA = frozenset(

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
-from shardwise.unit.cut import GATHER_SITE, Cut
-from shardwise.unit.draws import draw
-from shardwise.unit.operations import (
+from shardwise.tensor.cut import GATHER_SITE, Cut
+from shardwise.tensor.draws import draw
+from shardwise.tensor.operations import (
     DIM_REDUCTIONS,
     FACTORIES,
     KERNELS,
@@ -28,9 +28,9 @@ from shardwise.unit.operations import (
     REDUCTIONS,
     is_elementwise,
 )
-from shardwise.unit.replaced import running_optimizer
-from shardwise.unit.tensor_base import ShardTensorBase, is_replicated, locals_of
-from shardwise.unit.totals import order_of_total, reduce_all, reduce_dims, total_norms
+from shardwise.tensor.replaced import running_optimizer
+from shardwise.tensor.tensor_base import ShardTensorBase, is_replicated, locals_of
+from shardwise.tensor.totals import order_of_total, reduce_all, reduce_dims, total_norms
 
 
 def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:

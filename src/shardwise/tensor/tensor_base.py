@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.unit.cut import Cut
+from shardwise.tensor.cut import Cut
 
 
 class Owner(Protocol):

@@ -25,7 +25,7 @@ from shardwise.comm.collectives import Comm
 from shardwise.layout.boxes import Region, full_region
 from shardwise.layout.segments import Layout
 from shardwise.mesh import Axis, axis_of
-from shardwise.unit.cut import Cut, make_cut
+from shardwise.tensor.cut import Cut, make_cut
 
 
 def placed_inside(own: DTensorSpec, dim: int) -> Placement:
