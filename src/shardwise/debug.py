@@ -18,8 +18,8 @@ from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.mesh import Axis
 from shardwise.step.overlap import is_elementwise, staging_bytes
 from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.cut import axes_of_mesh
 from shardwise.tensor.inner import plain_parts
-from shardwise.tensor.pieces import axes_of_mesh
 from shardwise.tensor.plain_state import owner_of
 from shardwise.trace import Stats, Traffic
 from shardwise.unit.param import ShardedParam

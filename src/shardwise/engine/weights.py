@@ -23,9 +23,8 @@ from shardwise.engine.agreement import agree
 from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Axis
-from shardwise.tensor.cut import Cut
+from shardwise.tensor.cut import Cut, DimCut, PieceCut, as_dtensor
 from shardwise.tensor.inner import inner_of, plain_parts, version_of
-from shardwise.tensor.pieces import DimCut, PieceCut, as_dtensor
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import local_of
-from shardwise.tensor.pieces import as_dtensor
+from shardwise.tensor.cut import as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 
 

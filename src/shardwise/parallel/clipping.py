@@ -12,10 +12,10 @@ from shardwise.comm.collectives import Comm
 from shardwise.layout.placements import local_of
 from shardwise.mesh import DataAxes
 from shardwise.parallel.ties import ties_of
-from shardwise.tensor.norms import LazyNorm, NormKind
-from shardwise.tensor.pieces import axes_of_mesh
+from shardwise.tensor.cut import axes_of_mesh
 from shardwise.tensor.plain_state import owner_of
 from shardwise.tensor.tensor_base import ShardTensorBase
+from shardwise.tensor.totals import LazyNorm, NormKind
 
 
 @torch.no_grad()

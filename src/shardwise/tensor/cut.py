@@ -1,20 +1,32 @@
-"""How one tensor is cut: which elements each rank owns, and how DTensor describes that."""
+"""How one tensor is cut: which elements each rank owns, and how DTensor describes that.
 
+Note [A piece of a tensor]
+Tensor and expert parallelism give each rank a box of a parameter, as torch's DTensor describes it.
+Data parallelism cuts that box, not the tensor: the layers get the gathered box as a DTensor with
+the placements that it had. So the mesh of a sharded parameter is the data-parallel one with the
+DTensor's own behind it, and where both cut one dim, the outer cut lies inside the inner one
+(``_StridedShard``). Source of these conventions: ``torch/distributed/fsdp/_fully_shard/
+_fsdp_param.py`` of torch 2.13.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.layout.boxes import Region, full_region
 from shardwise.layout.segments import Layout
-from shardwise.mesh import Axis
+from shardwise.mesh import Axis, axis_of
 
 GATHER_SITE = CollectiveId("gather", "(tensor)", 0)
 
@@ -45,7 +57,7 @@ class Cut:
     """How one tensor is cut: parameter ``index`` of ``layout``; no layout means replicated.
 
     ``outer``: the tensor was a DTensor before, placed so, and a piece of it is cut here; see
-    `pieces.PieceCut`. ``name`` is the parameter's that is cut so.
+    `PieceCut`. ``name`` is the parameter's that is cut so.
     """
 
     kind = "range"  # of elements of the flattened tensor; two of one kind may be alike
@@ -74,7 +86,7 @@ class Cut:
 
     @property
     def own_axes(self) -> tuple[Axis, ...]:
-        """The axes of a mesh that the tensor was on before; see `pieces`."""
+        """The axes of a mesh that the tensor was on before; see `PieceCut`."""
         return ()
 
     @property
@@ -193,3 +205,190 @@ def make_cut(
     placements = [*before, placement]
     bounds = piece.lo, piece.hi
     return Cut(shape, layout, index, comm, *bounds, local_shape, tuple(placements), name=name)
+
+
+def placed_inside(own: DTensorSpec, dim: int) -> Placement:
+    """Return how dim ``dim`` of a tensor that is placed as ``own`` is cut once more, inside it."""
+    pieces = own.num_shards_map[dim]
+    return _StridedShard(dim, split_factor=pieces) if pieces > 1 else Shard(dim)
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Return a DTensor of ``local``, of its dtype, without a copy."""
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        spec = replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def own_axes_of(tensors: Iterable[torch.Tensor]) -> tuple[Axis, ...]:
+    """Return the axes of the meshes that tensors are on as DTensors, each once."""
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor))
+    axes = [axis for mesh in meshes for axis in axes_of_mesh(mesh)]
+    return tuple({id(axis.group): axis for axis in axes}.values())
+
+
+def axes_of_mesh(mesh: DeviceMesh) -> tuple[Axis, ...]:
+    """Return the axes of a mesh that is not a data-parallel one."""
+    names = mesh.mesh_dim_names or [f"model{dim}" for dim in range(mesh.ndim)]
+    return tuple(axis_of(mesh, dim, names[dim]) for dim in range(mesh.ndim))
+
+
+@dataclass(frozen=True, eq=False)
+class DimCut(Cut):
+    """How a tensor is cut evenly along another dim than the first; ``layout`` has a row a rank."""
+
+    kind = "dim"
+    dim: int = field(kw_only=True)
+
+    @property
+    def piece(self) -> Region:
+        """The box of the tensor whose flattened elements [lo, hi) are this rank's; here all."""
+        at = [0] * len(self.shape)
+        at[self.dim] = self.comm.axes.shard.rank * self.local_shape[self.dim]
+        return Region(tuple(at), self.local_shape)
+
+    def matches(self, other: Cut) -> bool:
+        """Tell whether two tensors have the same elements on every rank; all ranks agree on it."""
+        return isinstance(other, DimCut) and self.dim == other.dim and super().matches(other)
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
+        return _box(self.expand(full), self.piece)
+
+    def place(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor of zeros but for this rank's elements."""
+        full = local.new_zeros(self.shape)
+        _box(full, self.piece).copy_(local)
+        return full
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor. **Cost** one collective; twice the tensor of memory."""
+        rows = self.comm.gather_rows(local.detach(), self.comm.axes.shard, self.gather_site)
+        return torch.cat(list(rows), dim=self.dim)
+
+
+@dataclass(frozen=True, eq=False)
+class PieceCut(Cut):
+    """How a tensor is cut of which ``inner`` cuts a piece, the one that ``outer`` gives this rank.
+
+    ``layout``, ``index``, ``lo``, ``hi`` and ``local_shape`` are those of the piece.
+    """
+
+    kind = "piece"
+    outer: DTensorSpec = field(kw_only=True)
+    inner: Cut = field(kw_only=True)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of the placements: the data-parallel one and then the tensor's own."""
+        return DeviceMesh._concatenate([self.inner.mesh, self.outer.mesh])
+
+    @cached_property
+    def own_axes(self) -> tuple[Axis, ...]:
+        """The axes of the mesh that the tensor was on before."""
+        return axes_of_mesh(self.outer.mesh)
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes over which the elements are spread."""
+        placed = zip(self.own_axes, self.outer.placements, strict=True)
+        return (*self.inner.axes, *(axis for axis, at in placed if not at.is_replicate()))
+
+    @property
+    def is_replicated(self) -> bool:
+        """Tell whether every rank has all elements."""
+        return not self.axes
+
+    @cached_property
+    def piece(self) -> Region:
+        """The box of the tensor whose flattened elements [lo, hi) are this rank's."""
+        inner, at = self.inner.piece, self._at
+        begins = tuple(a + b for a, b in zip(at, inner.at, strict=True))
+        return Region(begins, inner.shape)
+
+    @cached_property
+    def _at(self) -> tuple[int, ...]:
+        placements = self.outer.placements
+        return tuple(
+            compute_local_shape_and_global_offset(self.shape, self.outer.mesh, placements)[1]
+        )
+
+    def over(self, comm: Comm) -> "Cut":
+        """Return the same cut over other groups of the same ranks."""
+        return replace(self, comm=comm, inner=self.inner.over(comm), specs={})
+
+    def matches(self, other: Cut) -> bool:
+        """Tell whether two tensors have the same elements on every rank; all ranks agree on it."""
+        if not isinstance(other, PieceCut):
+            return False
+        ours, theirs = self.outer, other.outer
+        is_alike = (ours.mesh, ours.placements) == (theirs.mesh, theirs.placements)
+        return is_alike and self.shape == other.shape and self.inner.matches(other.inner)
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a full (or broadcastable) tensor, in local shape."""
+        return self.inner.slice_of(self.piece_of(self.expand(full)))
+
+    def piece_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the piece of a full tensor that the shard axis cuts, as a view."""
+        return _box(full, Region(self._at, self.inner.shape))
+
+    def slice_of_piece(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of what the shard axis cuts."""
+        return self.inner.slice_of(piece)
+
+    def place(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a full tensor of zeros but for this rank's elements."""
+        full = local.new_zeros(self.shape)
+        self.piece_of(full).copy_(self.inner.place(local))
+        return full
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor. **Cost** one collective for each axis that it is cut over."""
+        found: torch.Tensor = as_dtensor(self.gather_piece(local), self.outer).full_tensor()
+        return found
+
+    def gather_piece(self, local: torch.Tensor) -> torch.Tensor:
+        """Return what the shard axis cuts, in full."""
+        return self.inner.gather(local)
+
+
+def _box(full: torch.Tensor, piece: Region) -> torch.Tensor:
+    """Return the view of a tensor that a box describes."""
+    return full[full_region(tuple(full.shape)).inside(piece)]
+
+
+def cut_piece(inner: Cut, outer: DTensorSpec) -> PieceCut:
+    """Describe a tensor that was a DTensor, and whose local tensor ``inner`` cuts."""
+    assert outer.tensor_meta is not None
+    placements: list[Placement] = []
+    for placed in inner.placements:
+        is_shard = isinstance(placed, Shard)
+        placements.append(placed_inside(outer, placed.dim) if is_shard else placed)  # type: ignore[attr-defined]
+    return PieceCut(
+        tuple(outer.tensor_meta.shape),
+        inner.layout,
+        inner.index,
+        inner.comm,
+        inner.lo,
+        inner.hi,
+        inner.local_shape,
+        (*placements, *outer.placements),
+        name=inner.name,
+        inner=inner,
+        outer=outer,
+    )
+
+
+def cut_along(
+    shape: tuple[int, ...], layout: Layout | None, index: int, comm: Comm, dim: int, name: str
+) -> Cut:
+    """Describe parameter ``index`` of ``layout``, which has one row per rank unless dim is 0."""
+    if dim == 0:
+        return make_cut(shape, layout, index, comm, name)
+    own = list(shape)
+    own[dim] //= comm.axes.shard.size
+    placements = ([Replicate()] if comm.axes.replicate else []) + [Shard(dim)]
+    cut = shape, layout, index, comm, 0, prod(own), tuple(own), tuple(placements)
+    return DimCut(*cut, name=name, dim=dim)

@@ -33,7 +33,6 @@ from shardwise.tensor.dispatch import (
     is_in_place,
     run_in_full,
     set_property,
-    shards_in,
 )
 from shardwise.tensor.draws import same_draws
 from shardwise.tensor.inner import gather_whole
@@ -46,7 +45,7 @@ from shardwise.tensor.operations import (
     METADATA,
 )
 from shardwise.tensor.replaced import running_optimizer
-from shardwise.tensor.tensor_base import ShardTensorBase
+from shardwise.tensor.tensor_base import ShardTensorBase, shards_in
 
 
 class ShardTensor(ShardTensorBase):

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardwise.comm.packed import waited_for
-from shardwise.tensor.cut import Cut
-from shardwise.tensor.pieces import as_dtensor
+from shardwise.tensor.cut import Cut, as_dtensor
 from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.storage import Storage
 

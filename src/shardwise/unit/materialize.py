@@ -34,9 +34,8 @@ from shardwise.offload.regions import align
 from shardwise.offload.slab import Slab
 from shardwise.quantities import format_bytes
 from shardwise.stages import UnitSettings
-from shardwise.tensor.cut import make_cut
+from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, make_cut, own_axes_of
 from shardwise.tensor.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
-from shardwise.tensor.pieces import axes_of_mesh, cut_along, cut_piece, own_axes_of
 from shardwise.trace import FullParamLedger
 from shardwise.unit.ahead import FileSlices
 from shardwise.unit.encodings import OwnGather

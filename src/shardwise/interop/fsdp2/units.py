@@ -24,9 +24,8 @@ from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
 from shardwise.precisions import GatherName, ReduceName
 from shardwise.stages import STAGES, UnitSettings
-from shardwise.tensor.cut import make_cut
+from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
 from shardwise.tensor.inner import chunk_of, has_own_gather, refuse_opaque
-from shardwise.tensor.pieces import as_dtensor, cut_along, cut_piece
 from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
