@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from shardwise import Precision, shard
-from shardwise.config import PRECISIONS
+from shardwise.config import PRECISIONS, Schedule
 from shardwise.errors import ConfigError
+from shardwise.interop.deepspeed import from_deepspeed
 from shardwise.interop.deepspeed.optimizers import _RATES, REFUSED
 from shardwise.interop.deepspeed.schedules import _TORCHS
-from shardwise.interop.deepspeed.settings import from_deepspeed
 from shardwise.interop.foreign_keys import (
     BF16,
     DEEPSPEED,
@@ -54,7 +54,7 @@ WHOLE: dict[str, Any] = {
 
 def test_a_config_becomes_the_arguments_of_a_loop() -> None:
     settings = from_deepspeed(WHOLE, world_size=8)
-    assert settings.shard == {"stage": 3, "prefetch_bytes": 10**8, "precision": "bf16"}
+    assert settings.shard == {"stage": 3, "schedule": Schedule(10**8), "precision": "bf16"}
     assert set(settings.shard) <= set(inspect.signature(shard).parameters)
     batch = settings.batch
     assert (batch.micro_batch, batch.accumulation, batch.global_batch) == (4, 8, 256)
@@ -345,7 +345,7 @@ def test_integral_floats_are_whole_numbers_and_null_is_as_if_it_were_not_there()
         | {"scheduler": None, "fp16": None, "communication_data_type": None},
         world_size=3,
     )
-    assert settings.shard == {"stage": 2, "prefetch_bytes": 4000, "precision": "fp32"}
+    assert settings.shard == {"stage": 2, "schedule": Schedule(4000), "precision": "fp32"}
     assert settings.batch.global_batch == 6
     assert settings.report.ignored["scheduler"].startswith("null")
     assert from_deepspeed({"zero_optimization": True}).shard["stage"] == 1

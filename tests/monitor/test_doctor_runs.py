@@ -63,7 +63,7 @@ def test_a_healthy_run_has_no_finding(name: str, tmp_path: Path) -> None:
 
 def die(rank: int, world_size: int, output: str, how: str) -> None:
     """Let the last rank fail in step 3."""
-    shardwise.watch(5)
+    shardwise.debug.watch(5)
     model = shard(Stack(), stage=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     is_last = rank == world_size - 1

@@ -188,7 +188,7 @@ def _step(config: TrainConfig, model: Any, context: Any, pipeline: Any, optimize
                 continue
             with shardwise.accumulate(model, last=number + 1 == num):
                 model(*inputs).backward()
-    shardwise.clip_grad_norm_(model.parameters(), 1.0)
+    shardwise.parallel.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 

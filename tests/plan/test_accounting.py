@@ -212,14 +212,14 @@ def one_training(stage: int, precision: str) -> dict[str, Any]:
     )
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
-        before = Counter(shardwise.stats(model).sent_bytes)
+        before = Counter(shardwise.debug.stats(model).sent_bytes)
         for is_last in (False, True):
             with shardwise.accumulate(model, last=is_last):
                 model(torch.ones(4, 12)).float().square().mean().backward()
             if not is_last:
-                window = shardwise.stats(model)
+                window = shardwise.debug.stats(model)
         assert all(p.grad is not None for p in model.parameters())
-        after = shardwise.stats(model)
+        after = shardwise.debug.stats(model)
         optimizer.step()
         optimizer.zero_grad()
     sent = Counter(after.sent_bytes) - before

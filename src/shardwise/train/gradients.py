@@ -19,7 +19,7 @@ def check_run_gradients(run: Run) -> GradientReport:
     A second model of the same kind is sharded for it, without dropout and without encodings, and in
     fp32 where the run is in fp16, whose gradients need a scale.
 
-    **Cost** as `shardwise.check_gradients`. **State** the run and its generators stay as they are.
+    **Cost** as `shardwise.check.gradients`. **State** the run and its generators stay as they are.
 
     **Raises** GradientError on all ranks.
     """

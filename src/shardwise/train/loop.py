@@ -231,7 +231,7 @@ def _check_numbers(
 
 
 def _sent_bytes(run: Run) -> int:
-    return sum(shardwise.stats(run.model).sent_bytes.values())
+    return sum(shardwise.debug.stats(run.model).sent_bytes.values())
 
 
 def _is_multiple(step: int, every: int) -> bool:
@@ -291,7 +291,7 @@ def _compute_step(run: Run, step: int) -> LocalStep:
             group["betas"] = betas
     loss = _passes(run, step)
     run.scaler.unscale_(optimizer)
-    norm = shardwise.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    norm = shardwise.parallel.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     run.scaler.step(optimizer)
     run.scaler.update()
     balance_experts(model)
@@ -324,8 +324,11 @@ def _breadth_first(run: Run, step: int) -> Tensor:
     rows = run.cut(*run.rows_of_step(step))
     with shardwise.accumulate(run.model, last=True), rows as (ids, targets, positions):
         batches = list(zip(ids.chunk(num), targets.chunk(num), strict=True))
-        loss_sum = shardwise.layer_by_layer(
-            run.model, lambda batch: run.model(*batch, positions), batches
+        loss_sum = shardwise.accumulate(
+            run.model,
+            lambda batch: run.model(*batch, positions),
+            batches,
+            order="breadth_first",
         )
         run.scaler.scale(loss_sum / num).backward()
     return loss_sum.detach() / num

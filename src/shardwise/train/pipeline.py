@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.train.config import TrainConfig
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-TIED = {"head.weight": "embedding.weight"}  # as `shardwise.tie` takes them
+TIED = {"head.weight": "embedding.weight"}  # as `shardwise.parallel.tie` takes them
 
 
 class Stage(nn.Module):

@@ -28,7 +28,8 @@ from torch import nn
 import shardwise
 from shardwise.axes import Axes
 from shardwise.comm.collectives import all_reduce_scalars
-from shardwise.config import PRECISIONS
+from shardwise.config import PRECISIONS, Schedule, Units
+from shardwise.debug import watch
 from shardwise.device import local_device, reset_peak_memory
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
@@ -170,6 +171,8 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
         stage = axes["pp"].get_local_rank()
         model = Stage(model, stage, axes.pp, axes.tp)
         torch.manual_seed(_seed_of(config.seed, stage, "stages"))  # or all would draw the same
+    if config.hang_timeout is not None:
+        watch(config.hang_timeout)
     named = PRECISIONS[config.precision]
     model = shardwise.shard(
         model,
@@ -181,17 +184,17 @@ def shard_decoder(config: TrainConfig, axes: Axes, model: nn.Module) -> nn.Modul
             block=config.gather_block,
         ),
         layout=config.layout,
-        reduce_every=config.reduce_every,
         offload=config.offloaded,
         mesh=axes,
-        experts="*.experts" if config.ep > 1 else (),
-        units=config.units,
-        prefetch_bytes=config.prefetch_bytes,
-        bucket_bytes=DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
-        hang_timeout=config.hang_timeout,
+        units=Units(config.units, experts="*.experts" if config.ep > 1 else ()),
+        schedule=Schedule(
+            config.prefetch_bytes,
+            DEFAULT_BUCKET_BYTES if config.bucket_bytes is None else config.bucket_bytes,
+            config.reduce_every,
+        ),
     )
     if axes.pp > 1 and config.tied_head:
-        shardwise.tie(model, TIED)
+        shardwise.parallel.tie(model, TIED)
     return model
 
 

@@ -37,7 +37,7 @@ class StateBytes:
 
 def count_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateBytes:
     """Count the training state of this rank; call between `step` and `zero_grad`."""
-    stats = shardwise.stats(model)
+    stats = shardwise.debug.stats(model)
     states = [
         value
         for state in optimizer.state.values()

@@ -107,6 +107,10 @@ class DeepSpeedSettings:
     def shard(self) -> dict[str, Any]:
         """Arguments of ``shard()``: ``shard(model, **settings.shard)``."""
         arguments: dict[str, Any] = dict(self.zero)
+        if "prefetch_bytes" in arguments:
+            from shardwise.config import Schedule
+
+            arguments["schedule"] = Schedule(prefetch_bytes=arguments.pop("prefetch_bytes"))
         coded = {name: arguments.pop(name) for name in ("gather", "reduce") if name in arguments}
         if self.precision.bf16_master:
             import torch
