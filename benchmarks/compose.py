@@ -107,7 +107,7 @@ def passes_over(batch: tuple[Any, Any]) -> Callable[[Any], Any]:
 def tensor_case(rounds: int) -> dict[str, Any]:
     """Time steps of 2 shards x tp 2."""
     import shardwise
-    from shardwise.train.degrees import spread_decoder
+    from shardwise.train.decoder import spread_decoder
 
     axes = shardwise.Axes(tp=2)
     batch = batch_of(axes["dp_shard"].get_local_rank())
@@ -128,7 +128,7 @@ def pipeline_case(rounds: int) -> dict[str, Any]:
     from torch.nn.functional import cross_entropy
 
     import shardwise
-    from shardwise.train.pipeline import Stage
+    from shardwise.train.decoder import Stage
 
     axes = shardwise.Axes(pp=2)
     stage, device = axes["pp"].get_local_rank(), torch.device("cpu")

@@ -160,8 +160,7 @@ def _make(case: Case, torch: Any) -> tuple[Any, Callable[[Any], Any]]:
     from shardwise.config import Units
     from shardwise.plan.model.decoder import PlainDecoder, token_loss
     from shardwise.plan.model.shapes import DecoderShape, Experts
-    from shardwise.train.degrees import spread_decoder
-    from shardwise.train.pipeline import Stage
+    from shardwise.train.decoder import Stage, spread_decoder
 
     axes = shardwise.Axes(**AXES[case.axis])
     experts = Experts(4, 2, 8) if case.axis == "expert" else None

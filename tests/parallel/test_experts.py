@@ -31,7 +31,7 @@ from shardwise.parallel.experts import (
 from shardwise.parallel.routing import Routing, balance_experts
 from shardwise.plan.model.decoder import PlainDecoder
 from shardwise.plan.model.shapes import DecoderShape, Experts
-from shardwise.train.degrees import spread_decoder
+from shardwise.train.decoder import spread_decoder
 
 DIM, FFN, EXPERT, HEAD, VOCAB, LENGTH, LAYERS = 8, 10, 12, 4, 13, 5, 2
 STEPS = 3

@@ -27,8 +27,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Decoder
-from shardwise.train.pipeline import Pipeline
+from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 
 DENSE: dict[str, Any] = {

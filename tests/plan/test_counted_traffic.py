@@ -19,8 +19,7 @@ from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan
 from shardwise.train.config import TrainConfig
-from shardwise.train.decoder import Decoder
-from shardwise.train.pipeline import Pipeline
+from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 
 VOCAB = 64

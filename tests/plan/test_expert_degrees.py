@@ -40,8 +40,7 @@ from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.play import play
 from shardwise.plan.timing.scenario import Scenario, SlowLink, Straggler
 from shardwise.train.config import TrainConfig, load_config
-from shardwise.train.decoder import Decoder
-from shardwise.train.pipeline import Pipeline
+from shardwise.train.decoder import Decoder, Pipeline
 from shardwise.train.setup import shard_decoder
 from shardwise.train.summary import count_state
 
