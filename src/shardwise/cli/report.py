@@ -103,7 +103,7 @@ def _shown(name: str, record: RunRecord, with_plan: bool, planned: str | None) -
         plan_of_run,
         with_planned_gains,
     )
-    from shardwise.monitor.doctor.rules import diagnose
+    from shardwise.monitor.doctor import diagnose
     from shardwise.monitor.report.page import ShownRun
 
     config, diagnosis = config_of(record), diagnose(record)

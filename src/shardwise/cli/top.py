@@ -110,7 +110,7 @@ def _findings(now: Snapshot) -> list[RenderableType]:
     from rich.text import Text
 
     from shardwise.cli.tables import printable
-    from shardwise.monitor.doctor.rules import diagnose
+    from shardwise.monitor.doctor import diagnose
 
     found = diagnose(now.record).findings
     rows: list[RenderableType] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.monitor.doctor.rules import diagnose
+from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.line_kinds import checked_line
 from shardwise.monitor.lines import MAX_LINE, parse_line
 from shardwise.monitor.record import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.monitor.doctor.rules import diagnose
+from shardwise.monitor.doctor import diagnose
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine
