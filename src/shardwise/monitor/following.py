@@ -19,7 +19,7 @@ from shardwise.monitor.record import (
     read_facts,
     read_step,
 )
-from shardwise.monitor.report.summary import settled, where_time_goes
+from shardwise.monitor.summary import settled, where_time_goes
 
 _MOST_LINES = 240  # that are kept
 _TAIL_BYTES = 1 << 22  # of what a rank has written before anybody looked
