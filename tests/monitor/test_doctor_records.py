@@ -536,7 +536,7 @@ def test_live_a_finding_is_logged_once_and_kept(
     told = []
     with caplog.at_level("WARNING", "shardwise"):
         for line in run.steps:
-            doctor.look(line)
+            doctor.write(line)
             told.append(len(doctor.found))
     doctor.close()
     assert told == [0] * 9 + [1] * 6  # five lines after three are judged; it holds for three

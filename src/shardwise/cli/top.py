@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from shardwise.monitor.following import LiveRun, Snapshot
+    from shardwise.monitor.live import LiveRun, Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 32, 30  # characters
@@ -40,7 +40,7 @@ def run_command(arguments: Sequence[str]) -> int:
         Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
         ends it; the run does not notice.
         """
-        from shardwise.monitor.following import LiveRun
+        from shardwise.monitor.live import LiveRun
 
         live = LiveRun(run)
         if as_json:
