@@ -34,6 +34,7 @@ say which rank, unit, file or setting is meant, what was expected, what came, an
 """
 
 
+@cache
 def pages() -> dict[str, str]:
     """Return the text of each generated page by its name."""
     return {"files.md": files_page(), "errors.md": errors_page()}
@@ -63,6 +64,7 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name.split(".")[0] == "shardwise")
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Return the modules of the package, each with the modules of the package that it imports."""
     paths = {module_name(path): path for path in PACKAGE.rglob("*.py")}

@@ -42,6 +42,22 @@ def test_every_relative_link_resolves(page: Path) -> None:
     assert not broken, f"{page_id(page)}: {broken}"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_linked_section_exists(page: Path) -> None:
+    links = [link for link in LINK.findall(prose(page)) if "://" not in link and ".md#" in link]
+    links += [page.name + link for link in LINK.findall(prose(page)) if link.startswith("#")]
+    parts = [link.split("#") for link in links]
+    broken = [link for link in parts if link[1] not in anchors_of(page.parent / link[0])]
+    assert not broken, f"{page_id(page)}: {broken}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_page_is_reached_from_the_index_or_the_readme(page: Path) -> None:
     index = ROOT / "docs" / "index.md"
@@ -196,6 +212,18 @@ def test_the_table_of_costs_follows_from_the_table_of_stages() -> None:
 
 def losses_in(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
+    (program,) = [code for code in code_blocks(ROOT / "README.md", "python") if "init_" in code]
+    (tmp_path / "program.py").write_text(program)
+    losses = re.findall(r"loss (\S+)", programs.torchrun(str(tmp_path / "program.py")))
+    assert len(losses) == 2 and all(float(loss) < 0.6 for loss in losses)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1000
 
 
 LOOP = "examples/train_loop.py"
