@@ -143,7 +143,7 @@ class Unit:
     def reduce(self) -> None:
         """Average the gradients over ranks: [P] on every rank -> [S]. Sends (N-1)*S elements.
 
-        Each rank gets the gradients of its shard from all ranks, and sums them in rank order with one
+        Each rank gets its shard's gradients from all ranks, and sums them in rank order with one
         division at the end, so every stage does the same arithmetic and gets the same bits.
         """
         partial = torch.zeros(self.num_ranks * self.shard_numel)
