@@ -49,9 +49,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
 from shardwise.comm.control import GroupControl
-from shardwise.engine import overlap as steps
 from shardwise.offload.slab import Slab
-from shardwise.unit.stepping import BackgroundStep
+from shardwise.step import overlap as steps
+from shardwise.tensor.background_step import BackgroundStep
 
 Clock = dict[str, int]
 Work = torch._C._distributed_c10d.Work

@@ -15,7 +15,7 @@ from models import Stack
 from oracle import assert_same_bits, plain_loop
 from ranks import run_ranks, run_sizes
 from shardwise.errors import ConfigError, ShardError
-from shardwise.unit.plain_state import cut_plain_state
+from shardwise.tensor.plain_state import cut_plain_state
 
 BEFORE, AFTER = 2, 2
 Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.overrides import handle_torch_function
 
 from ranks import run_ranks
 from roundings import assert_rounded_alike
@@ -432,3 +433,24 @@ def check_tensors_cut_differently(rank: int, world_size: int) -> None:
 
 def test_what_is_refused_is_refused_on_every_rank() -> None:
     run_ranks(check_tensors_cut_differently, 3)
+
+
+def _foreach_unheard_of_(tensors: list[torch.Tensor]) -> Any:
+    return handle_torch_function(_foreach_unheard_of_, tensors, tensors)
+
+
+def _fused_unheard_of_(tensors: list[torch.Tensor]) -> Any:
+    return handle_torch_function(_fused_unheard_of_, tensors, tensors)
+
+
+def refuse_unlisted(rank: int, world_size: int) -> None:
+    model = shard(nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    for function in (_foreach_unheard_of_, _fused_unheard_of_):
+        with pytest.raises(ShardError, match=function.__name__):
+            function(grads)
+
+
+def test_a_function_of_lists_that_is_not_known_to_be_elementwise_is_refused() -> None:
+    run_ranks(refuse_unlisted, 2)

@@ -18,7 +18,7 @@ from ranks import run_ranks
 from roundings import apart
 from shardwise import ShardTensor, shard
 from shardwise.errors import ShardError
-from shardwise.unit.norms import LazyNorm
+from shardwise.tensor.totals import LazyNorm
 
 # These change the process, ask for other devices, tell where memory lies or leave it undefined, or
 # have tests of their own. torch's chain_matmul forgets out= before it asks a subclass.

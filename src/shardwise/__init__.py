@@ -24,10 +24,14 @@ Reading order, which is also the import order (a file imports only from what sta
     layout/                   integers: units, segments
     comm/                     collectives on flat tensors
     offload/                  state away from the device: files, and buffers that it passes
-    unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
+    tensor/                   ShardTensor: what an optimizer sees, and what operations give
+    unit/                     one unit: storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
-    optim/                    steps of our own: AdamW with small moments
-    parallel/                 parts of sequences, experts: models over other axes
+    step/                     an optimizer's step: in the background, through the device
+    optim/                    optimizers: AdamW with small moments
+    parallel/                 sequences, experts, pipelines: models over other axes
+    check/                    a sharded model against one process; ranks against each other
+    debug                     what a model holds and sends on this rank
     plan/                     before the run: bytes, time, search, simulation
     bench/                    what this machine does, measured
     checkpoint/               state on disk: written, committed, found, checked, read
@@ -47,35 +51,35 @@ from shardwise.lazy import lazily
 if TYPE_CHECKING:
     from shardwise import optim as optim
     from shardwise.axes import Axes as Axes
+    from shardwise.check.compare_ranks import check_replicas as check_replicas
+    from shardwise.check.one_process import check_gradients as check_gradients
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
     from shardwise.checkpoint.save_load import load as load
     from shardwise.checkpoint.save_load import save as save
-    from shardwise.comm.watch import watch as watch
     from shardwise.config import Precision as Precision
+    from shardwise.debug import counting as counting
+    from shardwise.debug import stats as stats
+    from shardwise.debug import watch as watch
     from shardwise.engine.accumulate import accumulate as accumulate
+    from shardwise.engine.accumulate import layer_by_layer as layer_by_layer
     from shardwise.engine.api import shard as shard
-    from shardwise.engine.api import stats as stats
-    from shardwise.engine.breadth_first import layer_by_layer as layer_by_layer
-    from shardwise.engine.counting import counting as counting
     from shardwise.engine.describe import describe as describe
     from shardwise.engine.gathered import gathered as gathered
-    from shardwise.engine.gradients import check_gradients as check_gradients
-    from shardwise.engine.losses import mean_loss as mean_loss
-    from shardwise.engine.overlap import overlap as overlap
-    from shardwise.engine.replicas import check_replicas as check_replicas
-    from shardwise.engine.tying import tie as tie
-    from shardwise.engine.uneven import join as join
     from shardwise.homes import Offload as Offload
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
     from shardwise.interop.streaming import stream as stream
     from shardwise.monitor.observer import observe as observe
+    from shardwise.parallel.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardwise.parallel.context import ContextParallel as ContextParallel
     from shardwise.parallel.experts import MixtureOfExperts as MixtureOfExperts
     from shardwise.parallel.experts import spread_experts as spread_experts
+    from shardwise.parallel.losses import mean_loss as mean_loss
     from shardwise.parallel.routing import balance_experts as balance_experts
-    from shardwise.unit.clipping import clip_grad_norm_ as clip_grad_norm_
-    from shardwise.unit.tensor import ShardTensor as ShardTensor
+    from shardwise.parallel.tying import tie as tie
+    from shardwise.parallel.uneven import join as join
+    from shardwise.step.overlap import overlap as overlap
+    from shardwise.tensor.shard_tensor import ShardTensor as ShardTensor
 
 _HOMES = {
     "Axes": "shardwise.axes",
@@ -84,30 +88,30 @@ _HOMES = {
     "MixtureOfExperts": "shardwise.parallel.experts",
     "Offload": "shardwise.homes",
     "Precision": "shardwise.config",
-    "ShardTensor": "shardwise.unit.tensor",
+    "ShardTensor": "shardwise.tensor.shard_tensor",
     "accumulate": "shardwise.engine.accumulate",
     "balance_experts": "shardwise.parallel.routing",
-    "check_gradients": "shardwise.engine.gradients",
-    "check_replicas": "shardwise.engine.replicas",
-    "clip_grad_norm_": "shardwise.unit.clipping",
-    "counting": "shardwise.engine.counting",
+    "check_gradients": "shardwise.check.one_process",
+    "check_replicas": "shardwise.check.compare_ranks",
+    "clip_grad_norm_": "shardwise.parallel.clipping",
+    "counting": "shardwise.debug",
     "describe": "shardwise.engine.describe",
     "from_deepspeed": "shardwise.interop.deepspeed.settings",
     "fully_shard": "shardwise.interop.fsdp2.api",
     "gathered": "shardwise.engine.gathered",
-    "join": "shardwise.engine.uneven",
-    "layer_by_layer": "shardwise.engine.breadth_first",
+    "join": "shardwise.parallel.uneven",
+    "layer_by_layer": "shardwise.engine.accumulate",
     "load": "shardwise.checkpoint.save_load",
-    "mean_loss": "shardwise.engine.losses",
+    "mean_loss": "shardwise.parallel.losses",
     "observe": "shardwise.monitor.observer",
     "optim": "shardwise.optim",
-    "overlap": "shardwise.engine.overlap",
+    "overlap": "shardwise.step.overlap",
     "save": "shardwise.checkpoint.save_load",
     "shard": "shardwise.engine.api",
     "spread_experts": "shardwise.parallel.experts",
-    "stats": "shardwise.engine.api",
+    "stats": "shardwise.debug",
     "stream": "shardwise.interop.streaming",
-    "tie": "shardwise.engine.tying",
+    "tie": "shardwise.parallel.tying",
     "watch": "shardwise.comm.watch",
 }
 

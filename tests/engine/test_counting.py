@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 import pipelines
 import shardwise
 from ranks import run_ranks
-from shardwise.engine.counting import counting
+from shardwise.debug import counting
 from shardwise.errors import ConfigError
 from shardwise.interop.fsdp2 import fully_shard
 from shardwise.parallel.routing import Routing

@@ -17,12 +17,13 @@ from models import Stack
 from ranks import run_ranks
 from shardwise import Offload, describe, load, save, shard, stats
 from shardwise.device import HostTime
-from shardwise.engine import apart, streamed
 from shardwise.engine.api import engine_of
 from shardwise.errors import ShardError
 from shardwise.offload.lane import Lane, Load
 from shardwise.offload.loads import cut
 from shardwise.plan.accounting import account
+from shardwise.step import local_step as apart
+from shardwise.step import streamed
 from shardwise.unit.home import Home
 
 LOAD_BYTES = 4096

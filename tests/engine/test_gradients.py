@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardwise
 from ranks import run_ranks
-from shardwise.engine.gradients import GradientCheck, GradientReport
+from shardwise.check.one_process import GradientCheck, GradientReport
 from shardwise.errors import ConfigError, GradientError
 from shardwise.interop.fsdp2 import fully_shard
 

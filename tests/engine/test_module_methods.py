@@ -25,7 +25,7 @@ from roundings import assert_rounded_alike, of_gradient
 from shardwise import accumulate, gathered, shard
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError, ShardError, StateError
-from shardwise.unit.tensor import ShardTensor
+from shardwise.tensor.shard_tensor import ShardTensor
 
 STAGES = range(4)
 

@@ -20,8 +20,8 @@ from shardwise.comm.watch import WATCH
 from shardwise.device import HostTime
 from shardwise.errors import CheckpointError, CollectiveError, ShardError, StorageError
 from shardwise.offload.files import System
+from shardwise.step.state_file import StateFile
 from shardwise.unit import ahead
-from shardwise.unit.state_file import StateFile
 
 SOON_S = HANG_S / 4  # before the process group would say that it has waited too long
 

@@ -33,10 +33,10 @@ from shardwise import (
     shard,
     stats,
 )
-from shardwise.engine import overlap as module
-from shardwise.engine.apart import Apart
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
+from shardwise.step import overlap as module
+from shardwise.step.local_step import Apart
 from trainer import SPREAD
 
 Wrap = Callable[[nn.Module], nn.Module]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardwise
 from pipelines import BY, THERE, Net, Pipeline, batch_of, loss_of, micro_batches_of, whole_batch
 from ranks import run_ranks
-from shardwise.engine.gradients import GradientReport
+from shardwise.check.one_process import GradientReport
 from shardwise.errors import ConfigError, GradientError
 
 

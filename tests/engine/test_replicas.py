@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from models import Stack
 from ranks import run_ranks
 from shardwise import shard
+from shardwise.check.compare_ranks import check_replicas
 from shardwise.engine.api import engine_of
-from shardwise.engine.replicas import check_replicas
 from shardwise.errors import ReplicaError, StateError
 from trainer import SPREAD, adamw, adamw_fused
 

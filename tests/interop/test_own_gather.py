@@ -15,8 +15,8 @@ import shardwise
 from own_gather import KINDS, OwnNet
 from ranks import run_ranks, run_sizes
 from shardwise.errors import ConfigError, ReplicaError, StateError
-from shardwise.unit.inner import gather_whole, plain_parts
-from shardwise.unit.plain_state import owner_of
+from shardwise.tensor.inner import gather_whole, plain_parts
+from shardwise.tensor.plain_state import owner_of
 
 STAGES: tuple[Any, ...] = (1, 2, 3)
 ROWS = {"half": 7, "sum": 6}  # a tensor of several is cut evenly, by FSDP2's contract

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from shardwise import fully_shard, gathered, shard
 from shardwise.errors import CheckpointError, ConfigError, ShardError, StateError
 from shardwise.interop.peft import load_adapter, save_adapter
-from shardwise.unit.tensor import ShardTensor
+from shardwise.tensor.shard_tensor import ShardTensor
 from trainer import events_of, full_parameters
 
 peft = pytest.importorskip("peft", reason="peft is in the test extra")

@@ -22,8 +22,8 @@ from shardwise.engine.conditions import Origin
 from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.errors import CheckpointError, ConfigError, DamagedCheckpoint, StateError
 from shardwise.layout.boxes import Region, full_region
-from shardwise.unit.cut import Cut
-from shardwise.unit.inner import has_own_gather, inner_of, plain_parts
+from shardwise.tensor.cut import Cut
+from shardwise.tensor.inner import has_own_gather, inner_of, plain_parts
 from shardwise.unit.param import ShardedParam
 
 

@@ -27,8 +27,8 @@ from shardwise.layout.boxes import Region
 from shardwise.optim.adamw import AdamW, Moment
 from shardwise.optim.kinds import ARGUMENTS
 from shardwise.optim.moments import MOMENTS, kind_of
-from shardwise.unit.inner import cut_by_rows, plain_parts
-from shardwise.unit.plain_state import PLAIN_SCALARS
+from shardwise.tensor.inner import cut_by_rows, plain_parts
+from shardwise.tensor.plain_state import PLAIN_SCALARS
 
 _SHOWN = 5
 _COMPARED_ELEMENTS = 1 << 22  # at once

@@ -33,9 +33,9 @@ from shardwise.comm.control import Control
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts, named_modules_of
 from shardwise.errors import CheckpointError, ConfigError, StateError
 from shardwise.layout.boxes import Region
-from shardwise.unit.inner import cut_by_rows, inner_of, plain_parts
+from shardwise.tensor.inner import cut_by_rows, inner_of, plain_parts
+from shardwise.tensor.plain_state import cut_plain_state
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.plain_state import cut_plain_state
 from shardwise.unit.states import GradState
 
 Ranks = tuple[tuple[int, ...], ...]  # of the process group, as [replica][shard]

@@ -17,9 +17,9 @@ from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamSpec, UnitSpec
+from shardwise.tensor.replaced import retire
+from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.replaced import retire
-from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

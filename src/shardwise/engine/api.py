@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
-from shardwise.comm.exchange import Exchange
 from shardwise.comm.watch import checked_timeout, watch
 from shardwise.config import PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device, host_buffer
@@ -26,7 +25,6 @@ from shardwise.engine.agreement import agree, make_room, refusal_facts, start_fa
 from shardwise.engine.host_room import check_host_room
 from shardwise.engine.model import ATTRIBUTE, attach_engine
 from shardwise.engine.module_state import ModuleState, note_managed
-from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
@@ -37,14 +35,12 @@ from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.names import list_names
 from shardwise.offload.disk import Disk
 from shardwise.stages import DEFAULT_BUCKET_BYTES
-from shardwise.trace import FullParamLedger, Stats, Traffic
+from shardwise.tensor.plain_state import owner_of  # and registers what cuts an optimizer's state
+from shardwise.tensor.shard_tensor import ShardTensor
+from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import check_hooks
 from shardwise.unit.home import Files
-from shardwise.unit.inner import plain_parts
 from shardwise.unit.materialize import Init, Materializer
-from shardwise.unit.plain_state import owner_of  # and registers what cuts an optimizer's state
-from shardwise.unit.stepping import elements_of
-from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
 
@@ -351,48 +347,3 @@ def _engine_of_calls(model: nn.Module) -> Engine | None:
             "whole model, which fully_shard() was called on last"
         )
     return engine
-
-
-def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stats:
-    """Return what this rank holds and has sent, in bytes, right now.
-
-    ``optimizer``: its state counts in ``bytes_by_place``. What torch itself sends (tensor
-    parallelism, stages of a pipeline) is in it where it was sent inside of `counting`.
-    """
-    engine = engine_of(model)
-    storages = [s for u in engine.units for s in u.storages]
-    params = [s for u in engine.units for s in u.params]
-    grads = [elements_of(g).nbytes for s in params if isinstance(g := s.grad, DTensor)]
-    in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
-    partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
-    kept = sum(s.kept_bytes for s in storages)
-    traffic = traffic_of(model)
-    apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]
-    apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
-    return Stats(
-        param_shard_bytes=sum(s.shard_bytes for s in storages) + apart_bytes,
-        param_full_bytes=kept,
-        param_full_peak_bytes=max(engine.ledger.peak, kept),
-        grad_shard_bytes=sum(grads) + engine.reductions.nbytes,
-        grad_partial_bytes=sum(t.nbytes for t in partials),
-        bytes_by_place=bytes_by_place(engine.units, optimizer, engine.activations),
-        sent_bytes=dict(traffic.sent_bytes),
-        num_collectives=dict(traffic.num_collectives),
-    )
-
-
-def traffic_of(model: nn.Module) -> Traffic:
-    """Return what this rank has sent for a sharded model, over all meshes."""
-    engine, total = engine_of(model), Traffic()
-    here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
-    here += [exchange.traffic for exchange in exchanges_of(model)]
-    for traffic in {id(each): each for each in here}.values():
-        total.sent_bytes.update(traffic.sent_bytes)
-        total.num_collectives.update(traffic.num_collectives)
-    return total
-
-
-def exchanges_of(model: nn.Module) -> list[Exchange]:
-    """Return what modules of a model keep to exchange activations by."""
-    attributes = (each for module in model.modules() for each in vars(module).values())
-    return [each for each in attributes if isinstance(each, Exchange)]

@@ -83,7 +83,7 @@ class Call:
     ``enclosing`` are the units whose calls it was made in. Where units may be skipped, ``inside``
     are the calls made in this one, in order, ``num_passed`` counts the units in it that have run or
     were passed over, and a call may be none: ``was_skipped``. ``mates`` are those of all micro-
-    batches that go through the unit together (`breadth_first`).
+    batches that go through the unit together (`layer_by_layer`).
     """
 
     __slots__ = (

@@ -13,7 +13,7 @@ from shardwise.errors import StateError
 
 
 class Alone:
-    """One micro-batch at a time, as ever; `breadth_first` puts something else in its place."""
+    """One micro-batch at a time, by default; `layer_by_layer` replaces it."""
 
     others_follow = False  # other micro-batches are yet to run what this one runs
 

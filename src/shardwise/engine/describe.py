@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from shardwise.engine.api import engine_of
 from shardwise.layout.boxes import Region
 from shardwise.quantities import format_bytes, format_count
-from shardwise.unit.inner import inner_of
+from shardwise.tensor.inner import inner_of
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.unit import Unit
 

@@ -21,9 +21,9 @@ from shardwise.engine.api import engine_of
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StateError
 from shardwise.layout.placements import local_of
-from shardwise.unit.inner import gather_whole, has_own_gather, inner_of, plain_parts
+from shardwise.tensor.inner import gather_whole, has_own_gather, inner_of, plain_parts
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.plain_state import owner_of
 
 _SITE = CollectiveId("gather", "(gathered)", 0)
 

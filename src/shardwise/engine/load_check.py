@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.engine.agreement import agree
 from shardwise.engine.module_state import noted_state
 from shardwise.engine.runtime import Engine
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.plain_state import owner_of
 from shardwise.unit.unit import Unit
 
 

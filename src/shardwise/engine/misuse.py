@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardError, StateError
-from shardwise.unit.tensor import ShardTensor
+from shardwise.tensor.shard_tensor import ShardTensor
 
 
 def refuse_transform(allows: Callable[[Any], bool], frees: bool, where_full: str) -> None:

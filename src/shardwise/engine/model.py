@@ -21,9 +21,8 @@ from shardwise.engine.hooks import forget_load_check, register_hooks, register_l
 from shardwise.engine.load_check import compare_load
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.engine.module_state import ModuleState, forget_notes, note_managed, note_state
-from shardwise.engine.overlap import overlap_offloaded
 from shardwise.engine.runtime import Engine
-from shardwise.engine.whole import step_matrices_whole
+from shardwise.engine.steppers import attach_steppers
 from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError
 from shardwise.unit.unit import Unit
@@ -166,8 +165,7 @@ def sharded_class(cls: Any, base: type = ShardedModel) -> Any:
 def attach_engine(model: nn.Module, engine: Engine, units: list[Unit]) -> None:
     """Let the engine watch the model whose units these are, and note on the model whose it is."""
     engine.take_units(units)
-    overlap_offloaded(units)
-    step_matrices_whole(units)
+    attach_steppers(units)
     _mark((model, *register_wrappers(engine, units)), engine)
     _note_states(engine, units)
     register_load_check(model, compare_load)

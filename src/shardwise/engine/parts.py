@@ -19,7 +19,7 @@ from shardwise.engine.conditions import Origin
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, ShardError
 from shardwise.offload.disk import Disk
-from shardwise.unit.stepping import finish_all
+from shardwise.tensor.background_step import finish_all
 from shardwise.unit.unit import Unit
 
 Model = nn.Module | Sequence[nn.Module]

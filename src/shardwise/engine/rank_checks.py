@@ -29,9 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.collectives import Comm
 from shardwise.engine.agreement import find_difference
-from shardwise.engine.whole import owning_rank
 from shardwise.errors import StateError
-from shardwise.unit.plain_state import owner_of
+from shardwise.tensor.plain_state import owner_of, owning_rank
 from shardwise.unit.unit import Unit
 
 _STEPS = "_shardwise_steps"

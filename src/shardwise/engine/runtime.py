@@ -34,11 +34,11 @@ from shardwise.engine.reductions import Reductions
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.tree import cast_floating
 from shardwise.errors import CollectiveError, StateError
+from shardwise.tensor.background_step import finish_all
 from shardwise.trace import FullParamLedger
 from shardwise.unit.grad_hooks import any_grad_hooks, run_grad_hooks
 from shardwise.unit.param import sum_as_they_come
 from shardwise.unit.states import GradState
-from shardwise.unit.stepping import finish_all
 from shardwise.unit.unit import Unit
 
 _RANKS = CollectiveId("gather", "(ranks)", 0)

@@ -23,11 +23,10 @@ from shardwise.engine.agreement import agree
 from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError, StateError
 from shardwise.mesh import Axis
-from shardwise.unit.cut import Cut
-from shardwise.unit.inner import inner_of, plain_parts, version_of
+from shardwise.tensor.cut import Cut, DimCut, PieceCut, as_dtensor
+from shardwise.tensor.inner import inner_of, plain_parts, version_of
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.pieces import DimCut, PieceCut, as_dtensor
-from shardwise.unit.plain_state import owner_of
 
 State = dict[str, torch.Tensor]
 Convert = Callable[[State], State]

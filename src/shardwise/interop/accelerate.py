@@ -25,9 +25,9 @@ from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.interop.observed_loop import is_number
 from shardwise.monitor.observer import Observation, observe
-from shardwise.unit.clipping import clip_grad_norm_
-from shardwise.unit.inner import gather_whole
-from shardwise.unit.plain_state import owner_of
+from shardwise.parallel.clipping import clip_grad_norm_
+from shardwise.tensor.inner import gather_whole
+from shardwise.tensor.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
 load_neighbour("accelerate", "shardwise.interop.accelerate")

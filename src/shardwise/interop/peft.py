@@ -17,7 +17,7 @@ from shardwise.checkpoint.all_ranks import on_all_ranks
 from shardwise.engine.api import engine_of
 from shardwise.engine.gathered import gathered
 from shardwise.errors import ConfigError
-from shardwise.unit.plain_state import owner_of
+from shardwise.tensor.plain_state import owner_of
 from shardwise.versions import load_neighbour
 
 

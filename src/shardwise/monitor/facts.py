@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import Axis
 from shardwise.monitor.record import RunFacts, UnitFacts
 from shardwise.plan.machine.catalogue import find_accelerator
-from shardwise.unit.plain_state import owner_of
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.unit import Unit
 
 _NDIM_OF_STACKS = 3  # of parameters that hold all experts: the first dim counts them

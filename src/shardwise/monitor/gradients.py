@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.unit.plain_state import owner_of
-from shardwise.unit.stepping import elements_of
+from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.unit import Unit
 
 

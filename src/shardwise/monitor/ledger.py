@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.debug import place_of, place_of_state
 from shardwise.device import memory_in_use_bytes
-from shardwise.engine.overlap import staging_bytes
 from shardwise.engine.parts import Parts
-from shardwise.engine.resting import place_of, place_of_state
 from shardwise.engine.tree import tensors_in
 from shardwise.names import join_units
-from shardwise.unit.inner import plain_parts
-from shardwise.unit.plain_state import owner_of
+from shardwise.step.overlap import staging_bytes
+from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.inner import plain_parts
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.states import GradState
-from shardwise.unit.stepping import elements_of
 from shardwise.unit.unit import Unit
 
 NO_UNIT = "(no unit)"  # what belongs to several, or to none

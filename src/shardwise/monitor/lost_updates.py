@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.monitor.metrics import LOST_OF_WORST_SHARE, LOST_SHARE
-from shardwise.unit.plain_state import stepped_in_16_bits
-from shardwise.unit.stepping import elements_of, is_under_way
+from shardwise.tensor.background_step import elements_of, is_under_way
+from shardwise.tensor.plain_state import stepped_in_16_bits
 
 # One look in each of the first steps; then only for so small a share of the time, but where that
 # is seldom as often as this. A look ends in the step after, which takes its time too.

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.errors import ConfigError
 from shardwise.layout.placements import local_of
-from shardwise.unit.pieces import as_dtensor
-from shardwise.unit.tensor import ShardTensor
+from shardwise.tensor.cut import as_dtensor
+from shardwise.tensor.shard_tensor import ShardTensor
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from shardwise.comm.exchange import Exchange
 from shardwise.errors import ConfigError
 from shardwise.mesh import axis_of
 from shardwise.parallel.routing import Router, Routing, load_of
-from shardwise.unit.dispatch import in_full
+from shardwise.tensor.dispatch import in_full
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.check.one_process import GradientReport, check_gradients
 from shardwise.device import fork_rng_devices
-from shardwise.engine.gradients import GradientReport, check_gradients
 from shardwise.train.pipeline import Pipeline
 from shardwise.train.setup import Run, make_decoder, shard_decoder
 from shardwise.train.windows import rank_indices, read_windows

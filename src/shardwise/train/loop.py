@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardwise
+from shardwise.check.compare_ranks import check_replicas
 from shardwise.comm.collectives import all_reduce_scalars
 from shardwise.device import peak_memory_bytes
-from shardwise.engine.replicas import check_replicas
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.observer import Observation, observe

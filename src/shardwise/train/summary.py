@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.quantities import format_bytes, format_count
-from shardwise.unit.stepping import elements_of
+from shardwise.tensor.background_step import elements_of
 
 _SPEED_MEMORY = 0.9
 

@@ -12,7 +12,7 @@ from torch.autograd import _unsafe_preserve_version_counter
 
 from shardwise.comm.pending import GatherItem
 from shardwise.layout.segments import Segment
-from shardwise.unit.inner import version_of
+from shardwise.tensor.inner import version_of
 
 
 class Encoding(Protocol):

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardwise.comm.packed import waited_for
-from shardwise.unit.cut import Cut
-from shardwise.unit.pieces import as_dtensor
+from shardwise.tensor.cut import Cut, as_dtensor
+from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.storage import Storage
-from shardwise.unit.tensor import ShardTensor
 
 
 class Form(Protocol):

@@ -34,15 +34,14 @@ from shardwise.offload.regions import align
 from shardwise.offload.slab import Slab
 from shardwise.quantities import format_bytes
 from shardwise.stages import UnitSettings
+from shardwise.tensor.cut import axes_of_mesh, cut_along, cut_piece, make_cut, own_axes_of
+from shardwise.tensor.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
 from shardwise.trace import FullParamLedger
 from shardwise.unit.ahead import FileSlices
-from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import OwnGather
 from shardwise.unit.forms import AsShardTensor
 from shardwise.unit.home import NO_FILES, Files, Home
-from shardwise.unit.inner import chunk_of, has_own_gather, plain_parts, refuse_opaque
 from shardwise.unit.param import Scheduler, ShardedParam
-from shardwise.unit.pieces import axes_of_mesh, cut_along, cut_piece, own_axes_of
 from shardwise.unit.poison import is_unwritten, poison
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.rows_apart import RowsApart

@@ -12,14 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import StateError
 from shardwise.layout.units import ParamUse
-from shardwise.unit.cut import Cut
+from shardwise.tensor.cut import Cut
+from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, Encoding
 from shardwise.unit.forms import Form
 from shardwise.unit.grad_hooks import GradHooks
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.states import GradState
 from shardwise.unit.storage import Storage
-from shardwise.unit.tensor import ShardTensor
 
 _SUMS = "_shardwise_sums"  # on a leaf: the parameter that sums its gradients as they come
 

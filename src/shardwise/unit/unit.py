@@ -23,8 +23,9 @@ from shardwise.comm.pending import GatherItem, Pending
 from shardwise.config import Precision
 from shardwise.errors import StateError
 from shardwise.stages import UnitSettings
+from shardwise.tensor.background_step import BackgroundStep, finish_all
+from shardwise.tensor.inner import version_of
 from shardwise.unit.home import Home
-from shardwise.unit.inner import version_of
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import Scheduler, ShardedParam
 from shardwise.unit.rows_apart import RowsApart
@@ -35,7 +36,6 @@ from shardwise.unit.states import (
     ParamState,
     check_transition,
 )
-from shardwise.unit.stepping import BackgroundStep, finish_all
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Sum
 

@@ -34,9 +34,9 @@ from shardwise.interop.fsdp2.state import State, state_of
 from shardwise.interop.fsdp2.units import Asked, make_unit, take
 from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis, axes_of
+from shardwise.tensor.replaced import retire
+from shardwise.tensor.shard_tensor import ShardTensor
 from shardwise.unit.grad_hooks import check_hooks
-from shardwise.unit.replaced import retire
-from shardwise.unit.tensor import ShardTensor
 from shardwise.unit.unit import Unit
 from shardwise.versions import warn_if_untested
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise.axes import Axes
 from shardwise.errors import ConfigError
 from shardwise.mesh import DataAxes, axes_of, axis_of, stages_of
-from shardwise.unit.pieces import placed_inside
+from shardwise.tensor.cut import placed_inside
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims  # torch 2.11 lacks it

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.engine.module_methods import FSDPModule
 from shardwise.layout.placements import local_of
-from shardwise.unit.inner import plain_parts
+from shardwise.tensor.inner import plain_parts
 from shardwise.unit.poison import poison
 
 

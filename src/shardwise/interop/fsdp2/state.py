@@ -23,8 +23,8 @@ from shardwise.config import ShardConfig
 from shardwise.engine.agreement import agree
 from shardwise.engine.hooks import register_hooks, register_state_dict_hooks
 from shardwise.engine.module_state import ModuleState, note_state
-from shardwise.engine.overlap import overlap_offloaded
 from shardwise.engine.runtime import Engine
+from shardwise.engine.steppers import attach_steppers
 from shardwise.engine.wrappers import register_wrappers
 from shardwise.errors import ConfigError, StateError
 from shardwise.homes import Offload
@@ -32,8 +32,8 @@ from shardwise.interop.fsdp2.units import Asked, adopt, check_device, tie_free
 from shardwise.layout.placements import local_of
 from shardwise.layout.units import ParamUse
 from shardwise.names import list_names
+from shardwise.tensor.inner import plain_parts
 from shardwise.trace import FullParamLedger
-from shardwise.unit.inner import plain_parts
 from shardwise.unit.poison import is_unwritten
 from shardwise.unit.unit import Unit
 
@@ -66,7 +66,7 @@ class GroupEngine(Engine):
             for storage in unit.storages:
                 storage.count_in(self.ledger)
         self.take_units(units, order=())
-        overlap_offloaded(units)
+        attach_steppers(units)
 
     where_full = "on a copy of the model that is not sharded"
     each_unit_alone = True  # and its settings say in which micro-batch it reduces

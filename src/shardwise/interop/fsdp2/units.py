@@ -24,17 +24,16 @@ from shardwise.layout.units import ParamUse
 from shardwise.mesh import Axis
 from shardwise.precisions import GatherName, ReduceName
 from shardwise.stages import STAGES, UnitSettings
+from shardwise.tensor.cut import as_dtensor, cut_along, cut_piece, make_cut
+from shardwise.tensor.inner import chunk_of, has_own_gather, refuse_opaque
+from shardwise.tensor.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.trace import FullParamLedger
 from shardwise.unit.backend_sum import BackendSum
-from shardwise.unit.cut import make_cut
 from shardwise.unit.encodings import AS_IT_LIES, AlongDim, OwnGather
 from shardwise.unit.forms import AsDTensor
 from shardwise.unit.home import Home
-from shardwise.unit.inner import chunk_of, has_own_gather, refuse_opaque
 from shardwise.unit.nearby import Nearby
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.pieces import as_dtensor, cut_along, cut_piece
-from shardwise.unit.plain_state import FULLY_SHARD, OfFullyShard
 from shardwise.unit.rank_order import RankOrderSum
 from shardwise.unit.storage import Storage
 from shardwise.unit.sums import Sum

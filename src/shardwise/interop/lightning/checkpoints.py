@@ -20,7 +20,7 @@ from shardwise.checkpoint.save_load import holds_checkpoint, load, save
 from shardwise.checkpoint.values import encode
 from shardwise.engine.load_check import compare_load
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.unit.plain_state import cut_like, cut_state_dict
+from shardwise.tensor.plain_state import cut_like, cut_state_dict
 
 _STRATEGY_SAVES = ("state_dict", "optimizer_states")
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")

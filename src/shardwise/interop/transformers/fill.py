@@ -14,7 +14,7 @@ from shardwise.checkpoint.source import Source, TensorInfo
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
 from shardwise.interop.transformers.recipes import Part, Recipe, convert
-from shardwise.unit.inner import inner_of
+from shardwise.tensor.inner import inner_of
 
 if TYPE_CHECKING:
     from torch import nn

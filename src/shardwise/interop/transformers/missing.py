@@ -20,7 +20,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from shardwise.comm.control import Control
 from shardwise.engine.api import engine_of
-from shardwise.unit.plain_state import owner_of
+from shardwise.tensor.plain_state import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection

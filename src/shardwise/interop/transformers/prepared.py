@@ -26,7 +26,7 @@ from shardwise.engine.module_state import note_managed
 from shardwise.errors import ConfigError
 from shardwise.interop.peft import save_adapter
 from shardwise.interop.transformers.saving import save_pretrained
-from shardwise.unit.plain_state import cut_state_dict
+from shardwise.tensor.plain_state import cut_state_dict
 
 
 def prepare(model: Any) -> Any:

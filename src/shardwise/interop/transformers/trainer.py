@@ -35,7 +35,7 @@ from shardwise.interop.transformers.loading import load_weights
 from shardwise.interop.transformers.observing import ObserveCallback
 from shardwise.interop.transformers.prepared import prepare
 from shardwise.interop.transformers.saving import save_weights
-from shardwise.unit.clipping import clip_grad_norm_
+from shardwise.parallel.clipping import clip_grad_norm_
 from shardwise.versions import load_neighbour
 
 FOLDER = "shardwise"  # in each checkpoint: the slices of master weights and optimizer state

@@ -1,6 +1,6 @@
 """A step whose micro-batches go through each unit before the next: the tape, cut into rounds.
 
-What `engine.breadth_first` does, in the events of one micro-batch: a round begins before a unit's
+What `engine.accumulate` does, in the events of one micro-batch: a round begins before a unit's
 forward, ends after a unit's backward, and is walked by each micro-batch before the next round.
 """
 

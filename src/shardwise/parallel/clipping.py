@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.collectives import Comm
 from shardwise.layout.placements import local_of
 from shardwise.mesh import DataAxes
-from shardwise.unit.norms import LazyNorm, NormKind
-from shardwise.unit.pieces import axes_of_mesh
-from shardwise.unit.plain_state import owner_of
-from shardwise.unit.tensor_base import ShardTensorBase
-from shardwise.unit.ties import ties_of
+from shardwise.parallel.ties import ties_of
+from shardwise.tensor.cut import axes_of_mesh
+from shardwise.tensor.plain_state import owner_of
+from shardwise.tensor.tensor_base import ShardTensorBase
+from shardwise.tensor.totals import LazyNorm, NormKind
 
 
 @torch.no_grad()

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.apart import sizes_of_state
 from shardwise.errors import StorageError
 from shardwise.offload.ring import Buffer
 from shardwise.offload.transfers import Transfer
-from shardwise.unit.plain_state import PLAIN_SCALARS
-from shardwise.unit.state_file import Key, StateFile
-from shardwise.unit.stepping import elements_of, set_elements
+from shardwise.step.local_step import sizes_of_state
+from shardwise.step.state_file import Key, StateFile
+from shardwise.tensor.background_step import elements_of, set_elements
+from shardwise.tensor.plain_state import PLAIN_SCALARS
 from shardwise.unit.unit import Unit
 
 Params = Sequence[tuple[int, Any]]  # of an optimizer, with the numbers of their groups

@@ -25,18 +25,18 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import ShardError
-from shardwise.unit.dispatch import (
+from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.dispatch import (
     answer,
     check_conversion,
     into_leaf,
     is_in_place,
     run_in_full,
     set_property,
-    shards_in,
 )
-from shardwise.unit.draws import same_draws
-from shardwise.unit.inner import gather_whole
-from shardwise.unit.operations import (
+from shardwise.tensor.draws import same_draws
+from shardwise.tensor.inner import gather_whole
+from shardwise.tensor.operations import (
     DRAWS,
     FULL_PROPERTIES,
     GRAD_FREE,
@@ -44,9 +44,8 @@ from shardwise.unit.operations import (
     LOCAL_FACTS,
     METADATA,
 )
-from shardwise.unit.replaced import running_optimizer
-from shardwise.unit.stepping import elements_of
-from shardwise.unit.tensor_base import ShardTensorBase
+from shardwise.tensor.replaced import running_optimizer
+from shardwise.tensor.tensor_base import ShardTensorBase, shards_in
 
 
 class ShardTensor(ShardTensorBase):

@@ -19,7 +19,7 @@ which all parameters are one vector, is refused.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -27,28 +27,22 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.engine.apart import optimizer_like
-from shardwise.engine.overlap import is_elementwise
 from shardwise.layout.placements import local_of
+from shardwise.step.local_step import optimizer_like
+from shardwise.step.overlap import is_elementwise
+from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of, owning_rank
 from shardwise.unit.partial import PartialGrad
-from shardwise.unit.plain_state import PLAIN_SCALARS, owner_of
-from shardwise.unit.unit import Unit
 
 _HOOKS = "_shardwise_whole_hooks"  # on an optimizer, by number: before its step, and after
 _STEP = "_shardwise_whole_step"  # on the copy of it that steps
 
 
-def step_matrices_whole(units: Iterable[Unit]) -> None:
-    """Let optimizers of units with matrices that have an owner step these as plain tensors.
+@cache
+def step_matrices_whole() -> None:
+    """Let optimizers step matrices that have an owner as plain tensors, from now on.
 
     See Note [A step of whole matrices].
     """
-    if any(param.cut.owner is not None for unit in units for param in unit.params if param.cut):
-        _watch_steps()
-
-
-@cache
-def _watch_steps() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_prepare)
 
 
@@ -68,12 +62,6 @@ def _prepare(optimizer: Any, *_: Any) -> None:
     first, last = vars(optimizer)[_HOOKS]
     optimizer._optimizer_step_pre_hooks.move_to_end(first)
     optimizer._optimizer_step_post_hooks.move_to_end(last, last=False)
-
-
-def owning_rank(param: Any) -> int | None:
-    """Return the rank of the shard axis that has all of a parameter, by its layout."""
-    cut = None if owner_of(param) is None else getattr(param, "_cut", None)
-    return None if cut is None else cut.owner
 
 
 def _take_apart(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm.peers import exchange_with
 from shardwise.layout.placements import local_of
 from shardwise.mesh import Axis
-from shardwise.unit.plain_state import owner_of
+from shardwise.tensor.plain_state import owner_of
 
 
 class Tie:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError
 from shardwise.names import list_names
-from shardwise.unit.tensor import ShardTensor
+from shardwise.tensor.shard_tensor import ShardTensor
 
 _LOG = logging.getLogger("shardwise")
 FULLY_SHARD = "_of_fully_shard"  # set on the DTensors that are parameters of `fully_shard`
@@ -55,6 +55,12 @@ def owner_of(param: Any) -> Any:
     if isinstance(param, ShardTensor):
         return param._owner
     return getattr(getattr(param, FULLY_SHARD, None), "param", None)
+
+
+def owning_rank(param: Any) -> int | None:
+    """Return the rank of the shard axis that has all of a parameter, by its layout."""
+    cut = None if owner_of(param) is None else getattr(param, "_cut", None)
+    return None if cut is None else cut.owner
 
 
 def cut_plain_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.layout.placements import local_of
 from shardwise.offload.lane import Copies, Load
 from shardwise.offload.loads import MULTIPLE, cut
-from shardwise.unit.plain_state import PLAIN_SCALARS, owner_of
+from shardwise.tensor.plain_state import PLAIN_SCALARS, owner_of
 
 MakeHostMemory = Callable[[int, torch.dtype], torch.Tensor]
 Mirror = Callable[[Any], torch.Tensor | None]

@@ -15,9 +15,9 @@ import torch
 
 from shardwise.comm.pending import CollectiveId
 from shardwise.device import accelerator_generator, set_accelerator_generator
-from shardwise.unit.cut import Cut
-from shardwise.unit.operations import LIKE
-from shardwise.unit.tensor_base import ShardTensorBase
+from shardwise.tensor.cut import Cut
+from shardwise.tensor.operations import LIKE
+from shardwise.tensor.tensor_base import ShardTensorBase, shards_in
 
 _SITE = CollectiveId("broadcast", "(generator)", 0)
 
@@ -62,10 +62,9 @@ def _set_states(
         set_accelerator_generator(device, states[1])
 
 
-def draw(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: ShardTensorBase
-) -> ShardTensorBase:
+def draw(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardTensorBase:
     """Draw the whole tensor and keep this rank's slice, in place or as a new tensor."""
+    tensor = shards_in(args, kwargs)[0]
     full = torch.empty(tensor._cut.shape, dtype=tensor.dtype, device=tensor.device)
     drawn = tensor._cut.slice_of(func(full, *args[1:], **kwargs))
     if name in LIKE:

@@ -11,8 +11,8 @@ from shardwise.comm.meeting import name_ranks
 from shardwise.engine.parts import Model, Parts
 from shardwise.errors import ConfigError
 from shardwise.layout.boxes import full_region
+from shardwise.parallel.ties import Tie
 from shardwise.unit.param import ShardedParam
-from shardwise.unit.ties import Tie
 
 
 def tie(model: Model, names: Mapping[str, str]) -> None:

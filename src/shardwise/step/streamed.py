@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from shardwise.device import Event
 from shardwise.homes import LOAD_BYTES
 from shardwise.offload.lane import Lane
+from shardwise.tensor.background_step import elements_of, set_elements
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.home import Home
-from shardwise.unit.plain_state import owner_of
-from shardwise.unit.stepping import elements_of, set_elements
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit
 

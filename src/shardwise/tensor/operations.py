@@ -14,7 +14,7 @@ _UNARY = """
 abs absolute neg negative sign sgn sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos
 tan tanh sinh cosh asin acos atan erf erfc erfinv sigmoid logit relu reciprocal floor ceil round
 trunc frac isnan isinf isfinite isposinf isneginf nan_to_num positive logical_not bitwise_not
-signbit
+signbit lgamma
 """
 _BINARY = """
 add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power
@@ -28,15 +28,21 @@ __floordiv__
 """
 _FILL = "zero fill"
 _COPIES = """
-clone detach alias contiguous to _to_copy float double half bfloat16 type_as cpu cuda
-zeros_like ones_like empty_like full_like requires_grad_ lift_fresh
+clone contiguous _to_copy float double half bfloat16 type_as cpu cuda
+zeros_like ones_like empty_like full_like lift_fresh
 """
 
+# One by one, elements of one tensor to elements of another of the same shape.
 ELEMENTWISE = frozenset(
     name
     for word in (_UNARY + _BINARY + _FILL).split()
     for name in (word, word if word.startswith("__") else word + "_")
 ) | _names(_COPIES)
+
+# The same of lists of tensors. torch has a foreach form of some of them only.
+ELEMENTWISE_LISTS = frozenset(f"_foreach_{name}" for name in ELEMENTWISE) | _names(
+    "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_"
+)
 
 # In-place draws: the whole tensor is drawn on every rank and each keeps its slice, so the values
 # do not depend on the number of ranks (given the same seed on all of them).
@@ -100,20 +106,8 @@ REDUCTIONS = {
 
 NORMS = _names("norm vector_norm linalg_vector_norm")
 
-# Reductions over some dims: what each rank's elements give can be put together.
-DIM_REDUCTIONS = NORMS | _names("sum mean")
-
 # Products of matrices, elementwise where what is summed over has one element.
 PRODUCTS = _names("matmul mm __matmul__")
 
 # Kernels of other libraries that treat the elements in place, one by one or in blocks.
 KERNELS = _names("optimizer_update_32bit optimizer_update_8bit_blockwise")
-
-_FOREACH_REDUCTIONS = _names("_foreach_norm _foreach_powsum _foreach_max")
-
-
-def is_elementwise(name: str) -> bool:
-    """Tell whether the function of this name maps element i to element i."""
-    if name.startswith("_foreach_"):
-        return name not in _FOREACH_REDUCTIONS
-    return name in ELEMENTWISE or name.startswith("_fused_")

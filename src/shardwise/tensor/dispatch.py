@@ -7,7 +7,7 @@ are cut alike, so `__torch_function__` hands the local tensors straight to the k
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardError
-from shardwise.unit.cut import GATHER_SITE, Cut
-from shardwise.unit.draws import draw
-from shardwise.unit.operations import (
-    DIM_REDUCTIONS,
+from shardwise.tensor.cut import GATHER_SITE, Cut
+from shardwise.tensor.draws import draw
+from shardwise.tensor.operations import (
+    ELEMENTWISE,
+    ELEMENTWISE_LISTS,
     FACTORIES,
     KERNELS,
     LIKE,
@@ -26,24 +27,16 @@ from shardwise.unit.operations import (
     PRODUCTS,
     RANDOM,
     REDUCTIONS,
-    is_elementwise,
 )
-from shardwise.unit.replaced import running_optimizer
-from shardwise.unit.tensor_base import ShardTensorBase, is_replicated, locals_of
-from shardwise.unit.totals import order_of_total, reduce_all, reduce_dims, total_norms
-
-
-def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:
-    """Return the sharded tensors among a call's arguments, one list deep."""
-    return [value for value in _one_deep(args, kwargs) if isinstance(value, ShardTensorBase)]
-
-
-def _one_deep(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, list | tuple):
-            yield from value
-        else:
-            yield value
+from shardwise.tensor.replaced import running_optimizer
+from shardwise.tensor.tensor_base import (
+    ShardTensorBase,
+    is_replicated,
+    locals_of,
+    shards_in,
+    values_one_deep,
+)
+from shardwise.tensor.totals import norm, norms_of_list, reduce
 
 
 def is_in_place(name: str) -> bool:
@@ -150,56 +143,27 @@ def set_property(func: Any, args: tuple[Any, ...]) -> Any:
     return None
 
 
+# -- the table: what runs an operation, by its name
+# A runner takes (func, name, args, kwargs), and returns NotImplemented for what it cannot answer.
+Runner = Callable[[Any, str, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
 def answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a function that has sharded tensors among its arguments, or refuse to."""
-    if name.startswith(("_foreach_", "_fused_")) and is_elementwise(name):
-        return _run_lists(func, name, args, kwargs)
+    """Run a function that has sharded tensors among its arguments, or refuse to.
+
+    A name stands once in the table, so the order of its rows does not matter. What has no row, or
+    gets NotImplemented from it, is a function of whole tensors.
+    """
+    run = _RUNNERS.get(name)
+    made = NotImplemented if run is None else run(func, name, args, kwargs)
+    return _run_whole(func, name, args, kwargs) if made is NotImplemented else made
+
+
+def _run_whole(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a function of whole tensors: on replicated ones, or on the full parameters."""
     shards = shards_in(args, kwargs)
-    if name == "view_as" and not isinstance(args[0], ShardTensorBase):
-        return args[0].view(args[1].shape)
-    as_it_is = name == "view_as" and args[1].shape == args[0].shape and args[0]._cut.layout
-    if name in ("detach", "alias") or as_it_is:
-        made = shards[0]
-        return made.wrap(made._local_tensor.detach(), made._cut, made._owner)
-    if name == "requires_grad_":
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.requires_grad_(*args, **kwargs)
-        owner = shards[0]._owner
-        if owner is not None and getattr(owner, "sharded", None) is shards[0]:
-            owner.set_requires_grad(shards[0].requires_grad)
-        return shards[0]
-    if name == "to":
-        args, kwargs = tuple(map(_plain_cpu, args)), {k: _plain_cpu(v) for k, v in kwargs.items()}
-    if is_elementwise(name):
-        return _run_local(func, name, args, kwargs, shards)
-    if name in RANDOM or name in LIKE:
-        return draw(func, name, args, kwargs, shards[0])
-    if name in KERNELS:
-        made = _run_kernel(func, args, kwargs, shards)
-        if made is not NotImplemented:
-            return made
-    if name == "_foreach_norm":
-        order = args[1] if len(args) > 1 else kwargs.get("ord", 2.0)
-        return total_norms(args[0], order)
-    if name in NORMS and (order := order_of_total(args, kwargs)) is not None:
-        return total_norms(args[:1], order)[0]
-    if name in REDUCTIONS and len(args) == 1 and not kwargs:
-        return reduce_all(func, name, shards[0])
-    if name == "_amp_foreach_non_finite_check_and_unscale_":
-        return _unscale(func, args)
-    if name in FACTORIES:
-        return _new(func, args, kwargs, shards[0])
     if is_replicated(shards):
         return func(*locals_of(args), **{k: locals_of(v) for k, v in kwargs.items()})
-    if name in DIM_REDUCTIONS and len(shards) == 1 and kwargs.get("out") is None:
-        made = reduce_dims(func, name, args, kwargs, shards[0])
-        if made is not NotImplemented:
-            return made
-    if name in PRODUCTS and not kwargs and _is_outer(args[0], args[1], shards[0]._cut.shape):
-        return answer(torch.mul, "mul", args, {})
-    if name == "__setitem__" and _is_masked_fill(*args):
-        args[0]._local_tensor[args[1]._local_tensor] = args[2]
-        return None
     if is_in_place(name) or "out" in kwargs or any(t._owner is None for t in shards):
         raise refusal(name, shards)
     return run_in_full(func, name, args, kwargs, shards)
@@ -224,7 +188,7 @@ def run_in_full(
     if given is True:  # told before it writes
         raise refusal(f"{name}, in place,", shards)
     args, kwargs = tuple(map(in_full, args)), {k: in_full(v) for k, v in kwargs.items()}
-    fulls = [t for t in _one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
+    fulls = [t for t in values_one_deep(args, kwargs) if isinstance(t, torch.Tensor)]
     before = [(t, t._version) for t in fulls if not t.is_inference()]
     result = func(*args, **kwargs)
     if any(t._version != version for t, version in before):
@@ -250,8 +214,8 @@ def _place_of_inplace(func: Any) -> int | None:
 def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an elementwise function of lists of tensors (foreach, fused) on the local tensors."""
     leads: Sequence[Any] = args[0]
-    own = [_list_oflocals_of(a, leads, name) for a in args]
-    result = func(*own, **{k: _list_oflocals_of(v, leads, name) for k, v in kwargs.items()})
+    own = [_locals_of_list(a, leads, name) for a in args]
+    result = func(*own, **{k: _locals_of_list(v, leads, name) for k, v in kwargs.items()})
     if name.startswith("_fused_") or any(type(t) is not torch.Tensor for t in own[0]):
         # Count a change of a fused kernel, or of a class's own operation: torch does not.
         torch.autograd.graph.increment_version(
@@ -262,14 +226,9 @@ def _run_lists(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
     return args[0] if name.endswith("_") else result
 
 
-def _run_local(
-    func: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    shards: Sequence[ShardTensorBase],
-) -> Any:
+def _run_local(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an elementwise function on the local tensors; wrap what is new."""
+    shards = shards_in(args, kwargs)
     cut = shards[0]._cut
     if name == "where" and len(args) == 1:
         if is_replicated(shards):
@@ -317,10 +276,41 @@ def _full(value: Any) -> Any:
     return in_full(value) if value._owner is not None else value.full_tensor()
 
 
-def _plain_cpu(value: Any) -> Any:
-    """Drop the index of a CPU: torch would copy a tensor to ``cpu:0``, which is the same place."""
-    is_indexed = isinstance(value, str | torch.device) and str(value).startswith("cpu:")
-    return torch.device("cpu") if is_indexed else value
+def _convert(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``to`` without the index of a CPU: torch would copy to ``cpu:0``, the same place."""
+
+    def plain(value: Any) -> Any:
+        is_indexed = isinstance(value, str | torch.device) and str(value).startswith("cpu:")
+        return torch.device("cpu") if is_indexed else value
+
+    return _run_local(func, name, tuple(map(plain, args)), {k: plain(v) for k, v in kwargs.items()})
+
+
+def _detach(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return another tensor of the same elements, of the same parameter."""
+    made = args[0]
+    return made.wrap(made._local_tensor.detach(), made._cut, made._owner)
+
+
+def _view_as(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """View a tensor in a shape that it has already; a plain one in a sharded one's shape."""
+    if not isinstance(args[0], ShardTensorBase):
+        return args[0].view(args[1].shape)
+    is_cut = args[0]._cut.layout is not None
+    same = is_cut and args[1].shape == args[0].shape
+    return _detach(func, name, args, kwargs) if same else NotImplemented
+
+
+def _set_requires_grad(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Freeze or thaw a tensor; the full parameter follows."""
+    tensor = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.requires_grad_(*args, **kwargs)
+    if tensor._owner is not None and tensor._owner.sharded is tensor:
+        tensor._owner.set_requires_grad(tensor.requires_grad)
+    return tensor
 
 
 def _operand(value: Any, cut: Cut, name: str) -> Any:
@@ -343,7 +333,7 @@ def _operand(value: Any, cut: Cut, name: str) -> Any:
     return value
 
 
-def _list_oflocals_of(value: Any, leads: Sequence[Any], name: str) -> Any:
+def _locals_of_list(value: Any, leads: Sequence[Any], name: str) -> Any:
     """Return the local tensors of one list argument; other arguments pass."""
     if not isinstance(value, list | tuple):
         return value
@@ -374,7 +364,7 @@ def _wrapped(result: Any, like: Any) -> Any:
     return like.wrap(result, like._cut) if isinstance(like, ShardTensorBase) else result
 
 
-def _unscale(func: Any, args: tuple[Any, ...]) -> None:
+def _unscale(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Unscale gradients; an overflow that one rank sees, every rank sees (torch.amp.GradScaler)."""
     tensors, found_inf, inv_scale = args
     func([locals_of(t) for t in tensors], found_inf, inv_scale)
@@ -384,7 +374,9 @@ def _unscale(func: Any, args: tuple[Any, ...]) -> None:
         found_inf.copy_(comm.max(found_inf, axis, GATHER_SITE))
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: ShardTensorBase) -> Any:
+def _make_new(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Make a new tensor: cut alike if it has the shape of the sharded one, else a plain one."""
+    like = shards_in(args, kwargs)[0]
     size = args[1] if len(args) > 1 else kwargs.get("size")
     if isinstance(size, tuple | list) and tuple(size) == like._cut.shape:
         made = func(like._local_tensor, like._cut.local_shape, *args[2:], **kwargs)
@@ -392,34 +384,44 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: Shar
     return func(like._local_tensor, *args[1:], **kwargs)
 
 
+def _multiply(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Multiply a column by a row, which is elementwise: the sum has one term."""
+    shards = shards_in(args, kwargs)
+    if kwargs or is_replicated(shards):
+        return NotImplemented
+    left, right = args
+    if min(left.ndim, right.ndim) < 2 or left.shape[-1] != 1 or right.shape[-2] != 1:
+        return NotImplemented
+    if tuple(torch.broadcast_shapes(left.shape, right.shape)) != shards[0]._cut.shape:
+        return NotImplemented
+    return _run_local(torch.mul, "mul", args, {})
+
+
+def _fill_masked(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Assign one number where a mask, cut as the tensor is, is true."""
+    tensor, mask, value = args
+    if not isinstance(tensor, ShardTensorBase) or not isinstance(mask, ShardTensorBase):
+        return NotImplemented
+    is_plain = not isinstance(value, torch.Tensor) or (
+        value.ndim == 0 and not isinstance(value, ShardTensorBase)
+    )
+    is_alike = mask.dtype == torch.bool and mask._cut.matches(tensor._cut)
+    if not is_plain or not is_alike or is_replicated(shards_in(args, kwargs)):
+        return NotImplemented
+    tensor._local_tensor[mask._local_tensor] = value
+    return None
+
+
 _BLOCK = 256  # elements of a block, fixed in bitsandbytes
 
 
-def _is_outer(left: Any, right: Any, shape: tuple[int, ...]) -> bool:
-    """Tell whether a product of matrices sums over one element only, and has the given shape."""
-    if min(left.ndim, right.ndim) < 2 or left.shape[-1] != 1 or right.shape[-2] != 1:
-        return False
-    return tuple(torch.broadcast_shapes(left.shape, right.shape)) == shape
-
-
-def _is_masked_fill(tensor: Any, index: Any, value: Any) -> bool:
-    """Tell whether one number is assigned where a mask, cut as the tensor is, is true."""
-    if not isinstance(tensor, ShardTensorBase) or not isinstance(index, ShardTensorBase):
-        return False
-    is_number = not isinstance(value, torch.Tensor) or (
-        value.ndim == 0 and not isinstance(value, ShardTensorBase)
-    )
-    return is_number and index.dtype == torch.bool and index._cut.matches(tensor._cut)
-
-
-def _run_kernel(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shards: Sequence[ShardTensorBase]
-) -> Any:
+def _run_kernel(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run a kernel of bitsandbytes on this rank's elements, in blocks of its own.
 
     NotImplemented where it takes the norm of the whole update (LAMB, LARS, ``max_unorm``).
     """
-    takes_norm = func.__name__ == "optimizer_update_32bit" and args[5] is not None
+    shards = shards_in(args, kwargs)
+    takes_norm = name == "optimizer_update_32bit" and args[5] is not None
     if takes_norm and not is_replicated(shards):
         return NotImplemented
     numel = shards[0]._local_tensor.numel()
@@ -433,3 +435,24 @@ def _run_kernel(
     result = func(**{key: locals_of(value) for key, value in given.items()})
     torch.autograd.graph.increment_version([t._local_tensor for t in shards])
     return result
+
+
+_ROWS: tuple[tuple[Runner, Iterable[str]], ...] = (
+    (_run_local, ELEMENTWISE),
+    (_run_lists, ELEMENTWISE_LISTS),
+    (draw, RANDOM | LIKE),
+    (_run_kernel, KERNELS),
+    (norms_of_list, ("_foreach_norm",)),
+    (norm, NORMS),
+    (reduce, REDUCTIONS),
+    (_unscale, ("_amp_foreach_non_finite_check_and_unscale_",)),
+    (_make_new, FACTORIES),
+    (_multiply, PRODUCTS),
+    (_fill_masked, ("__setitem__",)),
+    (_detach, ("detach", "alias")),
+    (_view_as, ("view_as",)),
+    (_set_requires_grad, ("requires_grad_",)),
+    (_convert, ("to",)),
+)
+_RUNNERS = {name: run for run, names in _ROWS for name in names}
+assert len(_RUNNERS) == sum(len(list(names)) for _, names in _ROWS), "a name with two rows"

@@ -1,12 +1,12 @@
 """What a sharded tensor holds: this rank's elements, how the tensor is cut, and whose it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.unit.cut import Cut
+from shardwise.tensor.cut import Cut
 
 
 class Owner(Protocol):
@@ -66,3 +66,17 @@ def locals_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(locals_of(v) for v in value)
     return value
+
+
+def shards_in(args: Any, kwargs: Mapping[str, Any]) -> list[ShardTensorBase]:
+    """Return the sharded tensors among a call's arguments, one list deep."""
+    return [value for value in values_one_deep(args, kwargs) if isinstance(value, ShardTensorBase)]
+
+
+def values_one_deep(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield a call's arguments, and what lists among them hold."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value

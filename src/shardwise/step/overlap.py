@@ -42,16 +42,16 @@ from torch.optim import optimizer as torch_optimizer
 from shardwise.comm.watch import WATCH
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
-from shardwise.engine.apart import optimizer_like, part_of_step
 from shardwise.engine.order import in_forward_order
-from shardwise.engine.stored import Params, StoredState, StoredStep
-from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
 from shardwise.errors import ConfigError
+from shardwise.step.local_step import optimizer_like, part_of_step
+from shardwise.step.stored import Params, StoredState, StoredStep
+from shardwise.step.streamed import StreamedStep, Streaming, lock_pages
+from shardwise.tensor.background_step import BackgroundStep, finish_all
+from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.home import Home
 from shardwise.unit.partial import PartialGrad
-from shardwise.unit.plain_state import owner_of
 from shardwise.unit.states import ParamState
-from shardwise.unit.stepping import BackgroundStep, finish_all
 from shardwise.unit.unit import Unit
 
 ELEMENTWISE = (
@@ -102,17 +102,12 @@ def overlap(optimizer: O, *, threads: int | None = None, in_backward: bool = Fal
     return optimizer
 
 
-def overlap_offloaded(units: Iterable[Unit]) -> None:
-    """Let optimizers of units whose slices live on the host be overlapped.
+@cache
+def overlap_offloaded() -> None:
+    """Overlap optimizers of units whose slices live on the host, from their first steps on.
 
     See Note [Optimizers of offloaded units].
     """
-    if any(unit.home is not None for unit in units):
-        _watch_first_steps()
-
-
-@cache
-def _watch_first_steps() -> None:
     torch_optimizer.register_optimizer_step_pre_hook(_attach)
 
 

@@ -24,7 +24,7 @@ from shardwise.comm.meeting import name_ranks
 from shardwise.engine.agreement import find_difference
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
-from shardwise.unit.inner import plain_parts
+from shardwise.tensor.inner import plain_parts
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage
 from shardwise.unit.unit import Unit

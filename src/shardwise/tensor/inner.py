@@ -18,7 +18,7 @@ import torch
 from shardwise.comm.packed import waited_for
 from shardwise.errors import ConfigError
 from shardwise.layout.segments import build_layout
-from shardwise.unit.cut import Cut, make_cut
+from shardwise.tensor.cut import Cut, make_cut
 
 
 @dataclass(frozen=True, eq=False)

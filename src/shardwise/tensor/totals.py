@@ -1,4 +1,4 @@
-"""Norms of sharded tensors, reduced over ranks once, when the number is needed.
+"""Reductions and norms of sharded tensors; a norm is reduced over ranks when its value is read.
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of every gradient and then the norm of those
 norms. Reduced one by one that is a collective per parameter; a `LazyNorm` stays this rank's part
@@ -16,7 +16,9 @@ from shardwise.comm.collectives import Comm
 from shardwise.comm.pending import CollectiveId
 from shardwise.errors import ShardError
 from shardwise.mesh import Axis
-from shardwise.unit.cut import Cut
+from shardwise.tensor.cut import GATHER_SITE, Cut
+from shardwise.tensor.operations import NORMS, REDUCTIONS
+from shardwise.tensor.tensor_base import ShardTensorBase, is_replicated, shards_in
 
 _SITE = CollectiveId("gather", "(norm)", 0)
 _METADATA = frozenset(
@@ -174,16 +176,106 @@ def _resolved(value: Any) -> Any:
     return value
 
 
-def check_order(order: object) -> None:
-    """Raise ShardError for the order of a norm that is not of the elements alone."""
+def norm(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return a norm: lazily of all elements, at once over some dims."""
+    order = _order_of_total(args, kwargs)
+    if order is not None:
+        return _total_norms(args[:1], order)[0]
+    return _reduce_dims(func, name, args, kwargs)
+
+
+def norms_of_list(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the norms of tensors in a list (``_foreach_norm``), lazily."""
+    return _total_norms(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2.0))
+
+
+def reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Reduce all elements to one number, or sum and average over some dims.
+
+    **Cost** one collective over each axis that the tensor is cut over.
+    """
+    if len(args) == 1 and not kwargs:
+        return _reduce_all(func, name, args[0])
+    return _reduce_dims(func, name, args, kwargs) if name in ("sum", "mean") else NotImplemented
+
+
+def _order_of_total(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """Return the order when the call is the norm of all elements, else None."""
+    names = ("p", "ord")
+    order = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), 2.0)
+    others = [*args[2:], *(v for k, v in kwargs.items() if k not in names)]
+    if any(v is not None and v is not False for v in others):  # dims, keepdim, dtype
+        return None
+    return 2.0 if order in (None, "fro") else order
+
+
+def _total_norms(tensors: Sequence[torch.Tensor], order: Any) -> list[torch.Tensor]:
+    """Return each tensor's norm of all elements, completed over ranks when its value is read."""
     if not isinstance(order, int | float):
         raise ShardError(
             f"norm of order {order!r}: a sharded tensor has p-norms of its elements only; "
             "use full_tensor()"
         )
+    parts = [t._local_tensor if isinstance(t, ShardTensorBase) else t for t in tensors]
+    filled = [part for part in parts if part.numel()]
+    norms = iter(torch._foreach_norm(filled, order) if filled else ())
+    found: list[torch.Tensor] = []
+    kind: NormKind | None = None
+    for tensor, part in zip(tensors, parts, strict=True):
+        if part.numel():
+            value = next(norms)
+        else:  # what changes nothing
+            start = float("inf") if order == float("-inf") else 0.0
+            value = torch.full((), start, dtype=part.dtype, device=part.device)
+        if isinstance(tensor, ShardTensorBase) and (axes := (cut := tensor._cut).axes):
+            if kind is None or kind.axes is not axes or kind.comm is not cut.comm:
+                kind = NormKind.of(order, cut)
+            value = LazyNorm.of(value, kind)
+        found.append(value)
+    return found
 
 
-def norm_of_nothing(local: torch.Tensor, order: float) -> torch.Tensor:
-    """Return the part of a norm that a rank without elements adds, which changes nothing."""
-    start = float("inf") if order == float("-inf") else 0.0
-    return torch.full((), start, dtype=local.dtype, device=local.device)
+def _reduce_all(func: Any, name: str, tensor: ShardTensorBase) -> torch.Tensor:
+    local, cut = tensor._local_tensor, tensor._cut
+    if cut.is_replicated:
+        result: torch.Tensor = func(local)
+        return result
+    if REDUCTIONS[name] == "sum":
+        partial = local.sum() / tensor.numel() if name == "mean" else func(local)
+        return _sum(partial, cut)
+    sign = 1 if REDUCTIONS[name] == "max" else -1
+    nothing = torch.full((), float("-inf"), dtype=torch.float64, device=local.device)
+    extreme = func(local).double() * sign if local.numel() else nothing
+    for axis in cut.axes:
+        extreme = cut.comm.max(extreme, axis, GATHER_SITE)
+    return (extreme * sign).to(torch.bool if name in ("all", "any") else local.dtype)
+
+
+def _reduce_dims(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Reduce over some dims; NotImplemented for norms that cannot be put together.
+
+    Every rank reduces its elements in a tensor of zeros. Where one rank has all that a result is
+    made of, the others add zeros, so its bits stay.
+
+    **Cost** the tensor's full size in memory; one collective of the result's size.
+    """
+    shards = shards_in(args, kwargs)
+    if len(shards) > 1 or kwargs.get("out") is not None or is_replicated(shards):
+        return NotImplemented
+    tensor, cut, order = shards[0], shards[0]._cut, None
+    if name in NORMS:
+        order = args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2.0))
+        order = 2.0 if order in (None, "fro") else order
+        if not isinstance(order, int | float) or order < 0:
+            return NotImplemented
+    partial: torch.Tensor = func(cut.place(tensor._local_tensor), *args[1:], **kwargs)
+    if order is not None:
+        return NormKind.of(order, cut).combine(partial)
+    return _sum(partial, cut).to(partial.dtype)
+
+
+def _sum(partial: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Sum over the axes that a tensor is spread over, one after the other."""
+    for axis in cut.axes:
+        partial = cut.comm.sum_in_rank_order(partial, axis, GATHER_SITE)
+    return partial

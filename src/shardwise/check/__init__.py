@@ -1,0 +1,1 @@
+"""Checks of a sharded model: against one process, and between ranks."""

@@ -1,0 +1,173 @@
+"""What a sharded model holds and sends on this rank, in bytes, for those who look into a run."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.counted import CountedCollectives
+from shardwise.comm.exchange import Exchange
+from shardwise.comm.watch import watch as watch
+from shardwise.engine.activations import Activations
+from shardwise.engine.api import engine_of
+from shardwise.engine.parts import Model, Parts, modules_of
+from shardwise.mesh import Axis
+from shardwise.step.overlap import is_elementwise, staging_bytes
+from shardwise.tensor.background_step import elements_of
+from shardwise.tensor.cut import axes_of_mesh
+from shardwise.tensor.inner import plain_parts
+from shardwise.tensor.plain_state import owner_of
+from shardwise.trace import Stats, Traffic
+from shardwise.unit.param import ShardedParam
+from shardwise.unit.unit import Unit
+
+
+def stats(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Stats:
+    """Return what this rank holds and has sent, in bytes, right now.
+
+    ``optimizer``: its state counts in ``bytes_by_place``. What torch itself sends (tensor
+    parallelism, stages of a pipeline) is in it where it was sent inside of `counting`.
+    """
+    engine = engine_of(model)
+    storages = [s for u in engine.units for s in u.storages]
+    params = [s for u in engine.units for s in u.params]
+    grads = [elements_of(g).nbytes for s in params if isinstance(g := s.grad, DTensor)]
+    in_leaves = [getattr(s.full, "grad", None) for s in params]  # none before a first gather
+    partials = [t for t in (*(s.partial for s in params), *in_leaves) if t is not None]
+    kept = sum(s.kept_bytes for s in storages)
+    traffic = traffic_of(model)
+    apart = [elements_of(p.sharded) for p in params if not p.encoding.in_storage]
+    apart_bytes = sum(part.nbytes for local in apart for part in plain_parts(local).values())
+    return Stats(
+        param_shard_bytes=sum(s.shard_bytes for s in storages) + apart_bytes,
+        param_full_bytes=kept,
+        param_full_peak_bytes=max(engine.ledger.peak, kept),
+        grad_shard_bytes=sum(grads) + engine.reductions.nbytes,
+        grad_partial_bytes=sum(t.nbytes for t in partials),
+        bytes_by_place=bytes_by_place(engine.units, optimizer, engine.activations),
+        sent_bytes=dict(traffic.sent_bytes),
+        num_collectives=dict(traffic.num_collectives),
+    )
+
+
+def traffic_of(model: nn.Module) -> Traffic:
+    """Return what this rank has sent for a sharded model, over all meshes."""
+    engine, total = engine_of(model), Traffic()
+    here = [engine.comm.traffic, *(u.comm.traffic for u in engine.units)]
+    here += [exchange.traffic for exchange in exchanges_of(model)]
+    for traffic in {id(each): each for each in here}.values():
+        total.sent_bytes.update(traffic.sent_bytes)
+        total.num_collectives.update(traffic.num_collectives)
+    return total
+
+
+def exchanges_of(model: nn.Module) -> list[Exchange]:
+    """Return what modules of a model keep to exchange activations by."""
+    attributes = (each for module in model.modules() for each in vars(module).values())
+    return [each for each in attributes if isinstance(each, Exchange)]
+
+
+@contextmanager
+def counting(model: Model) -> Iterator[Traffic]:
+    """Count what torch sends inside over the axes of a model, too; of a pipeline, give all stages.
+
+    Gives counts that are filled at the end: ``sent_bytes`` and ``num_collectives`` by
+    ``axis.kind``, of all that this rank has sent inside, Shardwise's collectives and torch's
+    ("tp.all_gather", "pp.send"). From then on `stats` of the (first) model has torch's as well. A
+    collective of ranks that are no axis of the model's mesh or of its DTensors is not counted.
+
+    **Cost** none outside; inside, some microseconds of the host for each operation of torch, and
+    modules that torch.compile has compiled run as they were written.
+
+    **Raises** ConfigError where the model is not sharded.
+    """
+    parts, modules = Parts(model), modules_of(model)
+    total = Traffic()
+    before = [traffic_of(each) for each in modules]
+    with CountedCollectives(_axes_of(parts, model), parts.comm.traffic):
+        yield total
+    for each, was in zip(modules, before, strict=True):
+        now = traffic_of(each)
+        for kind, num in (now.num_collectives - was.num_collectives).items():
+            total.num_collectives[kind] += num
+            total.sent_bytes[kind] += now.sent_bytes[kind] - was.sent_bytes[kind]
+
+
+def _axes_of(parts: Parts, model: Model) -> list[Axis]:
+    """Return the axes that a model is on, those of the user's meshes under the user's names."""
+    found: list[Axis] = []
+    for engine in parts.engines:
+        mesh = engine.comm.axes.mesh
+        whole = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        found += axes_of_mesh(whole) if whole.mesh_dim_names else ()
+    params = [param for unit in parts.units for param in unit.params]
+    found += [axis for param in params for axis in param.cut.own_axes]
+    found += [exchange.axis for each in modules_of(model) for exchange in exchanges_of(each)]
+    return [*found, *(axis for comm in parts.comms for axis in comm.axes.all)]
+
+
+def bytes_by_place(
+    units: Iterable[Unit],
+    optimizer: torch.optim.Optimizer | None = None,
+    activations: Activations | None = None,
+) -> dict[str, int]:
+    """Return bytes by "device", "host" and "files": slices, their copies, means, full parameters.
+
+    With the ``optimizer`` its state too, with the ``activations`` what they take of the host. Of a
+    model without offload all is on the device.
+    """
+    found: Counter[str] = Counter()
+    if activations is not None:
+        found["host"] += activations.host_bytes
+    for unit in units:
+        for storage in unit.storages:
+            found[place_of(unit, "params")] += storage.shard_bytes
+            found["device"] += storage.copy_bytes + storage.kept_bytes
+            found["host"] += storage.bytes_at_home
+        for param in unit.params:
+            if not param.encoding.in_storage:
+                found[place_of(unit)] += elements_of(param.sharded).nbytes
+            if isinstance(param.grad, DTensor):
+                grad = elements_of(param.grad)
+                if param.storage is None or not param.storage.has_at_home(grad):
+                    found[place_of(unit, "grads")] += grad.nbytes
+    for each, state in () if optimizer is None else optimizer.state.items():
+        owner = owner_of(each)
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                local = elements_of(value) if isinstance(value, DTensor) else value
+                found[place_of_state(optimizer, owner, value)] += local.nbytes
+    found["device"] += staging_bytes(optimizer)
+    return dict(+found)
+
+
+def place_of(unit: Unit, kind: Literal["params", "grads", "optimizer"] | None = None) -> str:
+    """Return where a kind of a unit's state rests; None is what never rests in files."""
+    if unit.home is None:
+        return "device"
+    return "host" if kind is None or getattr(unit.home.files, kind) is None else "files"
+
+
+def place_of_state(
+    optimizer: torch.optim.Optimizer | None, owner: ShardedParam | None, value: torch.Tensor
+) -> str:
+    """Return where a tensor of an optimizer's state rests, of the parameter that ``owner`` is."""
+    if owner is None:
+        return "device"
+    is_count = not value.ndim  # of steps, which stays in memory
+    stepper = None if is_count else _stepper(optimizer, owner.sharded)
+    in_files = stepper is not None and is_elementwise(stepper)
+    return place_of(owner.unit, "optimizer" if in_files else None)
+
+
+def _stepper(optimizer: Any, param: Any) -> torch.optim.Optimizer | None:
+    """Return which of several optimizers, where it is made of such, steps a parameter."""
+    for each in (parts := getattr(optimizer, "optimizers", (optimizer,))):
+        if len(parts) == 1 or any(param is p for g in each.param_groups for p in g["params"]):
+            found: torch.optim.Optimizer | None = each
+            return found
+    return None

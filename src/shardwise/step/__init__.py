@@ -1,0 +1,1 @@
+"""The steps of optimizers: in the background, through the device, from files."""

@@ -1,0 +1,1 @@
+"""`ShardTensor`, and what operations on sharded tensors give."""
