@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -84,23 +85,27 @@ def module_name(path: Path) -> str:
 def files_page() -> str:
     """Return files.md: a table of files for each room, in reading order."""
     text = FILES_INTRODUCTION
-    ground = [PACKAGE / f"{room}.py" for room in rooms() if (PACKAGE / f"{room}.py").exists()]
-    text += _file_table("Ground", "What every room may import.", ground)
-    for room in rooms():
-        if (PACKAGE / room).is_dir():
-            about = first_sentence(PACKAGE / room / "__init__.py")
-            text += _file_table(f"{room}/", about, _files_in_reading_order(PACKAGE / room))
+    for is_folder, names in groupby(rooms(), key=lambda room: (PACKAGE / room).is_dir()):
+        if is_folder:
+            for name in names:
+                folder = PACKAGE / name
+                text += f"\n## {name}/\n\n{first_sentence(folder / '__init__.py')}\n"
+                text += _file_table(folder, _files_in_reading_order(folder))
+        else:
+            files = [PACKAGE / f"{name}.py" for name in names]
+            title = "Ground" if text == FILES_INTRODUCTION else ", ".join(f.name for f in files)
+            text += f"\n## {title}\n"
+            text += _file_table(PACKAGE, files)
     return text
 
 
-def _file_table(title: str, about: str, paths: list[Path]) -> str:
-    top = paths[0].parent if title == "Ground" else PACKAGE / title
+def _file_table(folder: Path, paths: list[Path]) -> str:
     rows = "".join(
-        f"| [{path.relative_to(top).as_posix()}](../{path.relative_to(DOCS.parent).as_posix()}) "
+        f"| [{path.relative_to(folder).as_posix()}](../{path.relative_to(DOCS.parent).as_posix()}) "
         f"| {first_sentence(path)} |\n"
         for path in paths
     )
-    return f"\n## {title}\n\n{about}\n\n| file | |\n|---|---|\n{rows}"
+    return f"\n| file | |\n|---|---|\n{rows}"
 
 
 def _files_in_reading_order(folder: Path) -> list[Path]:

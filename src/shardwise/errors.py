@@ -1,11 +1,6 @@
 """The exceptions that Shardwise raises on purpose.
 
-ShardwiseError
-├── ConfigError, ShardError, CollectiveError, StorageError
-├── StateError: IllegalTransition, ReplicaError, GradientError
-└── CheckpointError: DamagedCheckpoint
-
-Every message says which rank, unit or setting, what was expected, what came, and what to do.
+A message says which rank, unit or setting is meant, what was expected, what came, and the remedy.
 """
 
 
@@ -65,8 +60,7 @@ class CollectiveError(ShardwiseError, RuntimeError):
 class StorageError(ShardwiseError, RuntimeError):
     """A file of offloaded state could not be made, read or written; names rank, unit and folder.
 
-    If the message says that nothing has changed, make room and repeat the call; else load a
-    checkpoint.
+    If the message says that nothing has changed, make room and repeat; else load a checkpoint.
     """
 
 
