@@ -4,6 +4,7 @@
 #   make venv    only make and fill .venv              make bench-ckpt   time saving and loading
 #   make soak    long campaigns, full matrices         make fuzz    hostile checkpoints, by the million
 #   make clean   remove .venv and caches           make test-kernels   tests under other CPU kernels
+#   make pages   write docs/files.md, errors.md and findings.md from the source
 #   make bench-offload   time steps with state in host memory and in files
 
 PYTHON ?= python3
@@ -15,11 +16,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 RUN_STAMP := $(VENV)/.installed-run
 DEV_STAMP := $(VENV)/.installed-dev
 
-.PHONY: help venv demo test test-kernels check format bench bench-ckpt bench-offload soak fuzz clean
+.PHONY: help venv demo test test-kernels check format pages bench bench-ckpt bench-offload soak fuzz clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardwise needs Python 3.11+")'
@@ -55,6 +56,10 @@ check: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+pages: $(RUN_STAMP)
+	$(BIN)/python docs/generate_pages.py
+	$(BIN)/python -c 'from shardwise.monitor.lessons import page; print(page(), end="")' > docs/findings.md
 
 bench: $(RUN_STAMP)
 	$(BIN)/python benchmarks/step_time.py

@@ -48,7 +48,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x, balance = block(x)
             balances = balances + balance
-        target = (7 * tokens + 3) % VOCAB  # what there is to learn
+        target = (7 * tokens + 3) % VOCAB  # the function to learn
         return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten()) + BALANCE * balances
 
 

@@ -1,10 +1,10 @@
-"""Train a LightningModule at ZeRO stage 3, save, and go on from what was saved.
+"""Train a LightningModule at ZeRO stage 3, save, and resume.
 
     pip install 'shardwise[lightning]'
     python examples/lightning_fit.py --ranks 2
     torchrun --nproc-per-node 2 examples/lightning_fit.py
 
-What is not plain Lightning: the import, and the name of the strategy.
+Two things differ from plain Lightning: the import, and the name of the strategy.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class NextToken(lightning.LightningModule):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        target = (7 * tokens + 3) % VOCAB  # what there is to learn
+        target = (7 * tokens + 3) % VOCAB  # the function to learn
         loss = F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss

@@ -3,8 +3,8 @@
     pip install transformers peft
     torchrun --nproc-per-node 2 examples/lora.py
 
-What is not plain PEFT: `shard`, and `save_adapter` in place of `model.save_pretrained`. The base is
-a small Llama with random weights, so nothing is downloaded.
+Two things differ from plain PEFT: `shard`, and `save_adapter` instead of `model.save_pretrained`.
+The base is a small Llama with random weights, so nothing is downloaded.
 """
 
 import argparse
@@ -43,10 +43,10 @@ def train(device: torch.device, folder: str) -> None:
     model = shardwise.shard(build_model().to(device), stage=3)
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
-    data = torch.Generator().manual_seed(rank)  # every rank has data of its own
+    data = torch.Generator().manual_seed(rank)  # each rank has its own data
     for step in range(1, STEPS + 1):
         start = torch.randint(VOCAB, (8, 1), generator=data)
-        ids = ((start + 7 * torch.arange(16)) % VOCAB).to(device)  # what there is to learn
+        ids = ((start + 7 * torch.arange(16)) % VOCAB).to(device)  # the function to learn
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model, or one stage of it: what it has lies under the names of the whole."""
+    """The model, or one stage of it, with parameters under the names of the whole model."""
 
     def __init__(self, stage: int | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
 
 
 def loss_fn(logits: Tensor, tokens: Tensor) -> Tensor:
-    target = (7 * tokens + 3) % VOCAB  # what there is to learn
+    target = (7 * tokens + 3) % VOCAB  # the function to learn
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
@@ -98,7 +98,7 @@ def step(schedule: Any, tokens: Tensor, axes: shardwise.Axes) -> list[Tensor]:
 def main() -> None:
     device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    axes = shardwise.Axes(pp=PP, tp=2)  # dp_shard is what is left
+    axes = shardwise.Axes(pp=PP, tp=2)  # dp_shard is the rest
 
     # Once, before a new composition trains: has it the gradients of one process?
     report = shardwise.check.gradients(

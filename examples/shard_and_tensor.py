@@ -45,14 +45,14 @@ def compose(model: nn.Module, axes: shardwise.Axes) -> nn.Module:
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    target = (7 * tokens + 3) % VOCAB  # what there is to learn
+    target = (7 * tokens + 3) % VOCAB  # the function to learn
     return F.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
 
 
 def main() -> None:
     device = local_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    axes = shardwise.Axes(tp=2)  # dp_shard is what is left
+    axes = shardwise.Axes(tp=2)  # dp_shard is the rest
     rank = dist.get_rank()
 
     # Once, before a new composition trains: has it the gradients of one process?

@@ -4,8 +4,8 @@
     python examples/torchtitan_parallelize.py --ranks 2
     torchrun --nproc-per-node 2 examples/torchtitan_parallelize.py
 
-torchtitan's Trainer needs a tokenizer, a data set and a GPU. This does what it does with the
-model, in its order: build on meta, parallelize, empty, initialise, train.
+torchtitan's Trainer needs a tokenizer, a data set and a GPU. This program handles the model as that
+Trainer does, in the same order: build on meta, parallelize, empty, initialise, train.
 """
 
 import argparse
@@ -30,7 +30,7 @@ STEPS, VOCAB = 8, 64
 
 def train(device: torch.device) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torchtitan_dims.device_type = device.type  # it takes "cuda" where there is no accelerator
+    torchtitan_dims.device_type = device.type  # it is "cuda" on machines without an accelerator
     spec = dataclasses.replace(
         model_registry("debugmodel", attn_backend="varlen"),
         parallelize_fn=parallelize,  # the only line that is about Shardwise
@@ -61,7 +61,7 @@ def train(device: torch.device) -> None:
     data = torch.Generator().manual_seed(rank)
     for step in range(1, STEPS + 1):
         tokens = torch.randint(VOCAB, (4, 32), generator=data).to(device)
-        labels = (7 * tokens + 3) % VOCAB  # what there is to learn
+        labels = (7 * tokens + 3) % VOCAB  # the function to learn
         num_tokens = torch.tensor(num_ranks * labels.numel(), device=device)
         loss, _ = loss_fn(model(tokens), labels, num_tokens)  # this rank's part of the mean
         loss.backward()

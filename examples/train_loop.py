@@ -3,7 +3,7 @@
     python examples/train_loop.py --ranks 2 --stage 3
     torchrun --nproc-per-node 2 examples/train_loop.py --stage 3
 
-What is not plain PyTorch: `shard` and `accumulate`. The rest of the file makes data and ranks.
+Two calls differ from plain PyTorch: `shard` and `accumulate`. The rest makes data and ranks.
 """
 
 import argparse
@@ -52,14 +52,14 @@ def train(stage: int, device: torch.device) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if rank == 0:
         print(shardwise.describe(model))
-    data = torch.Generator().manual_seed(rank)  # every rank has data of its own
+    data = torch.Generator().manual_seed(rank)  # each rank has its own data
     for step in range(1, STEPS + 1):
         loss_sum = 0.0
         for number in range(MICRO_BATCHES):
             tokens = torch.randint(VOCAB, (8, 16), generator=data).to(device)
             with shardwise.accumulate(model, last=number == MICRO_BATCHES - 1):
                 logits = model(tokens)
-                target = (7 * tokens + 3) % VOCAB  # what there is to learn
+                target = (7 * tokens + 3) % VOCAB  # the function to learn
                 loss = F.cross_entropy(logits.flatten(0, 1), target.flatten()) / MICRO_BATCHES
                 loss.backward()
             loss_sum += loss.item()

@@ -1,11 +1,11 @@
-"""Fine-tune with transformers' own Trainer at ZeRO stage 3, save, and go on from what was saved.
+"""Fine-tune with transformers' own Trainer at ZeRO stage 3, save, and resume.
 
     pip install transformers accelerate
     torchrun --nproc-per-node 2 examples/trainer.py
     python examples/trainer.py --ranks 2
 
-What is not plain transformers: the import of Trainer, and the line that shards the model. To start
-from a checkpoint, `from_pretrained` of the same module reads it straight into shards.
+Two lines differ from plain transformers: the import of Trainer, and the one that shards the model.
+To start from a checkpoint, `from_pretrained` of the same module reads it straight into shards.
 """
 
 import argparse

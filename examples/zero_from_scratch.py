@@ -54,8 +54,8 @@ class Unit:
 
     They lie one after another in one flat index space of P elements, padded so that N divides P;
     rank r owns the elements [r*S, (r+1)*S) with S = P/N, wherever the parameters' borders fall
-    (FSDP calls this a FlatParameter). The module goes on using its parameters by name: each one is
-    a view of `full`.
+    (FSDP calls this a FlatParameter). The module still uses its parameters by name: each one is a
+    view of `full`.
     """
 
     def __init__(self, module: nn.Module, parameters: dict[str, nn.Parameter], stage: Stage):
@@ -65,8 +65,8 @@ class Unit:
         self.shard_numel = -(-numel // self.num_ranks)  # S, rounded up
         self.sent_bytes = 0
 
-        # Full parameters, [P]. `p.data = view` rather than an in-place copy gives the parameter a
-        # version counter of its own: autograd will not take a later gather for a forbidden edit.
+        # Full parameters, [P]. `p.data = view` rather than an in-place copy gives the parameter its
+        # own version counter: autograd will not take a later gather for a forbidden edit.
         self.full = torch.zeros(self.num_ranks * self.shard_numel)
         for p, span in self._spans():
             self.full[span] = p.data.flatten()
@@ -74,7 +74,7 @@ class Unit:
         dist.broadcast(self.full, src=0)  # all ranks start from rank 0's values
         self.fresh = True  # does `full` hold the values of the shards?
 
-        # What the optimizer sees: one flat parameter. At stages 1 and 2 it is a slice of `full`,
+        # The optimizer sees one flat parameter. At stages 1 and 2 it is a slice of `full`,
         # so it costs no memory; at stage 3 it is all that stays when `full` is freed.
         mine = slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
         owned = self.full[mine] if stage.shards_optimizer else self.full
@@ -128,7 +128,7 @@ class Unit:
         self.num_missing = len(self.parameters)
 
     def count_gradient(self) -> None:
-        """Autograd has one parameter's gradient; with the last one, nobody reads the unit more."""
+        """Count a gradient that autograd has written; the last one ends the unit's backward."""
         self.num_missing -= 1
         if self.num_missing == 0:
             self.finish_backward()
@@ -143,7 +143,7 @@ class Unit:
     def reduce(self) -> None:
         """Average the gradients over ranks: [P] on every rank -> [S]. Sends (N-1)*S elements.
 
-        Each rank gets all ranks' gradients of its own shard, and sums them in rank order with one
+        Each rank gets its shard's gradients from all ranks, and sums them in rank order with one
         division at the end, so every stage does the same arithmetic and gets the same bits.
         """
         partial = torch.zeros(self.num_ranks * self.shard_numel)
@@ -169,7 +169,7 @@ class Unit:
 
 
 def make_units(model: nn.Module, unit_modules: Sequence[nn.Module], stage: Stage) -> list[Unit]:
-    """Cut the model into units: the given modules, and the model itself for what is left."""
+    """Cut the model into units: the given modules, and the model itself for the rest."""
     units: list[Unit] = []
     taken: set[nn.Parameter] = set()
     for module in [*unit_modules, model]:
@@ -195,7 +195,7 @@ def clip(units: Sequence[Unit], stage: Stage, max_norm: float) -> None:
 
 
 class Trained(NamedTuple):
-    """What a training run leaves: this rank's losses, the full parameters, and what it cost."""
+    """The result of a run: this rank's losses, the full parameters, and bytes held and sent."""
 
     losses: list[float]  # one per step, of this rank's own data
     parameters: dict[str, Tensor]

@@ -7,19 +7,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 import shardwise
+from generate_pages import import_graph, imported_modules, rooms, tree_of
 
 ROOT = Path(shardwise.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 LONGER_FILES: dict[str, str] = {}  # path: the reason
-MAX_LINES = 70_330  # of the whole package; only ever lowered
+MAX_LINES = 69_524  # of the whole package; only ever lowered
 COLLECTIVES = """
 all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
 all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
@@ -29,31 +29,9 @@ reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
 HOOKS = re.compile(r"register_(module_)?(full_)?(forward|backward)(_pre)?_hook")
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
 def name_of(path: Path) -> str:
     """Return the path inside the package, e.g. ``shard/tensor.py``."""
     return path.relative_to(ROOT).as_posix()
-
-
-def rooms() -> list[str]:
-    """Return the package's rooms in reading order, as its docstring lists them."""
-    table = re.findall(r"^    (\w[\w/, ]*?) {2,}\S", shardwise.__doc__ or "", re.MULTILINE)
-    return [name.strip() for line in table for name in line.replace("/", "").split(",")]
-
-
-def imported_modules(path: Path) -> Iterator[str]:
-    """Yield what a file imports from the package, for type checking too, as dotted names."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}: a relative import"
-            if (node.module or "").split(".")[0] == "shardwise":
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.split(".")[0] == "shardwise")
 
 
 def dotted(node: ast.AST) -> str:
@@ -121,15 +99,7 @@ def test_no_room_below_the_recipe_imports_the_public_names() -> None:
 
 def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
     """No two files import each other, directly or in a circle."""
-    graph: dict[str, set[str]] = {}
-    for path in FILES:
-        name = ".".join(("shardwise", *path.relative_to(ROOT).with_suffix("").parts))
-        graph[name.removesuffix(".__init__")] = set(imported_modules(path))
-    modules = set(graph)
-    edges = {
-        name: {m if m in modules else m.rpartition(".")[0] for m in found} & modules - {"shardwise"}
-        for name, found in graph.items()
-    }
+    edges = import_graph()
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -139,7 +109,7 @@ def test_inside_a_room_the_reading_order_is_the_import_order() -> None:
                 visit(target, (*path, name))
             done.add(name)
 
-    for name in modules - {"shardwise"}:
+    for name in set(edges) - {"shardwise"}:
         visit(name, ())
 
 

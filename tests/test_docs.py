@@ -10,6 +10,7 @@ import pytest
 
 import programs
 import shardwise
+from generate_pages import import_graph, module_name, pages, rooms
 from shardwise.stages import STAGES, Stage
 from shardwise.train.config import TrainConfig
 
@@ -38,6 +39,22 @@ def prose(page: Path) -> str:
 def test_every_relative_link_resolves(page: Path) -> None:
     links = [link for link in LINK.findall(prose(page)) if "://" not in link]
     broken = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
+    assert not broken, f"{page_id(page)}: {broken}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_linked_section_exists(page: Path) -> None:
+    links = [link for link in LINK.findall(prose(page)) if "://" not in link and ".md#" in link]
+    links += [page.name + link for link in LINK.findall(prose(page)) if link.startswith("#")]
+    parts = [link.split("#") for link in links]
+    broken = [link for link in parts if link[1] not in anchors_of(page.parent / link[0])]
     assert not broken, f"{page_id(page)}: {broken}"
 
 
@@ -99,15 +116,29 @@ def test_every_cited_method_stands_in_the_code() -> None:
         assert not wrong, f"{page_id(page)}: {wrong}"
 
 
-def test_the_architecture_names_every_file_of_the_source() -> None:
-    page = ROOT / "docs" / "architecture.md"
-    linked = {(page.parent / link).resolve() for link in LINK.findall(page.read_text())}
-    missing = [
-        page_id(path)
-        for path in SOURCES
-        if path.name not in ("__init__.py", "__main__.py") and path.resolve() not in linked
-    ]
-    assert not missing
+@pytest.mark.parametrize("name", pages())
+def test_a_page_that_is_made_from_the_source_is_current(name: str) -> None:
+    """`make pages` writes them."""
+    assert (ROOT / "docs" / name).read_text() == pages()[name]
+
+
+def test_the_list_of_files_has_each_file_once_below_those_that_it_imports() -> None:
+    page = ROOT / "docs" / "files.md"
+    linked = [(page.parent / link).resolve() for link in LINK.findall(page.read_text())]
+    listed = [path for path in linked if path.suffix == ".py"]
+    files = [path for path in SOURCES if path.name not in ("__init__.py", "__main__.py")]
+    assert sorted(listed) == sorted(files)
+    names = [module_name(path) for path in listed]
+    graph = import_graph()
+    for number, name in enumerate(names):
+        assert not graph[name] & set(names[number + 1 :]), name
+
+
+def test_the_architecture_names_the_rooms_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w/, `]+)` \|", page, re.MULTILINE)
+    listed = re.findall(r"\w+(?=/)", " ".join(rows))
+    assert listed == [room for room in rooms() if (ROOT / "src" / "shardwise" / room).is_dir()]
 
 
 def test_the_architecture_quotes_the_table_of_stages() -> None:
@@ -122,10 +153,11 @@ def test_every_key_of_the_train_command_is_in_its_table() -> None:
     assert rows == [(key, field.description) for key, field in fields.items()]
 
 
-def test_every_error_is_explained() -> None:
-    page = (ROOT / "docs" / "how-to" / "when-something-fails.md").read_text()
-    errors = [n for n in dir(importlib.import_module("shardwise.errors")) if n[0].isupper()]
-    assert errors and all(f"`{name}`" in page for name in errors)
+def test_every_error_is_explained_with_a_remedy() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.+) \| (.*) \| ", pages()["errors.md"], re.MULTILINE)
+    errors = {n for n in dir(importlib.import_module("shardwise.errors")) if n[0].isupper()}
+    assert errors <= {name for name, *_ in rows}
+    assert not [row for row in rows if row[0] in errors - {"ShardwiseError"} and not row[2]]
 
 
 def table_of_costs() -> dict[int, tuple[str, str, str]]:
@@ -180,6 +212,18 @@ def test_the_table_of_costs_follows_from_the_table_of_stages() -> None:
 
 def losses_in(out: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)", out, re.MULTILINE)]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_readme_runs_and_learns(tmp_path: Path) -> None:
+    (program,) = [code for code in code_blocks(ROOT / "README.md", "python") if "init_" in code]
+    (tmp_path / "program.py").write_text(program)
+    losses = re.findall(r"loss (\S+)", programs.torchrun(str(tmp_path / "program.py")))
+    assert len(losses) == 2 and all(float(loss) < 0.6 for loss in losses)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1000
 
 
 LOOP = "examples/train_loop.py"

@@ -1,60 +1,78 @@
 """The exceptions that Shardwise raises on purpose.
 
-ShardwiseError
-├── ConfigError            a setting is unknown, out of range, or does not fit the model or the mesh
-├── StateError             a call came at a moment when it has no right answer
-│   ├── IllegalTransition  our own state tables were violated; a bug, please report it
-│   ├── ReplicaError       copies of one tensor differ between ranks; names the tensor and the rank
-│   └── GradientError      gradients are not those of one process; names them and the factor
-├── ShardError             an operation that would be wrong on a slice of a tensor
-├── CollectiveError        communication failed, as a rule because another rank died or raised
-├── StorageError           a file that state was offloaded to could not be made, read or written
-└── CheckpointError        a checkpoint could not be written, found or read
-    └── DamagedCheckpoint  its bytes are not those that were saved; names the file and the tensor
-
-Every message says which rank, unit or setting, what was expected, what came, and what to do.
+A message says which rank, unit or setting is meant, what was expected, what came, and the remedy.
 """
 
 
 class ShardwiseError(Exception):
-    """Base of everything that Shardwise raises on purpose."""
+    """Base of all exceptions that Shardwise raises on purpose."""
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A setting is unknown, out of range, or does not fit the model or the mesh."""
+    """A setting is unknown, out of range, or does not fit the model or the mesh.
+
+    Change the setting that the message names. The model has not been changed.
+    """
 
 
 class StateError(ShardwiseError, RuntimeError):
-    """A call came at a moment when it has no right answer."""
+    """A call came at a moment when it has no right answer.
+
+    Make the call that the message names first.
+    """
 
 
 class IllegalTransition(StateError):
-    """A unit was asked for a state change that its table does not hold."""
+    """A unit was asked for a state change that its table does not hold.
+
+    This is a defect of Shardwise: report it with the message.
+    """
 
 
 class ReplicaError(StateError):
-    """State that several ranks hold has other bits on one of them; the same text on every rank."""
+    """Copies of one tensor have different bits on some rank; the text is the same on every rank.
+
+    Load the last checkpoint and test the machine of the rank that is named.
+    """
 
 
 class GradientError(StateError):
-    """A composed model has other gradients than one process with the whole batch."""
+    """A composed model has other gradients than one process with the whole batch.
+
+    The message names the gradients, the factor, and the degree of parallelism with that factor.
+    """
 
 
 class ShardError(ShardwiseError, RuntimeError):
-    """An operation would have given this rank's slice where the whole tensor was asked for."""
+    """An operation would have given this rank's slice where the whole tensor was asked for.
+
+    Read with `t.full_tensor()`, or change the tensor inside `shardwise.gathered`.
+    """
 
 
 class CollectiveError(ShardwiseError, RuntimeError):
-    """A collective failed; the message names it, its unit, its axis and this rank."""
+    """A collective failed; the message names it, its unit, its axis and this rank.
+
+    Look for the rank that failed first, and start the job again from a checkpoint.
+    """
 
 
 class StorageError(ShardwiseError, RuntimeError):
-    """A file of offloaded state could not be made, read or written; names rank, unit and folder."""
+    """A file of offloaded state could not be made, read or written; names rank, unit and folder.
+
+    If the message says that nothing has changed, make room and repeat; else load a checkpoint.
+    """
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint could not be written, found or read; the same text on every rank."""
+    """A checkpoint could not be written, found or read; the text is the same on every rank.
+
+    Older checkpoints are untouched. The message names the rank, the folder and the cause.
+    """
 
 
 class DamagedCheckpoint(CheckpointError):
-    """The bytes of a checkpoint are not those that were saved, or not all of them are there."""
+    """A checkpoint has other bytes than were saved, or fewer; names the file and the tensor.
+
+    Load an older checkpoint, and find out what damaged this one.
+    """

@@ -1,5 +1,1 @@
-"""Integers only: which modules form units, and where every element of a unit lies.
-
-Reading order: ``segments`` (where), ``units`` (which), then ``boxes`` (a range as boxes; who owns
-it).
-"""
+"""Integers only: which modules form units, and where every element of a unit lies."""

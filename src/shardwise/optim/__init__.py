@@ -1,8 +1,4 @@
-"""Optimizers of our own: `AdamW`, whose moments rest in fp32, in bf16 or in 8 bits; `Mixed`.
-
-Reading order: ``kinds`` (names, without torch), ``codes`` and ``rounding`` (numbers in few bits),
-``slices`` (what a rank has of a parameter), ``moments``, ``step``, ``adamw``; ``mixed`` is apart.
-"""
+"""Optimizers: `AdamW` with moments in fp32, bf16 or 8 bits, and `Mixed`."""
 
 from typing import TYPE_CHECKING
 

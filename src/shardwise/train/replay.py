@@ -29,7 +29,10 @@ _T = TypeVar("_T")
 
 
 class ReplayError(StateError):
-    """A step gave other bits the second time; the same text on every rank."""
+    """A step gave other bits the second time; the text is the same on every rank.
+
+    Test the machine of the first rank that is named, and continue with `--resume auto`.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,4 @@
-"""Hugging Face transformers: models loaded into shards, saved from them, and trained by `Trainer`.
-
-Reading order: ``recipes`` (which stored tensors make which parameter), ``fill`` (this rank's own
-slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``prepared`` (what a
-sharded model is given so that transformers treats it as its own), ``loading``, ``observing`` (a
-callback that observes training), ``trainer``; ``context`` (attention over parts of sequences),
-``parallel`` (tensor and expert parallelism by the models' plans).
-"""
+"""Hugging Face transformers: load models into shards, save them, and train them by `Trainer`."""
 
 from typing import TYPE_CHECKING
 
