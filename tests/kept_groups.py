@@ -24,7 +24,7 @@ from torch.distributed import device_mesh, distributed_c10d
 
 from shardwise import axes
 from shardwise.comm import control
-from shardwise.comm.watch import WATCH
+from shardwise.hangs.watch import WATCH
 
 KEPT = 4  # so many groups stay open between calls
 

@@ -23,12 +23,12 @@ from torch import nn
 import shardwise
 from hangs import Case, End, named, train
 from ranks import HANG_S, Ranks, run_ranks, start_ranks
-from shardwise.comm import missing
-from shardwise.comm.meeting import Meeting, text_of
-from shardwise.comm.pulse import ENDED_WELL, Pulse, Pulses
-from shardwise.comm.waits import Begun, Flights, Wait, lines_of_main, torch_wait
-from shardwise.comm.watch import WATCH, checked_timeout
 from shardwise.errors import ConfigError
+from shardwise.hangs import diagnosis
+from shardwise.hangs.heartbeat import ENDED_WELL, Pulse, Pulses
+from shardwise.hangs.meeting import Meeting, text_of
+from shardwise.hangs.waits import Begun, Flights, Wait, lines_of_main, torch_wait
+from shardwise.hangs.watch import WATCH, checked_timeout
 from shardwise.processes import Process, fate, own_process
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import make_decoder, shard_decoder
@@ -149,10 +149,10 @@ def pulse(**other: Any) -> Pulse:
 def verdict(*boards: Told, **own: Any) -> str:
     pulses = Pulses(1.0)
     for board in boards[:-1]:
-        missing.look_round(board, pulses, 0, waits(2), lambda rank: "")  # type: ignore[arg-type]
+        diagnosis.look_round(board, pulses, 0, waits(2), lambda rank: "")  # type: ignore[arg-type]
         pulses.forget()
-    return missing.said(
-        missing.look_round(boards[-1], pulses, 0, waits(2, **own), lambda rank: "")  # type: ignore[arg-type]
+    return diagnosis.said(
+        diagnosis.look_round(boards[-1], pulses, 0, waits(2, **own), lambda rank: "")  # type: ignore[arg-type]
     )
 
 
@@ -210,7 +210,7 @@ def test_who_has_ended_well_is_missed_only_where_all_must_come(
 ) -> None:
     ended = Told(_1=(None, pulse(left=left, last="k", number=number)), _2=(waits(2), pulse()))
     record = waits(2, needs_all=needs_all)
-    scene = missing.look_round(ended, Pulses(1.0), 0, record, lambda rank: "")  # type: ignore[arg-type]
+    scene = diagnosis.look_round(ended, Pulses(1.0), 0, record, lambda rank: "")  # type: ignore[arg-type]
     assert scene.gone == [1] * is_missed
 
 
@@ -266,9 +266,9 @@ def a_device_hangs(rank: int, world_size: int) -> list[str]:
     meeting = Meeting("all_gather", "blocks.0", 0, "shard", group)
     aborted = threading.Event()
     with (
-        mock.patch("shardwise.comm.watch.blocks", lambda group: False),
-        mock.patch("shardwise.comm.watch.break_off_all", aborted.set),
-        mock.patch("shardwise.comm.missing.timeout_s_of", lambda group: 300.0),
+        mock.patch("shardwise.hangs.watch.blocks", lambda group: False),
+        mock.patch("shardwise.hangs.watch.break_off_all", aborted.set),
+        mock.patch("shardwise.hangs.diagnosis.timeout_s_of", lambda group: 300.0),
     ):
         if rank == 0:
             WATCH.fly(meeting, WATCH.begin(meeting), [Flying()])

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise
 from ranks import run_ranks, start_ranks
 from shardwise import shard
-from shardwise.comm.meeting import Meeting
-from shardwise.comm.pulse import Board
-from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
+from shardwise.hangs.heartbeat import Board
+from shardwise.hangs.meeting import Meeting
+from shardwise.hangs.watch import WATCH
 
 LIMIT_S = 300.0  # against hangs only
 

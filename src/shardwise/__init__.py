@@ -22,6 +22,7 @@ Reading order, which is also the import order (a file imports only from what sta
     axes                      degrees of parallelism, and meshes that follow
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
+    hangs/                    hangs and deaths of ranks: heartbeats, diagnosis, abort
     comm/                     collectives on flat tensors
     offload/                  state away from the device: files, and buffers that it passes
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.checkpoints import Checkpoints as Checkpoints
     from shardwise.checkpoint.save_load import load as load
     from shardwise.checkpoint.save_load import save as save
-    from shardwise.comm.watch import watch as watch
     from shardwise.config import Precision as Precision
     from shardwise.engine.accumulate import accumulate as accumulate
     from shardwise.engine.api import shard as shard
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from shardwise.engine.replicas import check_replicas as check_replicas
     from shardwise.engine.tying import tie as tie
     from shardwise.engine.uneven import join as join
+    from shardwise.hangs.watch import watch as watch
     from shardwise.homes import Offload as Offload
     from shardwise.interop.deepspeed.settings import from_deepspeed as from_deepspeed
     from shardwise.interop.fsdp2.api import fully_shard as fully_shard
@@ -108,7 +109,7 @@ _HOMES = {
     "stats": "shardwise.engine.api",
     "stream": "shardwise.interop.streaming",
     "tie": "shardwise.engine.tying",
-    "watch": "shardwise.comm.watch",
+    "watch": "shardwise.hangs.watch",
 }
 
 __version__ = "0.1.0"

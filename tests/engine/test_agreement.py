@@ -16,10 +16,10 @@ from models import Block, Stack
 from ranks import HANG_S, run_ranks, start_ranks
 from shardwise import shard
 from shardwise.comm.control import SoloControl
-from shardwise.comm.meeting import name_ranks
 from shardwise.engine.agreement import agree, find_difference
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
+from shardwise.hangs.meeting import name_ranks
 
 
 class Meeting:

@@ -21,8 +21,8 @@ from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, 
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
 from shardwise.comm.control import Control
-from shardwise.comm.meeting import name_ranks
 from shardwise.errors import CheckpointError
+from shardwise.hangs.meeting import name_ranks
 from shardwise.layout.boxes import Region, full_region
 
 _HINT = "Was an optimizer stepped on some ranks only?"

@@ -24,8 +24,8 @@ from shardwise.comm.pending import (
     meeting_of,
     meets,
 )
-from shardwise.comm.watch import WATCH
 from shardwise.device import time_of
+from shardwise.hangs.watch import WATCH
 from shardwise.layout.segments import Segment, even_segment
 from shardwise.mesh import Axis, DataAxes
 from shardwise.precisions import Coding

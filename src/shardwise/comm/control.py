@@ -24,10 +24,10 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting, name_ranks, reason_of
-from shardwise.comm.waits import break_off
-from shardwise.comm.watch import AS_A_RULE, WATCH
 from shardwise.errors import CollectiveError
+from shardwise.hangs.meeting import Meeting, name_ranks, reason_of
+from shardwise.hangs.waits import break_off
+from shardwise.hangs.watch import AS_A_RULE, WATCH
 from shardwise.mesh import DataAxes
 
 _TAGS = 0x7FFFFFFF  # of messages between two ranks; collectives have numbers of their own

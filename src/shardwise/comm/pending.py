@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting, reason_of
-from shardwise.comm.watch import AS_A_RULE, WATCH
 from shardwise.device import Event
 from shardwise.errors import CollectiveError
+from shardwise.hangs.meeting import Meeting, reason_of
+from shardwise.hangs.watch import AS_A_RULE, WATCH
 from shardwise.layout.segments import Segment
 from shardwise.mesh import Axis
 from shardwise.precisions import Coding

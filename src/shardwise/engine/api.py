@@ -18,7 +18,6 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
 from shardwise.comm.exchange import Exchange
-from shardwise.comm.watch import checked_timeout, watch
 from shardwise.config import PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
@@ -29,6 +28,7 @@ from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
+from shardwise.hangs.watch import checked_timeout, watch
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
 from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
 from shardwise.layout.placements import Placements, place_params, with_experts

@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.comm.watch import WATCH
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
 from shardwise.engine.apart import optimizer_like, part_of_step
@@ -47,6 +46,7 @@ from shardwise.engine.order import in_forward_order
 from shardwise.engine.stored import Params, StoredState, StoredStep
 from shardwise.engine.streamed import StreamedStep, Streaming, lock_pages
 from shardwise.errors import ConfigError
+from shardwise.hangs.watch import WATCH
 from shardwise.unit.home import Home
 from shardwise.unit.partial import PartialGrad
 from shardwise.unit.plain_state import owner_of

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.meeting import name_ranks
 from shardwise.engine.agreement import find_difference
 from shardwise.engine.parts import Joined, Model, Optimizer, Parts
 from shardwise.errors import ReplicaError
+from shardwise.hangs.meeting import name_ranks
 from shardwise.unit.inner import plain_parts
 from shardwise.unit.states import ParamState
 from shardwise.unit.storage import Storage

@@ -27,10 +27,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from shardwise.comm.control import Control, exchange_any
-from shardwise.comm.meeting import ranks_of, reason_of
-from shardwise.comm.waits import save_under_way, wait_of_error
-from shardwise.comm.watch import WATCH
 from shardwise.errors import CollectiveError
+from shardwise.hangs.meeting import ranks_of, reason_of
+from shardwise.hangs.waits import save_under_way, wait_of_error
+from shardwise.hangs.watch import WATCH
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,

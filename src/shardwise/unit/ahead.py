@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import torch
 
-from shardwise.comm.watch import WATCH
 from shardwise.errors import StorageError
+from shardwise.hangs.watch import WATCH
 from shardwise.offload.disk import Disk
 from shardwise.offload.files import DiskFile
 from shardwise.offload.mapped import cached_share, mapped

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.comm.pending import Pending
-from shardwise.comm.watch import WATCH
 from shardwise.device import DeviceTime, follow_current
+from shardwise.hangs.watch import WATCH
 from shardwise.offload.disk import Disk
 from shardwise.offload.mapped import mapped
 from shardwise.offload.slab import Slab

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.watch import WATCH
 from shardwise.errors import ShardError
+from shardwise.hangs.watch import WATCH
 from shardwise.trace import Tracer
 
 _STEP = "_step_under_way"

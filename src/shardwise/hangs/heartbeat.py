@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting
+from shardwise.hangs.meeting import Meeting
 from shardwise.processes import Life, Process, fate, own_process
 
 FAILED = "a rank has failed or ended, and will not come: "

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.meeting import Meeting
+from shardwise.hangs.meeting import Meeting
 
 _HISTORY = 4096
 _MAX_LINES_SHOWN = 3

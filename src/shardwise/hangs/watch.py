@@ -21,7 +21,7 @@ Note [Where a missing rank is]
 Every second the watch of each rank says in the store which process it is, how much it has begun
 and what last (`Pulse`). Who has waited for half of its patience asks those that wait for nobody
 where they are; they add the lines that their main thread is in. What is known of whoever keeps a
-wait from ending is one sentence of the verdict (missing.py). A rank that has died, as the system or
+wait from ending is one sentence of the verdict. A rank that has died, as the system or
 its last word says, ends the waits for it at once; others end when the time is over (`watch`).
 
 Note [A store that does not answer]
@@ -57,10 +57,11 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting, reason_of
-from shardwise.comm.missing import Finder, said
-from shardwise.comm.pulse import ENDED_WELL, FAILED
-from shardwise.comm.waits import (
+from shardwise.errors import CollectiveError, ConfigError, StorageError
+from shardwise.hangs.diagnosis import Finder, said
+from shardwise.hangs.heartbeat import ENDED_WELL, FAILED
+from shardwise.hangs.meeting import Meeting, reason_of
+from shardwise.hangs.waits import (
     Begun,
     Flights,
     StandingWaits,
@@ -70,7 +71,6 @@ from shardwise.comm.waits import (
     break_off_all,
     wait_of_error,
 )
-from shardwise.errors import CollectiveError, ConfigError, StorageError
 
 _LOG = logging.getLogger("shardwise")  # on standard error, unless the program says otherwise
 AS_A_RULE = "As a rule another rank died, raised or ended first: its log has the cause"
@@ -113,7 +113,6 @@ class Watch:
         self._explained: BaseException | None = None
         self._last_word = "", "", False  # see `Pulse`: left, came, follows
 
-    # -- what the ranks' own threads call
     def refuse_failed(self, kind: str, group: Any) -> None:
         """Refuse a collective of a group on which an earlier one has failed.
 
@@ -211,7 +210,6 @@ class Watch:
             self.tell_failure(str(failure))
             raise
 
-    # -- the thread
     def start(self) -> None:
         """Look from now on, if that was not begun yet."""
         if self._thread is not None or not dist.is_initialized():

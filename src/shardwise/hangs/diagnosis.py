@@ -17,9 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.meeting import Meeting, name_ranks, text_of
-from shardwise.comm.pulse import ENDED_WELL, FAILED, Board, Pulse, Pulses, blame
-from shardwise.comm.waits import (
+from shardwise.hangs.heartbeat import ENDED_WELL, FAILED, Board, Pulse, Pulses, blame
+from shardwise.hangs.meeting import Meeting, name_ranks, text_of
+from shardwise.hangs.waits import (
     Begun,
     TorchWait,
     Wait,
