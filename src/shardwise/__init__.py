@@ -22,11 +22,11 @@ Reading order, which is also the import order (a file imports only from what sta
     axes                      degrees of parallelism, and meshes that follow
     mesh                      shard and replicate axes
     layout/                   integers: units, segments
-    hangs/                    hangs and deaths of ranks: heartbeats, diagnosis, abort
     comm/                     collectives on flat tensors
     offload/                  state away from the device: files, and buffers that it passes
     unit/                     one unit: ShardTensor, storage, materialize, unit, reduce
     engine/                   when: order, prefetch, runtime, hooks, shard()
+    hangs/                    hangs and deaths of ranks: heartbeats, diagnosis, verdicts
     optim/                    steps of our own: AdamW with small moments
     parallel/                 parts of sequences, experts: models over other axes
     plan/                     before the run: bytes, time, search, simulation
@@ -43,6 +43,8 @@ Names are imported on first use, so that the command line answers without loadin
 
 from typing import TYPE_CHECKING
 
+from shardwise.comm.listener import WAITS as _WAITS
+from shardwise.comm.listener import Listener as _Listener
 from shardwise.lazy import lazily
 
 if TYPE_CHECKING:
@@ -111,6 +113,15 @@ _HOMES = {
     "tie": "shardwise.engine.tying",
     "watch": "shardwise.hangs.watch",
 }
+
+
+def _hang_watch() -> _Listener:
+    from shardwise.hangs.watch import WATCH
+
+    return WATCH
+
+
+_WAITS.attach(_hang_watch)
 
 __version__ = "0.1.0"
 __all__ = list(_HOMES)

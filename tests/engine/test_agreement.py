@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from models import Block, Stack
 from ranks import HANG_S, run_ranks, start_ranks
 from shardwise import shard
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import SoloControl
 from shardwise.engine.agreement import agree, find_difference
 from shardwise.engine.api import engine_of
 from shardwise.errors import ConfigError
-from shardwise.hangs.meeting import name_ranks
 
 
 class Meeting:

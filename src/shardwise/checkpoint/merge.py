@@ -20,9 +20,9 @@ from shardwise.checkpoint.pieces import is_grid
 from shardwise.checkpoint.sealed import Digest, Name, Part, Rows, seal, unseal, validated
 from shardwise.checkpoint.source import TensorInfo
 from shardwise.checkpoint.state import Item, Ranks, Table
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError
-from shardwise.hangs.meeting import name_ranks
 from shardwise.layout.boxes import Region, full_region
 
 _HINT = "Was an optimizer stepped on some ranks only?"

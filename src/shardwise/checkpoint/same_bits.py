@@ -15,9 +15,9 @@ import torch
 
 from shardwise.checkpoint.merge import Key, Merged, key_of
 from shardwise.checkpoint.state import Item, Table
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control
 from shardwise.errors import CheckpointError
-from shardwise.hangs.meeting import name_ranks
 
 _ELEMENTS = 1 << 22  # at once
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

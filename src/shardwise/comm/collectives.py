@@ -21,11 +21,11 @@ from shardwise.comm.pending import (
     GatherItem,
     Pending,
     ReduceItem,
-    meeting_of,
-    meets,
+    blocking_collective,
+    key_of,
 )
+from shardwise.comm.process_groups import FAILED_GROUPS
 from shardwise.device import time_of
-from shardwise.hangs.watch import WATCH
 from shardwise.layout.segments import Segment, even_segment
 from shardwise.mesh import Axis, DataAxes
 from shardwise.precisions import Coding
@@ -34,6 +34,7 @@ from shardwise.trace import Tracer, Traffic
 # Message tags have 31 bits: model, unit, kind (2) and piece (8).
 _MODELS = 1 << 9
 _UNITS_PER_MODEL = 1 << 12
+_TIED_TAG = 9  # gloo's; a pipeline schedule's own messages have tag 0
 _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
@@ -85,7 +86,7 @@ class Comm:
     def refuse_failed(self, what: str) -> None:
         """Refuse ``what`` where an earlier collective over one of the axes has failed."""
         for axis in self.axes.all:
-            WATCH.refuse_failed(what, axis.group)
+            FAILED_GROUPS.refuse(what, axis.group)
 
     def collective_id(self, kind: str, unit: str, index: int) -> CollectiveId:
         """Name a collective. Its index keeps messages of different units and models apart.
@@ -188,8 +189,7 @@ class Comm:
     ) -> torch.Tensor:
         """Return the ranks' tensors of one shape, stacked in rank order.
 
-        On gloo a tensor never meets one of another name, shape or dtype: both ranks wait, and the
-        watch says which rank is in which gather.
+        On gloo a tensor is never taken for one of another name, shape or dtype: both ranks wait.
         """
         if axis.size == 1:
             return values[None]
@@ -201,7 +201,7 @@ class Comm:
         if not self._gather_apart(item, axis, collective, values):
             with (
                 self.tracer.span("exchange", collective.unit),
-                meets(meeting_of(collective, axis)),
+                blocking_collective(key_of(collective, axis)),
             ):
                 dist.all_gather(list(rows), here, axis.group)
         return rows.to(values.device)
@@ -241,7 +241,7 @@ class Comm:
         if not self._gather_apart(item, axis, collective, values):
             with (
                 self.tracer.span("exchange", collective.unit),
-                meets(meeting_of(collective, axis)),
+                blocking_collective(key_of(collective, axis)),
             ):
                 dist.broadcast(here, group=axis.group, group_src=owner)
         return here.to(values.device)
@@ -266,7 +266,7 @@ class Comm:
         self.traffic.add(f"{axis.name}.stream", collective.unit, own.nbytes * len(others))
         with (
             self.tracer.span("exchange", collective.unit),
-            meets(meeting_of(collective, axis)),
+            blocking_collective(key_of(collective, axis)),
         ):
             if source is not None and len(takers) == axis.size > 1:
                 sent = own if me == source else places[source]
@@ -287,6 +287,29 @@ class Comm:
         if me in takers and own.numel():
             places[me].copy_(own)
 
+    def exchange_with(
+        self, peers: Sequence[int], mine: torch.Tensor, axis: Axis, name: str
+    ) -> dict[int, torch.Tensor]:
+        """Return each peer's tensor, of the shape of ``mine``, by its rank along ``axis``.
+
+        Each of them calls it with the others as peers: pipeline stages that share a parameter.
+
+        **Cost** sends ``mine`` to each peer.
+        """
+        here = mine.to(self.device).contiguous()  # what lives on the host is sent from the device
+        received = {peer: torch.empty_like(here) for peer in peers}
+        self.traffic.add(f"{axis.name}.tied", name, here.nbytes * len(received))
+        if here.numel() and received:
+            messages = []
+            for peer, tensor in received.items():
+                other = dist.get_global_rank(axis.group, peer)
+                messages.append(dist.P2POp(dist.irecv, tensor, other, axis.group, _TIED_TAG))
+                messages.append(dist.P2POp(dist.isend, here, other, axis.group, _TIED_TAG))
+            with blocking_collective(key_of(CollectiveId("exchange", name, 0), axis)):
+                for work in dist.batch_isend_irecv(messages):
+                    work.wait()
+        return {peer: tensor.to(mine.device) for peer, tensor in received.items()}
+
     def broadcast(
         self,
         tensor: torch.Tensor,
@@ -300,7 +323,7 @@ class Comm:
         """
         for axis in reversed((*self.axes.all, *also)):
             if axis.size > 1:
-                with meets(meeting_of(collective, axis)):
+                with blocking_collective(key_of(collective, axis)):
                     first = source if axis is self.axes.shard else 0
                     dist.broadcast(tensor, group=axis.group, group_src=first)
 

@@ -24,10 +24,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.collective_key import CollectiveKey, name_ranks
+from shardwise.comm.listener import WAITS
+from shardwise.comm.pending import blocking_collective
+from shardwise.comm.process_groups import FAILED_GROUPS, abort, fail, usual_reason
 from shardwise.errors import CollectiveError
-from shardwise.hangs.meeting import Meeting, name_ranks, reason_of
-from shardwise.hangs.waits import break_off
-from shardwise.hangs.watch import AS_A_RULE, WATCH
 from shardwise.mesh import DataAxes
 
 _TAGS = 0x7FFFFFFF  # of messages between two ranks; collectives have numbers of their own
@@ -100,12 +101,14 @@ class GroupControl:
         self.members = members
         self.rank = rank
         self.num_ranks = len(members)
-        self._meeting = Meeting("an exchange between all ranks", name, 0, "", group, tuple(members))
+        self._key = CollectiveKey(
+            "an exchange between all ranks", name, 0, "", group, tuple(members)
+        )
 
     @property
     def _timeout_s(self) -> float:
         """How long a rank may be silent: what the group or the watch was told, the shorter."""
-        return min(self._own_timeout_s, WATCH.limit_s or self._own_timeout_s)
+        return min(self._own_timeout_s, WAITS.limit_s or self._own_timeout_s)
 
     def exchange(self, row: bytes, about: str = "") -> list[bytes]:
         """Return every rank's row in rank order.
@@ -124,42 +127,40 @@ class GroupControl:
         rows[self.rank] = mine
         others = [rank for rank in range(self.num_ranks) if rank != self.rank]
         tag = crc32(f"{len(row)} {about}".encode()) & _TAGS
-        meeting = replace(self._meeting, index=len(row), about=about)
+        key = replace(self._key, index=len(row), about=about)
         began_s = time.monotonic()
-        try:
-            with WATCH.waiting(meeting):
-                receives = [self._group.recv([rows[rank]], rank, tag) for rank in others]
-                sends = [self._group.send([mine], rank, tag) for rank in others]
-                for work in (*receives, *sends):
-                    left_s = self._timeout_s - (time.monotonic() - began_s)
-                    work.wait(timedelta(seconds=max(left_s, 0.01)))
-        except RuntimeError as error:
-            if isinstance(error, CollectiveError):
-                raise
+
+        def describe_lost(error: RuntimeError) -> str:
             missing = [rank for rank in others if not rows[rank, 0]]
-            raise self._lost(meeting, missing, time.monotonic() - began_s, error) from error
+            return self._describe_lost(key, missing, time.monotonic() - began_s, error)
+
+        with _agreement(key, describe_lost):
+            receives = [self._group.recv([rows[rank]], rank, tag) for rank in others]
+            sends = [self._group.send([mine], rank, tag) for rank in others]
+            for work in (*receives, *sends):
+                left_s = self._timeout_s - (time.monotonic() - began_s)
+                work.wait(timedelta(seconds=max(left_s, 0.01)))
         return [each.tobytes() for each in rows[:, 1:].numpy()]
 
     def break_off(self) -> None:
-        """Make waits raise, see Note [Breaking a wait off]."""
-        WATCH.leave_group(self._meeting, f"rank {dist.get_rank()} has left the group")
-        break_off(self._meeting.group)
+        """Make waits raise, see Note [Aborting a group]."""
+        FAILED_GROUPS.add(self._key.group, f"rank {dist.get_rank()} has left the group")
+        abort(self._key.group)
 
-    def _lost(
-        self, meeting: Meeting, missing: list[int], waited_s: float, error: Exception
-    ) -> CollectiveError:
+    def _describe_lost(
+        self, key: CollectiveKey, missing: list[int], waited_s: float, error: Exception
+    ) -> str:
         who = name_ranks([self.members[n] for n in missing]) if missing else "another rank"
         late = waited_s > 0.9 * self._timeout_s
         why = (
             f" within {self._timeout_s:g} s, the timeout of the process group or the hang_timeout. "
             "It is stopped, has died, or waits elsewhere: every rank must make this call"
             if late
-            else f": {reason_of(error)}. {AS_A_RULE}"
+            else f": {usual_reason(error)}"
         )
         reason = f"{who} did not come{why}"
-        cause = WATCH.fail(meeting, reason)
-        told = cause if cause.startswith(reason) else f"{who} did not come: {cause}"
-        return CollectiveError(f"rank {dist.get_rank()}: the ranks could not agree: {told}")
+        cause = fail(key, reason)
+        return cause if cause.startswith(reason) else f"{who} did not come: {cause}"
 
     def exchange_after(self, work: Callable[[], bytes], row_bytes: int) -> list[bytes]:
         """Do work that may take long, then exchange the row of ``row_bytes`` that it returns.
@@ -195,7 +196,7 @@ class GroupControl:
     def broadcast(self, data: bytes, source: int = 0) -> bytes:
         """Return the source's bytes; two broadcasts, of the length and of the bytes."""
         size = torch.tensor([len(data)], device="cpu")
-        with _agreeing(self._meeting):
+        with _agreement(self._key):
             self._group.broadcast(size, source).wait()
             buffer = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             if self.rank == source:
@@ -205,18 +206,21 @@ class GroupControl:
         return buffer.numpy().tobytes()
 
 
-@contextmanager
-def _agreeing(meeting: Meeting) -> Iterator[None]:
-    """Wait for the other ranks inside; turn a failure of the group into a CollectiveError."""
-    try:
-        with WATCH.waiting(meeting):
-            yield
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        cause = WATCH.fail(meeting, f"{reason_of(error)}. {AS_A_RULE}")
-        rank = dist.get_rank()
-        raise CollectiveError(f"rank {rank}: the ranks could not agree: {cause}") from error
+class _agreement(blocking_collective):  # noqa: N801 - reads as a statement
+    """A small exchange; ``describe_lost`` returns the cause of an error inside."""
+
+    __slots__ = ("_describe_lost",)
+
+    def __init__(
+        self, key: CollectiveKey, describe_lost: Callable[[RuntimeError], str] | None = None
+    ) -> None:
+        super().__init__(key)
+        self._describe_lost = describe_lost
+
+    def describe(self, error: RuntimeError) -> str:
+        """Note that the group has failed; return the message about it."""
+        describe = self._describe_lost or (lambda error: fail(self._key, usual_reason(error)))
+        return f"the ranks could not agree: {describe(error)}"
 
 
 @contextmanager
@@ -274,8 +278,8 @@ def control_over(axes: DataAxes, ranks: Sequence[int] | None = None) -> Control:
     name = f"shardwise/control/{'_'.join(map(str, ranks))}"
     store = dist.distributed_c10d._get_default_store()
     name += f"/{store.add(f'{name}/{rank}', 1)}"  # each rank counts its own calls, all alike
-    opening = Meeting("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
-    with _agreeing(opening):
+    opening = CollectiveKey("the opening of a group", name, 0, "", axes.shard.group, tuple(ranks))
+    with _agreement(opening):
         for axis in axes.all:
             if "gloo" in axis.backend:  # it notices a rank that died before; the store waits for it
                 # By the backend: modes that count the collectives of a pass do not see it.

@@ -21,8 +21,15 @@ from shardwise.comm.codes import decode, encode
 from shardwise.comm.pending import CollectiveId, Pending, ReduceItem
 from shardwise.comm.point_to_point import sum_in_order
 from shardwise.comm.shares import BLOCK_NUMEL, owned_ranges
-from shardwise.layout.parcels import Packet, Parcel, Slice, parcel_of
-from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES
+from shardwise.layout.wire import (
+    AT_A_TIME,
+    ON_CPU_AT_A_TIME,
+    SCALE_BYTES,
+    CodedMessage,
+    Run,
+    Slice,
+    message_of,
+)
 from shardwise.mesh import Axis
 from shardwise.precisions import Coding
 from shardwise.trace import Traffic
@@ -69,31 +76,31 @@ def start_reduce_scatter(
 
     See Note [Encoded once].
 
-    **Cost** sends the parcels of all others; memory for all parcels of this rank's gradients, and
+    **Cost** sends the messages of all others; memory for all messages of this rank's gradients, and
     for one from every other rank; while it encodes or sums, some elements in float32.
     """
-    parcels = list[tuple[list[_Addend], Parcel]]()
+    messages = list[tuple[list[_Addend], CodedMessage]]()
     for rank in range(axis.size):
         addends = list(_addends(items, rank))
-        parcels.append((addends, parcel_of([each.place for each in addends])))
-    mine, expected = parcels[axis.rank]
+        messages.append((addends, message_of([each.place for each in addends])))
+    mine, expected = messages[axis.rank]
     device = next((item.out.device for item in items), torch.device("cpu"))
-    sizes = [parcel.num_bytes for _, parcel in parcels]
+    sizes = [message.num_bytes for _, message in messages]
     counts = [expected.num_bytes] * axis.size
     sizes[axis.rank] = counts[axis.rank] = 0  # what stays here is no part of the exchange
     sent = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     boxes = list(sent.split(sizes))
     own = boxes[axis.rank] = sent.new_empty(expected.num_bytes)
-    for box, (addends, parcel) in zip(boxes, parcels, strict=True):
-        for packet in parcel.packets:
-            _pack(packet, addends[packet.number], box)
+    for box, (addends, message) in zip(boxes, messages, strict=True):
+        for run in message.runs:
+            _pack(run, addends[run.number], box)
     received = sent.new_empty(sum(counts))
     arriving = list(received.split(counts))
     arriving[axis.rank] = own
 
     def finish() -> None:
-        for packet in expected.packets:
-            _sum(packet, mine[packet.number], arriving, divisor)
+        for run in expected.runs:
+            _sum(run, mine[run.number], arriving, divisor)
 
     return exchange(
         (received, counts), (sent, sizes), axis, collective, traffic, finish, (items, boxes)
@@ -115,29 +122,29 @@ def _addends(items: Sequence[ReduceItem], rank: int) -> Iterator[_Addend]:
             yield _Addend(part[place.lo : place.hi], out, dtype, place)
 
 
-def _pack(packet: Packet, addend: _Addend, box: torch.Tensor) -> None:
-    """Write one packet's bytes."""
-    if packet.coding is None:
-        _numbers(packet, addend, box).copy_(addend.values)
+def _pack(run: Run, addend: _Addend, box: torch.Tensor) -> None:
+    """Write a run's bytes."""
+    if run.coding is None:
+        _numbers(run, addend, box).copy_(addend.values)
         return
-    for begin, num in _parts(packet, box.device):
-        codes, scales = _codes(packet, packet.coding, box, begin, num)
-        encode(_blocks(packet, addend.values, begin, num), codes, scales, packet.coding.format)
+    for begin, num in _parts(run, box.device):
+        codes, scales = _codes(run, run.coding, box, begin, num)
+        encode(_blocks(run, addend.values, begin, num), codes, scales, run.coding.format)
 
 
-def _sum(packet: Packet, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
-    """Decode one packet of every rank, add in rank order, divide."""
-    if packet.coding is None:
+def _sum(run: Run, addend: _Addend, boxes: Sequence[torch.Tensor], divisor: float) -> None:
+    """Decode a run of every rank, add in rank order, divide."""
+    if run.coding is None:
         at_a_time = BLOCK_NUMEL if addend.out.device.type == "cpu" else AT_A_TIME
-        numbers = [_numbers(packet, addend, box) for box in boxes]
+        numbers = [_numbers(run, addend, box) for box in boxes]
         sum_in_order(numbers, addend.out, divisor, at_a_time)
         return
-    for begin, num in _parts(packet, addend.out.device):
-        out = _blocks(packet, addend.out, begin, num)
+    for begin, num in _parts(run, addend.out.device):
+        out = _blocks(run, addend.out, begin, num)
         values = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         for rank, box in enumerate(boxes):
             into = out if rank == 0 and out.dtype == values.dtype else values
-            decode(*_codes(packet, packet.coding, box, begin, num), into, packet.coding.format)
+            decode(*_codes(run, run.coding, box, begin, num), into, run.coding.format)
             if rank == 0 and into is not out:
                 out.copy_(into)
             elif rank:
@@ -146,28 +153,28 @@ def _sum(packet: Packet, addend: _Addend, boxes: Sequence[torch.Tensor], divisor
             out.div_(divisor)
 
 
-def _parts(packet: Packet, device: torch.device) -> Iterator[tuple[int, int]]:
+def _parts(run: Run, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield (first, number) of the blocks that are worked on at a time."""
     at_a_time = ON_CPU_AT_A_TIME if device.type == "cpu" else AT_A_TIME
-    most = max(at_a_time // packet.width, 1)
-    for begin in range(0, packet.num, most):
-        yield begin, min(most, packet.num - begin)
+    most = max(at_a_time // run.width, 1)
+    for begin in range(0, run.num, most):
+        yield begin, min(most, run.num - begin)
 
 
-def _blocks(packet: Packet, values: torch.Tensor, begin: int, num: int) -> torch.Tensor:
-    first = packet.begin + begin * packet.width
-    return values[first : first + num * packet.width].view(num, packet.width)
+def _blocks(run: Run, values: torch.Tensor, begin: int, num: int) -> torch.Tensor:
+    first = run.begin + begin * run.width
+    return values[first : first + num * run.width].view(num, run.width)
 
 
 def _codes(
-    packet: Packet, coding: Coding, box: torch.Tensor, begin: int, num: int
+    run: Run, coding: Coding, box: torch.Tensor, begin: int, num: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    size = coding.code_bytes(packet.width)
-    codes = box[packet.codes + begin * size :][: num * size].view(num, size)
-    at = packet.scales + begin * SCALE_BYTES
+    size = coding.code_bytes(run.width)
+    codes = box[run.codes + begin * size :][: num * size].view(num, size)
+    at = run.scales + begin * SCALE_BYTES
     scales = box[at : at + num * SCALE_BYTES].view(torch.float32).view(num, 1)
     return codes, scales
 
 
-def _numbers(packet: Packet, addend: _Addend, box: torch.Tensor) -> torch.Tensor:
-    return box[packet.codes :][: packet.width * addend.dtype.itemsize].view(addend.dtype)
+def _numbers(run: Run, addend: _Addend, box: torch.Tensor) -> torch.Tensor:
+    return box[run.codes :][: run.width * addend.dtype.itemsize].view(addend.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.packed import gather_function
-from shardwise.comm.pending import CollectiveId, meeting_of, meets
+from shardwise.comm.pending import CollectiveId, blocking_collective, key_of
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
 
@@ -80,7 +80,7 @@ class Exchange:
             return counts
         total = counts.clone()
         self.count("all_reduce", counts.nbytes)
-        with meets(meeting_of(CollectiveId("all-reduce", self.name, 0), self.axis)):
+        with blocking_collective(key_of(CollectiveId("all-reduce", self.name, 0), self.axis)):
             dist.all_reduce(total, group=self.axis.group)
         return total
 
@@ -100,7 +100,7 @@ class Exchange:
     def _gather(self, part: Tensor) -> Tensor:
         gathered = part.new_empty(self.axis.size, *part.shape)
         self.count("all_gather", part.nbytes * (self.axis.size - 1))
-        with meets(meeting_of(CollectiveId("all-gather", self.name, 0), self.axis)):
+        with blocking_collective(key_of(CollectiveId("all-gather", self.name, 0), self.axis)):
             gather_function()(gathered.view(-1), part.contiguous().view(-1), group=self.axis.group)
         return gathered
 
@@ -108,7 +108,7 @@ class Exchange:
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         row_bytes = rows.element_size() * rows.shape[1:].numel()
         self.count("all_to_all", row_bytes * (sum(sent) - sent[self.axis.rank]))
-        with meets(meeting_of(CollectiveId("all-to-all", self.name, 0), self.axis)):
+        with blocking_collective(key_of(CollectiveId("all-to-all", self.name, 0), self.axis)):
             dist.all_to_all_single(
                 arrived, rows.contiguous(), list(received), list(sent), self.axis.group
             )

@@ -25,9 +25,9 @@ from shardwise.comm.pending import (
     CollectiveId,
     GatherItem,
     Pending,
+    blocking_collective,
     collective_errors,
-    meeting_of,
-    meets,
+    key_of,
 )
 from shardwise.mesh import Axis
 from shardwise.trace import Traffic
@@ -62,7 +62,7 @@ class Packed:
         transfer = self.all_gather
         items = [item for item in items if item.segment.shard_numel]
         if not items:
-            return Pending(meeting_of(collective, axis), ())
+            return Pending(key_of(collective, axis), ())
         is_gloo = "gloo" in axis.backend
         if is_gloo and transfer is None and _GATHER is gather_function() and not _is_traced():
             return point_to_point.start_all_gather(items, axis, collective, traffic)
@@ -78,8 +78,8 @@ class Packed:
         traffic.add(
             f"{axis.name}.{collective.kind}", collective.unit, packed.nbytes * (axis.size - 1)
         )
-        meeting = meeting_of(collective, axis)
-        with collective_errors(meeting):
+        key = key_of(collective, axis)
+        with collective_errors(key):
             work = _all_gather(transfer, output, packed, axis.group)
 
         def unpack() -> None:
@@ -88,7 +88,7 @@ class Packed:
             torch._foreach_copy_(places, list(rows))
 
         finish = None if output is items[0].full else unpack
-        return Pending(meeting, [work] if work else [], finish, (packed, output))
+        return Pending(key, [work] if work else [], finish, (packed, output))
 
 
 def start_sum(
@@ -102,15 +102,15 @@ def start_sum(
 ) -> Pending:
     """Reduce ``packed`` (ranks x numel) to this rank's ``out`` along ``axis``."""
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, out.nbytes * (axis.size - 1))
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         if transfer is not None:
             work = transfer(output_tensor=out, input_tensor=packed, group=axis.group, op=op)
         else:
             work = _reduce_scatter()(
                 output=out, input=packed, group=axis.group, op=op, async_op=True
             )
-    return Pending(meeting, [work] if work else [], keep=(packed, out))
+    return Pending(key, [work] if work else [], keep=(packed, out))
 
 
 def sum_replicas(
@@ -118,7 +118,7 @@ def sum_replicas(
 ) -> None:
     """Reduce a buffer over ``axis`` in place, with one all-reduce of the backend."""
     traffic.add(f"{axis.name}.all_reduce", collective.unit, 2 * values.nbytes)
-    with meets(meeting_of(collective, axis)):
+    with blocking_collective(key_of(collective, axis)):
         dist.all_reduce(values, group=axis.group, op=op)
 
 
@@ -135,10 +135,10 @@ def start_counts(
 ) -> Pending:
     """Sum a few numbers over ``axis``, in place, beside gradients that a user's own sums."""
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, 2 * counts.nbytes)
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         work = dist.all_reduce(counts, group=axis.group, async_op=True)
-    return Pending(meeting, [work] if work else [], keep=(counts,))
+    return Pending(key, [work] if work else [], keep=(counts,))
 
 
 def waited_for(tensor: Any) -> Any:

@@ -21,7 +21,7 @@ from shardwise.comm.pending import (
     Pending,
     ReduceItem,
     collective_errors,
-    meeting_of,
+    key_of,
 )
 from shardwise.comm.shares import (
     BLOCK_NUMEL,
@@ -99,8 +99,8 @@ def start_all_gather(
     mine = _as_bytes([i.source[: _length(i, me)] for i in small])
     packed = torch.cat(mine) if mine else None
     stagings: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (me + step) % axis.size, (me - step) % axis.size
             for item in large:
@@ -121,7 +121,7 @@ def start_all_gather(
                 place.copy_(piece)
 
     finish, keep = unpack if stagings else None, (items, packed, stagings)
-    return Pending(meeting, exchange.works, finish, keep, exchange.peers)
+    return Pending(key, exchange.works, finish, keep, exchange.peers)
 
 
 def _length(item: GatherItem, rank: int) -> int:
@@ -141,14 +141,14 @@ def start_all_to_all(
     """Send each peer its part of ``sent``, receive one from each; both are in rank order."""
     exchange = _Exchange(collective, axis)
     into, out = received[0].split(list(received[1])), sent[0].split(list(sent[1]))
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             exchange.receive(frm, into[frm])
             exchange.send(to, out[to])
     traffic.add(f"{axis.name}.{collective.kind}", collective.unit, exchange.sent_bytes)
-    return Pending(meeting, exchange.works, finish, (into, out, keep), exchange.peers)
+    return Pending(key, exchange.works, finish, (into, out, keep), exchange.peers)
 
 
 @dataclass
@@ -212,8 +212,8 @@ def start_reduce_scatter(
     sums: list[_Sum] = []
     unpacks: list[Callable[[], None]] = []
     stagings: list[torch.Tensor] = []
-    meeting = meeting_of(collective, axis)
-    with collective_errors(meeting):
+    key = key_of(collective, axis)
+    with collective_errors(key):
         for step in range(1, axis.size):
             to, frm = (axis.rank + step) % axis.size, (axis.rank - step) % axis.size
             stagings += _send_shares(exchange, items, to)
@@ -229,7 +229,7 @@ def start_reduce_scatter(
         for each in sums:
             each.run(axis.rank, axis.size, divisor)
 
-    return Pending(meeting, exchange.works, finish, (items, sums, stagings), exchange.peers)
+    return Pending(key, exchange.works, finish, (items, sums, stagings), exchange.peers)
 
 
 def _slices(item: ReduceItem, rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

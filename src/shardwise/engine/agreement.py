@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import __version__
+from shardwise.comm.collective_key import name_ranks
 from shardwise.comm.control import Control, naming
 from shardwise.config import ShardConfig
 from shardwise.engine.adoption import Adoption
 from shardwise.errors import ConfigError, ShardwiseError, StorageError
-from shardwise.hangs.meeting import name_ranks
 from shardwise.homes import Offload
 from shardwise.layout.units import ParamSpec, UnitSpec
 from shardwise.mesh import DataAxes

@@ -18,6 +18,7 @@ from shardwise.axes import Axes
 from shardwise.comm.collectives import Comm
 from shardwise.comm.control import Control, control_over
 from shardwise.comm.exchange import Exchange
+from shardwise.comm.listener import WAITS, checked_timeout
 from shardwise.config import PrecisionLike, ShardConfig, resolve_config
 from shardwise.device import current_device, host_buffer
 from shardwise.engine.adoption import Adoption, Optimizers
@@ -28,7 +29,6 @@ from shardwise.engine.module_state import ModuleState, note_managed
 from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
-from shardwise.hangs.watch import checked_timeout, watch
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
 from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
 from shardwise.layout.placements import Placements, place_params, with_experts
@@ -116,7 +116,7 @@ def _agreed(
 ) -> Comm:
     """Return the collectives, once all ranks have begun alike; waits are watched from here on."""
     if hang_timeout is not None:
-        watch(hang_timeout)
+        WAITS.set_limit(hang_timeout)
     comm = Comm(axes, device or current_device(axes.mesh.device_type), lambda: control_over(axes))
     agree(comm.control, [*facts, f"hang_timeout={hang_timeout}"], "shard()")
     comm.agree_on_number()
