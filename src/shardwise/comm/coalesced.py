@@ -6,7 +6,6 @@ broadcast from it, and reduced to it, one by one behind the group.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ def start_all_gather(
     return Pending(key, works, keep=(items, owned))
 
 
-def _broadcast(item: GatherItem, axis: Axis) -> Any:
+def _broadcast(item: GatherItem, axis: Axis) -> dist.Work:
     """Start sending a segment from its owner to all."""
     options = dist.BroadcastOptions()
     assert item.segment.owner is not None
@@ -67,10 +66,10 @@ def start_reduce_scatter(
     traffic: Traffic,
     divisor: float,
 ) -> Pending:
-    """Reduce every segment into this rank's ``out``; gradients that fit are sent as they lie.
+    """Reduce every segment into this rank's ``out``; gradients that fit are sent in place.
 
-    **Cost** sends share x (ranks - 1) in ``out``'s dtype; packs (and casts) what is not even, not
-    contiguous or of another dtype into one buffer, in one pass.
+    **Cost** sends share x (ranks - 1) in ``out``'s dtype; packs (and casts) gradients that are not
+    even, not contiguous or of another dtype into one buffer, in one pass.
     """
     key = key_of(collective, axis)
     owned = [item for item in items if item.segment.owner is not None and item.segment.numel]
@@ -140,7 +139,7 @@ def _addend(item: ReduceItem, axis: Axis) -> torch.Tensor:
     return part.to(item.out.dtype)
 
 
-def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> Any:
+def _reduce(item: ReduceItem, addend: torch.Tensor, axis: Axis) -> dist.Work:
     """Start summing a segment into its owner's addend."""
     options = dist.ReduceOptions()  # of a sum, unless it says otherwise
     assert item.segment.owner is not None

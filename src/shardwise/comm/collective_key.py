@@ -86,5 +86,5 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has none."""
+    """Return the first line of an error's text, or its type if there is no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -39,7 +39,7 @@ _NUMBERS = count(1)  # so that no tag is 0, the default of torch's own sends
 
 
 class Transport(Protocol):
-    """How gathers are made: in place, by one of the two modules, or `packed.Packed`."""
+    """Makes gathers: one of the two modules, in place, or `packed.Packed`."""
 
     def start_all_gather(
         self, items: Sequence[GatherItem], axis: Axis, collective: CollectiveId, traffic: Traffic
@@ -47,8 +47,24 @@ class Transport(Protocol):
         """Start gathering segments along ``axis`` into place."""
 
 
+class UnitTransport(Transport, Protocol):
+    """Makes all collectives of units: `point_to_point` or `coalesced`."""
+
+    def start_reduce_scatter(
+        self,
+        items: Sequence[ReduceItem],
+        axis: Axis,
+        collective: CollectiveId,
+        traffic: Traffic,
+        divisor: float,
+    ) -> Pending:
+        """Start reducing segments along ``axis``."""
+
+    start_all_to_all: encoded.AllToAll
+
+
 class Comm:
-    """The collectives over the axes of one sharded model, with counts of what they sent.
+    """The collectives over the axes of one sharded model, with counts of the bytes sent.
 
     ``control`` carries small exchanges on a group apart from training's, which ``make_control``
     makes when it is first asked for; without one, this rank stands for itself.
@@ -69,7 +85,7 @@ class Comm:
         self._number = 0
 
     @cached_property
-    def _transports(self) -> dict[str, Any]:
+    def _transports(self) -> dict[str, UnitTransport]:
         return {axis.name: _transport(axis, self.device) for axis in self.axes.all}
 
     @cached_property
@@ -91,8 +107,8 @@ class Comm:
     def collective_id(self, kind: str, unit: str, index: int) -> CollectiveId:
         """Name a collective. Its index keeps messages of different units and models apart.
 
-        A model that is dropped in the middle of a step leaves messages that nobody receives; they
-        must not be taken for those of the next model.
+        A model that is dropped in the middle of a step leaves messages that no rank receives.
+        They must not be taken for those of the next model.
         """
         return CollectiveId(
             kind, unit, (self._number % _MODELS) * _UNITS_PER_MODEL + index % _UNITS_PER_MODEL
@@ -115,7 +131,7 @@ class Comm:
     ) -> Pending:
         """Start reducing segments along ``axis``: sums in rank order, divided by ``divisor``.
 
-        Where a part is to be encoded, all travel as bytes, and the sums are those of `encoded`.
+        If any part is encoded, all travel as bytes, see `encoded`.
         """
         by, asked = self._transports[axis.name], (items, axis, collective, self.traffic, divisor)
         pending: Pending
@@ -126,7 +142,7 @@ class Comm:
         return self.follow(pending, axis, collective)
 
     def follow(self, pending: Pending, axis: Axis, collective: CollectiveId) -> Pending:
-        """Tell a recorder, if one listens, that a collective was begun, and when it is over."""
+        """Report a collective, and its end, to the recorder if there is one."""
         if self.tracer.recorder is not None:
             kind, unit = f"{axis.name}.{collective.kind}", collective.unit
             pending.follow(self.tracer.recorder, kind, unit, self.traffic.last_bytes)
@@ -194,7 +210,7 @@ class Comm:
         if axis.size == 1:
             return values[None]
         self.traffic.add(f"{axis.name}.scalars", collective.unit, values.nbytes * (axis.size - 1))
-        here = values.to(self.device).contiguous()  # what lives on the host is sent from the device
+        here = values.to(self.device).contiguous()  # tensors on the host are sent from the device
         rows = here.new_empty((axis.size, *here.shape))
         segment = even_segment(rows.numel(), axis.size)
         item = GatherItem(segment, here.view(-1), rows.view(-1), False)
@@ -209,7 +225,7 @@ class Comm:
     def _gather_apart(
         self, item: GatherItem, axis: Axis, collective: CollectiveId, values: torch.Tensor
     ) -> bool:
-        """Gather by messages that carry what is gathered, on gloo; tell whether that was done.
+        """Gather by messages tagged by name, shape and dtype, on gloo; tell whether it is gloo.
 
         gloo's own collectives match by their order alone: tensors of one size would be taken for
         each other, and with different sizes it aborts the process.
@@ -228,7 +244,7 @@ class Comm:
     ) -> torch.Tensor:
         """Return a copy of what rank ``owner`` of ``axis`` has, on all of its ranks.
 
-        Of the others' values shape and dtype are taken alone.
+        Other ranks pass a tensor of the same shape and dtype.
         """
         is_here = axis.rank == owner
         sent = values.nbytes * (axis.size - 1) if is_here else 0
@@ -296,7 +312,7 @@ class Comm:
 
         **Cost** sends ``mine`` to each peer.
         """
-        here = mine.to(self.device).contiguous()  # what lives on the host is sent from the device
+        here = mine.to(self.device).contiguous()  # tensors on the host are sent from the device
         received = {peer: torch.empty_like(here) for peer in peers}
         self.traffic.add(f"{axis.name}.tied", name, here.nbytes * len(received))
         if here.numel() and received:
@@ -338,8 +354,8 @@ def make_comm(axes: DataAxes, device: torch.device) -> Comm:
     return made
 
 
-def _transport(axis: Axis, device: torch.device) -> Any:
-    """Choose the transport by the backend that serves ``device``."""
+def _transport(axis: Axis, device: torch.device) -> UnitTransport:
+    """Return the transport for the backend that serves ``device``."""
     backend = axis.group._get_backend(torch.device(device.type)).name().lower()
     return point_to_point if backend == "gloo" else coalesced
 

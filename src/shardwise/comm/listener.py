@@ -51,7 +51,7 @@ class Listener:
 class ProcessWaits:
     """The listener of this process, and the seconds that a wait may last.
 
-    ``limit_s`` is None where the timeout of the process group ends waits.
+    Without ``limit_s`` the timeout of the process group ends waits.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class ProcessWaits:
     def set_limit(self, hang_timeout: float | None) -> None:
         """Set how long a wait may last, and start the listener.
 
-        **Raises** ConfigError for a value that is no time.
+        **Raises** ConfigError, see `checked_timeout`.
         """
         self.limit_s = checked_timeout(hang_timeout)
         self.listener.start()
@@ -89,7 +89,7 @@ class ProcessWaits:
 
 
 def checked_timeout(hang_timeout: object) -> float | None:
-    """Return the seconds that a wait may last. **Raises** ConfigError for a value that is no time.
+    """Return the seconds that a wait may last. **Raises** ConfigError for other values.
 
     None leaves the end of a wait to the timeout of the process group.
     """

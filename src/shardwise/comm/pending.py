@@ -1,9 +1,8 @@
-"""The values that both transports speak in: what to gather, what to reduce, work under way."""
+"""Values of both transports: segments to gather or reduce, work in flight, errors of it."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,9 @@ from shardwise.trace import Recorder
 
 @dataclass(frozen=True)
 class CollectiveId:
-    """Where a collective stands: its kind, its unit, and the unit's index (for message tags).
+    """A collective of a unit: its kind, the unit, and the unit's index (for message tags).
 
-    ``about``: what is sent, of a collective of which only some calls are alike.
+    ``about`` describes the content where it differs between calls.
     """
 
     kind: str
@@ -49,7 +48,7 @@ class GatherItem:
 class ReduceItem:
     """Reduce-scatter of one segment: ``out`` (this rank's share) becomes the mean over ranks.
 
-    ``parts`` are (offset in the segment, flat tensor); what no part covers is left undefined.
+    ``parts`` are (offset in the segment, flat tensor); elements that no part covers are undefined.
     ``codings`` say how each part is encoded on the wire; empty: none is.
     """
 
@@ -59,13 +58,13 @@ class ReduceItem:
     codings: tuple[Coding | None, ...] = ()
 
 
-# What was dropped before it was waited for (a model that is deleted with reductions in flight). The
-# buffers must outlive it: gloo stops reading from a peer for good when one is gone.
-_abandoned: list[Sequence[Any]] = []
+# Works that were dropped before their wait (a model that is deleted with reductions in flight).
+# Their buffers must stay: if one is freed, gloo stops reading from that peer for good.
+_abandoned: list[Sequence[dist.Work]] = []
 
 
 class Pending:
-    """Work under way, collectives or copies, with what it keeps alive; ``wait`` once."""
+    """Work in flight, collectives or copies, with the memory that it needs; ``wait`` once."""
 
     __slots__ = (
         *("_copies", "_finish", "_keep", "_key", "_number", "_over", "_peers", "_recorder"),
@@ -75,17 +74,17 @@ class Pending:
     def __init__(
         self,
         key: CollectiveKey,
-        works: Sequence[Any],
+        works: Sequence[dist.Work],
         finish: Callable[[], None] | None = None,
         keep: object = None,
         peers: Sequence[int] = (),
     ) -> None:
-        """``peers``: with whom each work exchanges, by rank in the group, if that is known."""
+        """``peers`` are the ranks in the group that each work exchanges with, if they are known."""
         self._key = key
         self._peers = peers
         self._recorder: Recorder | None = None
         self._copies: tuple[Event, ...] = ()
-        self._works: Sequence[Any] = ()
+        self._works: Sequence[dist.Work] = ()
         self._over: Callable[[], None] | None = None
         self._number = WAITS.listener.begin(key) if works else 0
         self._works = works
@@ -96,21 +95,21 @@ class Pending:
 
     @classmethod
     def of_copies(cls, *copies: Event, keep: object = None) -> "Pending":
-        """Return copies between host and device: ``wait`` blocks until these events are there."""
+        """Return copies between host and device: ``wait`` blocks until these have happened."""
         made = cls.__new__(cls)
         made._copies, made._works, made._finish, made._keep = copies, (), None, keep
         made._over, made._peers, made._recorder = None, (), None
         return made
 
     def follow(self, recorder: Recorder, line: str, unit: str, num_bytes: int) -> None:
-        """Tell a recorder of this work, and when it is over: on the CPU, when it was waited for."""
+        """Report this work to a recorder, and its end: on the CPU, the end of its wait."""
         if self._works:
             self._recorder = recorder
             self._over = recorder.begin(line, unit, num_bytes, self._works)
 
     @property
     def holds(self) -> object:
-        """What is kept alive until then."""
+        """The memory that is kept alive until the end of the wait."""
         return self._keep
 
     def wait(self) -> None:
@@ -135,7 +134,7 @@ class Pending:
         self._over = None
 
     def _wait_for_each(self, recorder: Recorder) -> None:
-        """Wait, and tell for whom: who is first to be waited for hides others as late as it is."""
+        """Wait, and report the seconds by peer; the first hides others that are as late."""
         seconds = dict.fromkeys(self._peers, 0.0)
         before = time.perf_counter()
         for peer, work in zip(self._peers, self._works, strict=True):
@@ -147,7 +146,7 @@ class Pending:
             recorder.wait_for(self._key.group, peer, waited)
 
     def __del__(self) -> None:
-        for copy in self._copies:  # which end soon; what is kept is theirs until then
+        for copy in self._copies:  # they end soon, and use the memory until then
             copy.wait()
         if self._works:
             _abandoned.append(self._works)

@@ -64,7 +64,7 @@ def fail(key: CollectiveKey, reason: str) -> str:
 
 
 def usual_reason(error: BaseException) -> str:
-    """Return the backend's reason for an error, and what it means as a rule."""
+    """Return the backend's reason for an error, with the usual cause."""
     return f"{reason_of(error)}. {_USUAL_CAUSE}"
 
 

@@ -30,8 +30,14 @@ from shardwise.engine.resting import bytes_by_place
 from shardwise.engine.runtime import Engine
 from shardwise.errors import ConfigError, StorageError
 from shardwise.homes import NUM_BUFFERS, Offload, OffloadLike, folders_of
-from shardwise.layout.owners import ChooseLayout, layout_name, with_owners
-from shardwise.layout.placements import Placements, place_params, with_experts
+from shardwise.layout.placements import (
+    ChooseLayout,
+    Placements,
+    layout_name,
+    place_params,
+    with_experts,
+    with_owners,
+)
 from shardwise.layout.units import UnitChoice, UnitSpec, find_device, partition_into_units
 from shardwise.mesh import DataAxes, resolve_axes
 from shardwise.names import list_names

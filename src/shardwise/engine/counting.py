@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.comm.counted import CountedCollectives
+from shardwise.comm.torch_collectives import CountedCollectives
 from shardwise.engine.api import exchanges_of, traffic_of
 from shardwise.engine.parts import Model, Parts, modules_of
 from shardwise.mesh import Axis

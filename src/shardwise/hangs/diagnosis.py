@@ -161,7 +161,7 @@ class HangFinder:
         if {r: w.serial for r, w in waits.items()} != {r: w.serial for r, w in before.items()}:
             self._suspects = before = waits
         if not waits or any(waits[rank].look == before[rank].look for rank in waits):
-            return None  # a rank has not looked again yet, and may have gone on meanwhile
+            return None  # a rank has not looked again yet, and may be out of that wait
         verdict = describe_circle(waits)
         self.store.tell(wait.key.group_name, circle, verdict)
         return verdict
@@ -200,7 +200,7 @@ class HangFinder:
         return f"{silent}: {describe_waits(graph)}"
 
     def _tell(self, key: CollectiveKey, graph: WaitGraph, verdict: str) -> None:
-        # A verdict about a rank stays, and after a small exchange ranks may go on: only its group.
+        # A verdict about a rank stays, and ranks survive a small exchange: only its group is told.
         self.store.tell(key.group_name, graph.ranks if key.axis else (), verdict)
 
     def limit_s(self, wait: Wait, asked_s: float | None) -> float | None:
@@ -214,7 +214,7 @@ class HangFinder:
         return None if own_s is None else own_s - 3 * look_s
 
     def tell_cause(self, key: CollectiveKey, verdict: str) -> None:
-        """Tell the ranks that wait for this one, or in this collective, what it has failed of."""
+        """Tell ranks that wait for this one, or in this collective, the cause of its failure."""
         with suppress(RuntimeError, ValueError):
             self.store.tell(key.group_name, [dist.get_rank()], verdict)
 
@@ -278,7 +278,7 @@ class WaitGraph:
     ``waiting`` has those that wait, ``elsewhere`` those of them that wait in another collective.
     ``missing`` has a description of each other one. Of these, ``gone`` never come: they have died
     or failed; ``followers`` have ended because of another rank; ``unexplained`` have died, and
-    neither they nor the system have said of what. ``arguments`` are those of calls of torch's.
+    with no cause from them or the system. ``arguments`` are those of calls of torch's.
     """
 
     waiting: dict[int, Heartbeat]
@@ -391,7 +391,7 @@ def nearest_ranks(ranks: Sequence[int], rank: int, most: int) -> list[int]:
 
 
 def find_circle(waiting: Mapping[int, Heartbeat], rank: int) -> list[int]:
-    """Return ranks that wait for each other, reached from one; empty if there are none.
+    """Return ranks that wait for each other, reached from one rank, if there are any.
 
     See Note [A wait that has no end].
     """

@@ -146,7 +146,7 @@ class WatchStore:
     """Heartbeats by rank, and verdicts: causes of waits that cannot end, by group and rank."""
 
     def __init__(self, store: dist.Store) -> None:
-        # A connection of its own: one is locked as long as another thread waits in it.
+        # A separate connection: one is locked as long as another thread waits in it.
         own: Any = store
         self._store = dist.PrefixStore("shardwise/watch", own.clone())
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()

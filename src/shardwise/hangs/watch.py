@@ -10,7 +10,7 @@ Note [A rank that has failed]
 A rank whose disk or host memory fails raises, and comes to no collective of its model before a
 load, which all ranks make. So it publishes the failure before it raises, and waits for it end. The
 failure holds until the rank begins another collective: then it has recovered. Small exchanges
-(`control`) go on beside a failure: loads, and saves that tell all ranks of one, are made of them.
+(`control`) work beside a failure: loads, and saves that report one on all ranks, are made of them.
 
 Note [A store that does not answer]
 Rank 0 keeps the store if no launcher does. If rank 0 is stopped, and not dead, its connections stay
@@ -60,7 +60,7 @@ def watch(hang_timeout: float | None) -> None:
     ``init_process_group``. None leaves the end to the timeout of the process group. A rank that is
     later than this ends the run: choose several times the longest step, save or evaluation.
 
-    **Cost** a look a second, by a thread. **Raises** ConfigError for a value that is no time.
+    **Cost** a look a second, by a thread. **Raises** ConfigError for less than 4 seconds.
     """
     WAITS.set_limit(hang_timeout)
 
@@ -78,7 +78,7 @@ class Watch(Listener):
         self._blocking: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._verdicts: dict[int, str] = {}  # of waits that were broken off, by thread
         self._threads: list[threading.Thread] = []
-        self._pid = 0  # that the threads belong to: a fork of this process has none
+        self._pid = 0  # of the process that runs the threads: they do not run in its forks
         self._stop = threading.Event()
         self._look_began_s: float | None = None  # of the look under way
         self._lost_store: dist.Store | None = None
@@ -103,7 +103,7 @@ class Watch(Listener):
     # Calls of the threads that make collectives.
     def begin(self, key: CollectiveKey) -> int:
         """Count a collective that begins; return its number among those of its key."""
-        if self.finder.failure and key.axis:  # small exchanges go on beside a failure
+        if self.finder.failure and key.axis:  # a small exchange is no recovery
             self.finder.failure = ""
             with suppress(RuntimeError, ValueError):
                 self.finder.publish()

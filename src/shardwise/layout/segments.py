@@ -8,7 +8,7 @@ is all of it: then the gather is a broadcast, and the reduction goes to that ran
   shards are DTensor ``Shard(0)`` shards.
 - ``flat``: one segment for all parameters, laid one after the other; every rank owns an equal
   range of the index space whatever the shapes are.
-- ``matrices``: as ``flat``, but parameters with an owner (see `owners`) have a segment each.
+- ``matrices``: as ``flat``, but parameters with an owner (see `placements`) have a segment each.
 
 In all, what a rank owns of one parameter is one contiguous range of its elements (`Piece`), and
 a rank's shares lie one after the other in its shard buffer.

@@ -43,7 +43,7 @@ class ParamSpec:
     """A parameter that a unit owns, with every place that uses it; the first names it.
 
     ``dim`` is the one that it is cut along; or all of it lies on one rank of the shard axis, its
-    ``owner``, see `owners`.
+    ``owner``, see `placements`.
     """
 
     param: nn.Parameter

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.comm.codes import decode, encode
+from shardwise.comm.encoded import decode, encode
 from shardwise.comm.pending import GatherItem, Pending
 from shardwise.layout.wire import AT_A_TIME, ON_CPU_AT_A_TIME, SCALE_BYTES, Run, Wire
 from shardwise.unit.home import Home

@@ -1,7 +1,7 @@
 """What encoding and decoding takes, of gathers and of reductions: bytes moved, memory meanwhile.
 
-Counted from the passes of `comm.codes` over float32: a block's magnitudes, their largest, quotients
-and roundings; codes to numbers, times scales. It runs on a few elements at a time.
+Counted from the passes of `comm.encoded` over float32: a block's magnitudes, their largest,
+quotients and roundings; codes to numbers, times scales. It runs on a few elements at a time.
 """
 
 from collections.abc import Sequence
