@@ -200,7 +200,7 @@ class HangFinder:
         return f"{silent}: {describe_waits(graph)}"
 
     def _tell(self, key: CollectiveKey, graph: WaitGraph, verdict: str) -> None:
-        # A verdict about a rank stays, and ranks survive a small exchange: only its group is told.
+        # A verdict about a rank stays, and ranks survive a small exchange: tell only its group.
         self.store.tell(key.group_name, graph.ranks if key.axis else (), verdict)
 
     def limit_s(self, wait: Wait, asked_s: float | None) -> float | None:

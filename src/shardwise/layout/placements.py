@@ -36,7 +36,7 @@ def with_experts(
 ) -> Placements | None:
     """Place what ``experts`` names on the expert mesh of `Axes`, before other placements.
 
-    Where ``ep`` is 1 an expert is a module like any other. A stage of a pipeline may have none.
+    Where ``ep`` is 1 an expert is a module like any other. A stage of a pipeline may lack experts.
 
     **Raises** ConfigError for a name that fits nothing, and for experts that are not spread.
     """
@@ -75,8 +75,8 @@ def place_params(
     and says a mesh (of one axis, or (replicate, shard)), a ``Shard`` or both; the first name that
     fits counts. Or it is a function of a parameter's name and the parameter.
 
-    **Raises** ConfigError naming the parameter, for a name that fits none, a mesh that is no part
-    of the model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
+    **Raises** ConfigError naming the parameter, for a name that fits none, a mesh outside the
+    model's, a dim that cannot be cut evenly, and DTensors that cannot be cut further.
     """
     placed = tuple(specs) if placements is None else _placed(specs, placements, axes, layout)
     for spec in placed:
@@ -140,7 +140,7 @@ def _answer(
 
 
 def _named(setting: str, pattern: str, params: Sequence[ParamSpec]) -> list[ParamSpec]:
-    """Return the parameters that a pattern names. **Raises** ConfigError where there is none."""
+    """Return the parameters that a pattern names. **Raises** ConfigError if it names none."""
     found = [param for param in params if _fits(pattern, param)]
     if not found:
         raise ConfigError(
@@ -184,7 +184,7 @@ def _asked(placement: object, param: ParamSpec, axes: DataAxes) -> tuple[DeviceM
 def _part_of(axes: DataAxes, mesh: DeviceMesh, param: ParamSpec) -> DataAxes:
     """Return the axes of another mesh than the model's.
 
-    An expert, a DTensor on axes of its own, may be sharded over ranks of other tensor-parallel
+    An expert, a DTensor on other axes, may be sharded over ranks of other tensor-parallel
     groups too (tp > ep): tokens come to it from them all.
     """
     what = f"placements: '{param.name}' gets {mesh}"

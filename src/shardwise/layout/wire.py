@@ -34,7 +34,7 @@ _REDUCED_ALIGNMENT = 16  # of a reduction's message, of its codes, and of each s
 class Slice:
     """Elements [lo, hi) of a parameter; ``size`` is the bytes of one that travels as a number.
 
-    Elements travel as numbers if ``coding`` is None, or has no scales.
+    Elements travel as numbers without ``coding``, or if it has no scales.
     """
 
     lo: int
