@@ -309,56 +309,46 @@ def walk_waits(
     **Cost** two requests to the store for each group of ranks on the way.
     """
     assert own.wait is not None
+    trains, kind = own.wait.trains, own.wait.came.partition(" of ")[0]
     graph = WaitGraph({store.rank: own}, arguments={store.rank: own.wait.came})
+
+    def add_missing(rank: int, beat: Heartbeat | None, wait: WaitRecord | None) -> None:
+        life, cause = heard.life(rank)
+        failed = beat.failed if beat and (trains or wait is None) else ""
+        left = beat.left if beat else ""
+        if failed or _is_gone(beat, life, cause, wait):
+            (graph.followers if beat and left and beat.follows else graph.gone).append(rank)
+        elif life == "dead" and not (cause or left):
+            graph.unexplained.append(rank)
+        graph.missing[rank] = describe_rank(rank, failed, heard, wait) + describe_last(rank)
+
     seen, todo = {store.rank}, [(store.rank, own.wait)]
     while todo and len(seen) < max_ranks:
         at, wait = todo.pop(0)
         others = [rank for rank in nearest_ranks(wait.ranks, at, max_ranks) if rank not in seen]
         seen.update(others)
         for rank, beat in read_heartbeats(store, heard, others):
-            life, cause = heard.life(rank)
-            failed = beat.failed if beat and own.wait.trains else ""
-            if beat and beat.arguments.partition(" of ")[0] == own.wait.came.partition(" of ")[0]:
+            if beat and beat.arguments.partition(" of ")[0] == kind:
                 graph.arguments[rank] = beat.arguments
-            is_there = beat is not None and life == "alive" and not beat.left
-            if beat and beat.wait and is_there and not failed:
+            is_there = beat is not None and heard.life(rank)[0] == "alive" and not beat.left
+            if beat and beat.wait and is_there and not (beat.failed and trains):
                 graph.waiting[rank] = beat
                 if not beat.has_begun(wait):
                     graph.elsewhere.append(rank)
                     todo.append((rank, beat.wait))
-                continue
-            if failed or _is_gone(beat, life, cause, wait):
-                is_follower = beat is not None and bool(beat.left) and beat.follows
-                (graph.followers if is_follower else graph.gone).append(rank)
-            elif life == "dead" and not (cause or (beat and beat.left)):
-                graph.unexplained.append(rank)
-            graph.missing[rank] = describe_rank(rank, failed, heard, wait) + describe_last(rank)
+            else:
+                add_missing(rank, beat, wait)
     if graph.followers and not graph.gone:
-        _find_first_failure(graph, store, heard, describe_last)
+        # A victim takes with it ranks that are in no group with the rank that has died.
+        near = nearest_ranks(range(store.num_ranks), store.rank, MAX_RANKS)
+        others = [rank for rank in near if rank not in graph.ranks]
+        for rank, beat in read_heartbeats(store, heard, others):
+            if beat is None or beat.follows or beat.left == ENDED_WELL:
+                continue
+            if beat.left or beat.failed or heard.life(rank)[0] == "dead":
+                add_missing(rank, beat, None)
+        graph.gone = graph.gone or graph.unexplained
     return graph
-
-
-def _find_first_failure(
-    graph: WaitGraph, store: WatchStore, heard: Heartbeats, describe_last: DescribeLast
-) -> None:
-    """Add the ranks of other groups on whose account the followers have ended.
-
-    A victim takes with it ranks that are in no group with the rank that has died.
-    """
-    near = nearest_ranks(range(store.num_ranks), store.rank, MAX_RANKS)
-    others = [rank for rank in near if rank not in graph.ranks]
-    for rank, beat in read_heartbeats(store, heard, others):
-        if beat is None:
-            continue
-        life, cause = heard.life(rank)
-        if beat.failed or (_is_gone(beat, life, cause, None) and not beat.follows):
-            graph.gone.append(rank)
-        elif life == "dead" and not (cause or beat.left):
-            graph.unexplained.append(rank)
-        else:
-            continue
-        graph.missing[rank] = describe_rank(rank, beat.failed, heard, None) + describe_last(rank)
-    graph.gone = graph.gone or graph.unexplained
 
 
 def read_heartbeats(
