@@ -296,7 +296,7 @@ def _may_defer(units: Sequence[Any]) -> bool:
 def _coding_of(unit: Any, shape: tuple[int, ...]) -> Coding | None:
     """Return how a parameter's gradient is encoded: matrices alone are, as they are to be gathered.
 
-    See Note [Blocks of a gather] in `wire`.
+    See Note [Blocks of codes].
     """
     coding: Coding | None = unit.precision.reduce_coding
     return coding if is_coded(shape) else None
