@@ -42,7 +42,7 @@ from torch.optim import optimizer as torch_optimizer
 from shardwise.comm.listener import WAITS
 from shardwise.device import run_near
 from shardwise.engine.agreement import any_rank, make_room
-from shardwise.engine.order import in_forward_order
+from shardwise.engine.schedule import in_forward_order
 from shardwise.errors import ConfigError
 from shardwise.step.local_step import optimizer_like, part_of_step
 from shardwise.step.stored import Params, StoredState, StoredStep

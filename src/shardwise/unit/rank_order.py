@@ -28,9 +28,8 @@ from shardwise.layout.wire import is_coded
 from shardwise.precisions import Coding
 from shardwise.unit.param import ShardedParam
 from shardwise.unit.partial import Unreduced
-from shardwise.unit.rows_apart import RowsApart
 from shardwise.unit.storage import Storage
-from shardwise.unit.sums import Held, counted_anywhere
+from shardwise.unit.sums import Held, RowsApart, counted_anywhere
 
 
 @dataclass(frozen=True)
