@@ -1,10 +1,8 @@
 """Hugging Face transformers: models loaded into shards, saved from them, and trained by `Trainer`.
 
-Reading order: ``recipes`` (which stored tensors make which parameter), ``fill`` (this rank's own
-slices of them), ``missing`` (what a checkpoint does not have), ``saving``, ``prepared`` (what a
-sharded model is given so that transformers treats it as its own), ``loading``, ``observing`` (a
-callback that observes training), ``trainer``; ``context`` (attention over parts of sequences),
-``parallel`` (tensor and expert parallelism by the models' plans).
+Reading order: ``weights`` (stored tensors into this rank's slices), ``saving`` (`prepare` and
+``save_pretrained``), ``loading``, ``trainer`` (with its callbacks); ``parallel`` (tensor and expert
+parallelism by the models' plans, attention over parts of sequences).
 """
 
 from typing import TYPE_CHECKING
@@ -15,22 +13,22 @@ from shardwise.versions import load_neighbour
 if TYPE_CHECKING:
     from shardwise.interop.transformers.loading import from_pretrained as from_pretrained
     from shardwise.interop.transformers.loading import load_weights as load_weights
-    from shardwise.interop.transformers.observing import ObserveCallback as ObserveCallback
     from shardwise.interop.transformers.parallel import parallelize as parallelize
-    from shardwise.interop.transformers.prepared import prepare as prepare
+    from shardwise.interop.transformers.saving import prepare as prepare
     from shardwise.interop.transformers.saving import save_pretrained as save_pretrained
     from shardwise.interop.transformers.trainer import CheckpointCallback as CheckpointCallback
+    from shardwise.interop.transformers.trainer import ObserveCallback as ObserveCallback
     from shardwise.interop.transformers.trainer import Trainer as Trainer
     from shardwise.interop.transformers.trainer import trainer_class as trainer_class
 
 _HOMES = {
     "CheckpointCallback": "shardwise.interop.transformers.trainer",
-    "ObserveCallback": "shardwise.interop.transformers.observing",
+    "ObserveCallback": "shardwise.interop.transformers.trainer",
     "Trainer": "shardwise.interop.transformers.trainer",
     "from_pretrained": "shardwise.interop.transformers.loading",
     "load_weights": "shardwise.interop.transformers.loading",
     "parallelize": "shardwise.interop.transformers.parallel",
-    "prepare": "shardwise.interop.transformers.prepared",
+    "prepare": "shardwise.interop.transformers.saving",
     "save_pretrained": "shardwise.interop.transformers.saving",
     "trainer_class": "shardwise.interop.transformers.trainer",
 }
