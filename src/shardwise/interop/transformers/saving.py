@@ -17,7 +17,6 @@ same names; else a layer; else, if a conversion goes across layers, the whole st
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -36,15 +35,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from shardwise.checkpoint.all_ranks import on_all_ranks
-from shardwise.checkpoint.container import (
-    Stored,
-    build_header,
-    dtype_name,
-    element_bytes,
-    memory_of,
-    place,
-)
-from shardwise.convert.export import split_into_shards
+from shardwise.checkpoint.container import build_header, dtype_name, memory_of
+from shardwise.convert.export import index_text, plan_files
+from shardwise.convert.huggingface import INDEX_FILE, WEIGHTS_FILE
 from shardwise.engine.accumulate import accumulate
 from shardwise.engine.api import engine_of
 from shardwise.engine.load_check import compare_load
@@ -55,8 +48,6 @@ from shardwise.interop.peft import save_adapter
 from shardwise.quantities import parse_size
 from shardwise.unit.plain_state import cut_state_dict
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -200,20 +191,8 @@ class Plan:
                 made |= self.revert({name: empty[name] for name in names})
             if {k: v.shape for k, v in made.items()} == {k: v.shape for k, v in whole.items()}:
                 break
-        names = list(made)
-        dtypes = {name: dtype_name(made[name].dtype, name) for name in names}
-        sizes = [made[n].numel() * element_bytes(dtypes[n]) for n in names]
-        self.total_bytes = sum(sizes)
-        shards = split_into_shards(sizes, max_bytes or max(1, self.total_bytes))
-        self.files: dict[str, list[Stored]] = {}
-        for number, members in enumerate(shards):
-            one = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-            boxes = [
-                (n, dtypes[n], tuple(made[n].shape), (0,) * made[n].dim())
-                for n in (names[i] for i in members)
-            ]
-            boxes.sort(key=lambda box: -element_bytes(box[1]))  # each aligned to its elements
-            self.files[_WEIGHTS if len(shards) == 1 else one] = place(boxes)
+        stored = [(n, dtype_name(t.dtype, n), tuple(t.shape)) for n, t in made.items()]
+        self.files = plan_files(stored, max_bytes)
 
     def revert(self, state: State) -> State:
         """Return tensors as they are stored."""
@@ -274,16 +253,11 @@ class _Writer:
         for name, (file, _) in self._open.items():
             file.close()
             os.replace(self._temporary[name], self._folder / name)
-        stale = _INDEX if _WEIGHTS in self._plan.files else _WEIGHTS
+        stale = INDEX_FILE if WEIGHTS_FILE in self._plan.files else WEIGHTS_FILE
         (self._folder / stale).unlink(missing_ok=True)  # of an earlier save
         if len(self._plan.files) > 1:
-            total = {"total_parameters": model.num_parameters()}
-            index = {
-                "metadata": {**total, "total_size": self._plan.total_bytes},
-                "weight_map": {key: name for key, (name, _) in sorted(self._homes.items())},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (self._folder / _INDEX).write_text(text, encoding="utf-8")
+            text = index_text(self._plan.files, total_parameters=model.num_parameters())
+            (self._folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 # -- a model that transformers treats as its own: see Note [Sharded at load time]
