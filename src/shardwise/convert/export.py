@@ -29,7 +29,7 @@ from shardwise.checkpoint.container import (
     place,
     torch_dtype,
 )
-from shardwise.checkpoint.files import Files, Writer
+from shardwise.checkpoint.files import Files
 from shardwise.checkpoint.leftovers import remove_tree
 from shardwise.checkpoint.read import Checkpoint
 from shardwise.checkpoint.source import Source, TensorInfo
@@ -55,20 +55,6 @@ class Exported:
     files: tuple[str, ...]
     total_bytes: int
     num_tensors: int
-
-
-@dataclass(frozen=True)
-class _Job:
-    """The source and the options of one export."""
-
-    source: Source
-    files: Files
-    dtype: str | None
-    progress: Callable[[int], None] | None
-
-    def dtype_of(self, info: TensorInfo) -> str:
-        """Return the dtype in the file; only the common floating-point ones are changed."""
-        return self.dtype if self.dtype and info.dtype in _FLOATS.values() else info.dtype
 
 
 def export_huggingface(
@@ -105,7 +91,6 @@ def export_huggingface(
             raise ConfigError(f"dtype: expected one of {', '.join(_FLOATS)}, got {dtype!r}")
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes: expected at least 1, got {max_shard_bytes}")
-    job = _Job(source, files, dtype, progress)
     infos = [t for t in source.tensors if t.kind in ("param", "buffer")]
     infos = [t for t in infos if t.name not in source.tied]
     if isinstance(source, Checkpoint):  # its order is that of units and stages
@@ -113,7 +98,9 @@ def export_huggingface(
     if not infos:
         raise CheckpointError(f"{source.where} holds no parameter that could be exported")
     by_name = {info.name: info for info in infos}
-    plan = plan_files([(t.name, job.dtype_of(t), t.shape) for t in infos], max_shard_bytes)
+    casts = dict.fromkeys(_FLOATS.values(), dtype) if dtype else {}
+    tensors = [(t.name, casts.get(t.dtype, t.dtype), t.shape) for t in infos]
+    plan = plan_files(tensors, max_shard_bytes)
     total_bytes = sum(stored[-1].end for stored in plan.values())
     with _new_folder(files, target, total_bytes) as folder:
         if config_from is not None:
@@ -122,7 +109,10 @@ def export_huggingface(
             with files.create(folder / name) as writer:
                 writer.write([memoryview(build_header(stored, {"format": "pt"}))])
                 for s in stored:
-                    _write_tensor(job, writer, by_name[s.key], s)
+                    for piece in _pieces(source, by_name[s.key], s):
+                        writer.write([piece.view(torch.uint8).numpy().data])
+                        if progress is not None:
+                            progress(piece.nbytes)
                 writer.sync()
         if len(plan) > 1:
             _write_small(files, folder / INDEX_FILE, index_text(plan).encode())
@@ -283,20 +273,18 @@ def _write_small(files: Files, path: Path, data: bytes) -> None:
         writer.sync()
 
 
-def _write_tensor(job: _Job, writer: Writer, info: TensorInfo, stored: Stored) -> None:
-    target = torch_dtype(stored.dtype)
+def _pieces(source: Source, info: TensorInfo, stored: Stored) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in its dtype in the file."""
     step = _PIECE_BYTES // element_bytes(info.dtype)
     for lo in range(0, info.numel, step):
-        piece = job.source.read(info, lo, min(lo + step, info.numel))
-        cast = piece.to(target)
+        piece = source.read(info, lo, min(lo + step, info.numel))
+        cast = piece.to(torch_dtype(stored.dtype))
         if cast is not piece and not torch.equal(cast.isfinite(), piece.isfinite()):
             raise CheckpointError(
-                f"{job.source.where}: tensor '{info.name}' of {info.dtype} holds values beyond "
+                f"{source.where}: tensor '{info.name}' of {info.dtype} holds values beyond "
                 f"the range of {stored.dtype}; export with another dtype"
             )
-        writer.write([cast.view(torch.uint8).numpy().data])
-        if job.progress is not None:
-            job.progress(cast.nbytes)
+        yield cast
 
 
 def _nested(source: Source) -> dict[str, Any]:
