@@ -1,13 +1,10 @@
-"""The loss of a run as a picture, drawn from its metrics file: SVG text, in light and dark.
+"""The losses and learning rate of a run as SVG, from its metrics file; imports no torch.
 
-Above are the training loss and the held-out loss over the steps, below the learning rate. A run
-that was resumed has all its steps in that file, so its curve goes on. Imports no torch.
-
-Note [Many points, and a few far away]
-A picture is some hundred columns wide. More points than that are drawn as the mean of each column,
-over a band from its lowest to its highest loss, so a spike of one step is still seen. Where a few
-losses lie so far above the others that nothing else could be read, the axis ends below them, and
-marks at its upper edge have their values as titles.
+Note [Many points and outliers]
+The picture is some hundred columns wide. If a loss has more points, each column shows their mean
+and a band from the lowest to the highest, so a spike of one step is visible. If a few losses are so
+high that the others could not be read, the axis ends below them, and marks at its upper edge have
+their values as titles.
 """
 
 import json
@@ -34,7 +31,7 @@ Point = tuple[int, float]  # (step, value)
 
 @dataclass
 class Curves:
-    """What a metrics file has of each step; ``bad`` are steps whose loss was not a number."""
+    """The curves of a metrics file; ``bad`` has the steps whose loss was not a number."""
 
     train: list[Point] = field(default_factory=list)
     held_out: list[Point] = field(default_factory=list)
@@ -52,7 +49,7 @@ class Curves:
 
 
 def write_picture(metrics: Path, target: Path) -> bool:
-    """Draw the losses of a metrics file; return whether there were any. **Raises** OSError."""
+    """Draw the losses of a metrics file; return whether it has any. **Raises** OSError."""
     if not metrics.exists():
         return False
     with metrics.open(encoding="utf-8", errors="replace") as lines:
@@ -66,7 +63,7 @@ def write_picture(metrics: Path, target: Path) -> bool:
 
 
 def read_curves(lines: Iterable[str]) -> Curves:
-    """Read JSON lines of a metrics file; what is no such line is passed over."""
+    """Read JSON lines of a metrics file; other lines are skipped."""
     found = Curves()
     for text in lines:
         try:
@@ -87,7 +84,7 @@ def read_curves(lines: Iterable[str]) -> Curves:
 
 
 def loss_svg(curves: Curves, title: str) -> str:
-    """Draw the curves of a run: a whole SVG document, which may stand inside an HTML page."""
+    """Return the curves of a run as an SVG document, which an HTML page may embed."""
     across = svg.Axis(*curves.steps, _LEFT, _RIGHT)
     high = svg.highest_shown([value for _, value in (*curves.train, *curves.held_out)])
     values = [v for _, v in (*curves.train, *curves.held_out) if v <= high]
@@ -159,7 +156,7 @@ def _steps_axis(across: svg.Axis) -> list[str]:
 
 
 def _marks(curves: Curves, across: svg.Axis) -> list[str]:
-    """Draw where the run was resumed, and where its loss was no number, each column once."""
+    """Mark resumed steps, and steps whose loss was not a number, once per column."""
     parts = []
     for name, steps, top, look, said in (
         ("resumed", curves.resumed, _TOP, _DASHED, "resumed after step"),
@@ -175,7 +172,7 @@ def _marks(curves: Curves, across: svg.Axis) -> list[str]:
 def _series(
     name: str, points: Sequence[Point], gaps: Sequence[int], across: svg.Axis, up: svg.Axis
 ) -> list[str]:
-    """Draw one loss: a line, dots where they are few, a band where they are many."""
+    """Draw one loss as a line, with dots if it has few points and a band if it has many."""
     shown = [(step, value) for step, value in points if value <= up.high]
     parts: list[str] = []
     if len(shown) > 2 * (_RIGHT - _LEFT) / _COLUMN:
@@ -199,7 +196,7 @@ def _series(
 
 
 def _pieces(points: Sequence[Point], gaps: Sequence[int]) -> Iterable[list[Point]]:
-    """Cut the points where a step between two of them had no number."""
+    """Split the points at steps whose loss was not a number."""
     begin = 0
     steps = [step for step, _ in points]
     for end in sorted({bisect(steps, gap) for gap in gaps} | {len(points)}):
@@ -222,7 +219,7 @@ def _columns(points: Sequence[Point], across: svg.Axis) -> list[tuple[float, flo
 
 
 def _beyond(name: str, points: Sequence[Point], across: svg.Axis, up: svg.Axis) -> list[str]:
-    """Mark the highest loss of each column that is above the axis, by a small triangle."""
+    """Mark the highest loss above the axis in each column, by a small triangle."""
     highest: dict[int, Point] = {}
     for point in points:
         column = round(across.at(point[0]) / 8)

@@ -1,18 +1,18 @@
-"""The checkpoints of a run: when one is written, what it holds beside the model, how a run goes on.
+"""The checkpoints of a run: when they are written, their settings, and how a run resumes.
 
 Note [A resumed run]
 ~~~~~~~~~~~~~~~~~~~~
-It takes the same steps to the bit. What a step depends on is either in the checkpoint (parameters,
-optimizer, loss scaler, each rank's generators) or a pure function of the config and of the step's
-number (data, learning rate). So the config stands in the checkpoint too: a key that makes another
-model is refused, any other that changes the steps is told.
+It takes bit-identical steps. A step depends on state in the checkpoint (parameters, optimizer, loss
+scaler, each rank's generators) and on pure functions of the config and the step's number (data,
+learning rate). The config is therefore in the checkpoint too: a changed key is refused if it makes
+another model, and reported if it changes the steps.
 
 Note [When a save fails]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A background save ends at its own time on each rank. If one rank raised at once, the others would
-wait for it in the next gather. So a rank says that its save failed in the sum that the ranks form
-at the end of each step, and all raise after the same step; the library's own check, at the start of
-a forward pass, is taken out.
+A background save ends at different times on different ranks. If one rank raised at once, the others
+would wait for it in the next gather. So a rank adds a failed save to the sum that the ranks form at
+the end of each step, and all raise after the same step. The library's own check at the start of a
+forward pass is turned off.
 """
 
 import json
@@ -63,7 +63,7 @@ _TOLD_KEYS = (
 
 @dataclass(frozen=True)
 class Resumed:
-    """The step that a run goes on from; bytes that this rank read, and how long that took."""
+    """The step that a run resumed from, the bytes that this rank read, and the time it took."""
 
     step: int
     num_bytes: int
@@ -73,9 +73,9 @@ class Resumed:
 def find_changes(
     saved: Mapping[str, Any], now: Mapping[str, Any], saved_ranks: int, ranks: int
 ) -> list[str]:
-    """Return one line for each setting that is not as in the checkpoint and changes the steps.
+    """Return a line for each setting that differs from the checkpoint's and changes the steps.
 
-    **Raises** ConfigError: a setting that makes another model has changed.
+    **Raises** ConfigError if a changed setting makes another model.
     """
     for key in _MODEL_KEYS:
         before = saved.get(key, _default_of(key))  # an older version did not know the key
@@ -105,9 +105,9 @@ def _default_of(key: str) -> Any:
 
 
 class RunCheckpoints:
-    """All checkpoints of one run, as its keys ask for them; a context, which holds the folder.
+    """All checkpoints of one run; a context that locks their folder.
 
-    It is there to do nothing when a run neither saves nor resumes. See Note [When a save fails].
+    If the run neither saves nor resumes, it does nothing. See Note [When a save fails].
     """
 
     def __init__(self, run: Run) -> None:
@@ -121,7 +121,7 @@ class RunCheckpoints:
         self.saved_step: int | None = None
         self.stall_s = 0.0
         engine, folder = engine_of(run.model), checkpoints_path(config)
-        # Where there is a folder another run may be at work: its lock tells.
+        # If the folder exists, another run may write there, which its lock shows.
         asked = config.save_every > 0 or config.resume != "never" or folder.exists()
         if engine.everyone.broadcast(bytes([asked])) != b"\0":
             self._keeper = Checkpoints(
@@ -134,10 +134,10 @@ class RunCheckpoints:
             self._keeper.check_when_asked()
 
     def resume(self, say: Callable[[str], None]) -> Resumed | None:
-        """Load what the run goes on from, if anything; say from where, and what has changed.
+        """Load the checkpoint to resume from, if the run does; `say` its path and changed keys.
 
-        **Raises** ConfigError: the checkpoint is of another model; CheckpointError: none can be
-        used.
+        **Raises** ConfigError if the checkpoint is of another model, CheckpointError if none can
+        be used.
         """
         run, choice = self._run, self._run.config.resume
         if self._keeper is None or choice == "never":
@@ -152,7 +152,7 @@ class RunCheckpoints:
             return None
         load_s = time.perf_counter() - started_s
         for group, ours in zip(groups, settings, strict=True):
-            group.update(ours)  # the keys of this run count, not those of the saved one
+            group.update(ours)  # this run's keys win over the saved ones
         saved = _saved_settings(loaded)
         scale = loaded.extra.get("scaler")
         if run.scaler.is_enabled() and scale:
@@ -169,13 +169,13 @@ class RunCheckpoints:
 
     @property
     def failed(self) -> bool:
-        """Tell whether the save in the background failed; it is raised by `finish`."""
+        """Tell whether the background save failed; `finish` raises it."""
         return self._saving is not None and self._saving.failed
 
     def after_step(self, step: int, is_last: bool, metrics: JsonLines) -> None:
-        """Save if it is time to; write the line of a save that has ended.
+        """Save if the step is due; write the metrics of a save that has ended.
 
-        **Raises** CheckpointError: a save failed; the same on all ranks.
+        **Raises** CheckpointError on all ranks if a save failed.
         """
         keeper, every = self._keeper, self._run.config.save_every
         if not self.failed:
@@ -190,9 +190,9 @@ class RunCheckpoints:
             self._save(keeper, step, metrics)
 
     def finish(self, metrics: JsonLines) -> None:
-        """Wait for the save under way, and write its line.
+        """Wait for the save in flight, and write its metrics.
 
-        **Raises** CheckpointError: it failed; the same on all ranks.
+        **Raises** CheckpointError on all ranks if it failed.
         """
         if self._keeper is not None:
             self._keeper.finish()
@@ -236,7 +236,7 @@ class RunCheckpoints:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Return the keys of this run as decided, and a fingerprint of its text."""
+    """Return the decided keys of this run, and a fingerprint of its text."""
     header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
     return {**run.config.model_dump(mode="json"), "source": header["source"]}
 

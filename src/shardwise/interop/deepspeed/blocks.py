@@ -5,7 +5,7 @@ Note [Two loss scalers]
 Both skip the step after an overflow, halve the scale, and double it after a window of good steps.
 DeepSpeed lets ``hysteresis - 1`` overflows pass before it halves, never goes below
 ``min_loss_scale``, waits one step more the first time, and never changes a static scale. Torch's
-scaler has none of that. A run with overflows may therefore use other scales. A run without takes
+scaler does not. A run with overflows may therefore use other scales. A run without overflows takes
 the same steps, as scales are powers of two.
 """
 
@@ -298,7 +298,7 @@ class Homes:
     def settle(self, stage: int | None) -> str | Offload | None:
         """Return ``offload`` and report on every key; None if the file moves no state.
 
-        A plan has an offload if the file has a key of it. ``stage`` is None if it is left open.
+        A plan has an offload if the file has a key of it. ``stage`` None means undecided.
 
         **Raises** ConfigError if state is to be in files without a folder, unless for a plan.
         """
@@ -384,7 +384,7 @@ _DEEPSPEEDS_OWN = {
     "fp32_optimizer_states": "state has the dtype of the masters",
     "torch_adam": "it is torch's in any case",
 }
-# What an option of a curve falls back to at "auto"; scheduler() needs a value for all others.
+# Values of a curve's options at "auto"; scheduler() needs a value for all others.
 _AUTO_OPTIONS = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_type": "log"}
 
 
@@ -428,7 +428,7 @@ def read_named(
 
 
 def choose_optimizer(reader: Reader, kind: Entry, params: dict[str, Any]) -> OptimizerChoice:
-    """Return a class of torch.optim and its arguments. **Raises** ConfigError if it has none."""
+    """Return a class of torch.optim and its arguments. **Raises** ConfigError."""
     name = kind.value.lower()
     if name in REFUSED_OPTIMIZERS:
         raise kind.refusal(f"{kind.value}: {REFUSED_OPTIMIZERS[name]}")
@@ -486,7 +486,7 @@ def _choose_adam(reader: Reader, name: str, params: dict[str, Any]) -> tuple[str
     for key, reason in _DEEPSPEEDS_OWN.items():
         if key in params:
             reader.add("ignored", f"{prefix}{key}", params.pop(key), reason)
-    # torch's AdamW has a default of its own, DeepSpeed's has none
+    # 0.01 is the default of torch's AdamW; DeepSpeed's is 0
     return ("adamw" if is_decoupled else "adam"), 0.01 if is_torchs and is_decoupled else 0.0
 
 

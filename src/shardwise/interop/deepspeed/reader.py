@@ -30,7 +30,7 @@ _COMMENTS = ("_", "//", "#")  # how a comment begins at the top, where DeepSpeed
 
 @dataclass(frozen=True)
 class Line:
-    """One key with its value; ``text`` says what it became, or why it has no effect."""
+    """One key with its value; ``text`` is its counterpart, or why it has no effect."""
 
     key: str
     value: Any
@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each key of one file, in the file's order. ``str()`` is for people."""
+    """The fate of each key of one file, in the file's order. ``str()`` is for people."""
 
     source: str
     lines: tuple[Line, ...]
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def mapped(self) -> dict[str, str]:
-        """Keys that have an effect, and what they became."""
+        """Keys that have an effect, and their counterparts."""
         return self.of("mapped")
 
     @property
@@ -106,7 +106,7 @@ class Reader:
         self._lines: list[Line] = []
 
     def report(self) -> Report:
-        """Return what became of the keys. **Raises** ConfigError if ``auto`` has other keys."""
+        """Return the report. **Raises** ConfigError if ``auto`` has other keys."""
         unused = self._filled.keys() - self._used
         if unused:
             name = min(unused)

@@ -44,7 +44,7 @@ def read_train_keys(
     are keys that win over it (flags). A key that stays at "auto" is left out, or is "auto" in
     ``schedule_options``, so its default decides.
 
-    **Raises** ConfigError if the file is wrong, or a run has no key for what it says.
+    **Raises** ConfigError if the file is wrong, or a run has no counterpart of a key.
     """
     said = load_json(path)
     content = _with_open_warmup(said, known, decided)
@@ -259,7 +259,7 @@ _SCRIPT = {
 
 
 class _Notes:
-    """Reports what became of the keys that a run was given, not of those with defaults."""
+    """Reports on the keys that a run was given, not on those with defaults."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -278,7 +278,7 @@ class _Notes:
 
 
 def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Report]:
-    """Return a DeepSpeed config with the same meaning, and what became of each key of ours.
+    """Return a DeepSpeed config with the same meaning, and a report on each key of ours.
 
     Only keys that the run was given are reported. A default is written if DeepSpeed's differs.
     """
@@ -324,7 +324,7 @@ def to_deepspeed(config: TrainConfig, source: str) -> tuple[dict[str, Any], Repo
 
 
 def _offload_blocks(asked: OffloadLike, stage: int) -> tuple[dict[str, Any], list[str]]:
-    """Return DeepSpeed's blocks for an offload, and what they leave out."""
+    """Return DeepSpeed's blocks for an offload, and notes on parts that they leave out."""
     offload = resolve_offload(asked)
     lost = []
     if offload is not None and offload.activations != "device":
@@ -396,7 +396,7 @@ def _write_schedule(config: TrainConfig, out: dict[str, Any], note: _Notes) -> N
 def to_accelerate(
     config: TrainConfig, source: str, undecided: Set[str] = frozenset()
 ) -> tuple[dict[str, Any], Report]:
-    """Return accelerate's YAML with an FSDP2 block, and what became of each key of ours.
+    """Return accelerate's YAML with an FSDP2 block, and a report on each key of ours.
 
     ``undecided`` keys are left out: another file leaves them open.
 

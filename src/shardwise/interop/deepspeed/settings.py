@@ -32,15 +32,14 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
 DEFAULT_CLIPPING = 1.0  # DeepSpeed's since 0.19; it was 0 before
-_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # what classes of torch raise
+_WRONG_VALUES = TypeError, ValueError, ArithmeticError, RuntimeError  # raised by classes of torch
 
 
 @dataclass(frozen=True)
 class Batch:
     """Samples per rank and forward pass, passes per step, and samples per step over all ranks.
 
-    A size is None if the caller decides it, or if it follows from the number of ranks, not yet
-    known.
+    A size of None is decided by the caller, or follows from the number of ranks, not yet known.
     """
 
     micro_batch: int | None
