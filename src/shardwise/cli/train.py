@@ -60,7 +60,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def read_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank that torchrun (or our own launcher) made of this process, or None."""
+    """Return the rank that torchrun, or our launcher, gave this process, or None."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
 
@@ -121,7 +121,7 @@ def _train(
 def _with_deepspeed(
     config_file: Path | None, flags: Mapping[str, Any], file: Path, place: RankPlace | None
 ) -> tuple[TrainConfig, Report]:
-    """Put the flags over both files; the two files must agree."""
+    """Merge both files, which must agree, and the flags, which win."""
     from shardwise.interop.deepspeed.run_keys import read_train_keys, tell_sources
 
     values = read_keys(config_file) if config_file is not None else {}
@@ -140,7 +140,7 @@ def _with_deepspeed(
 
 
 def _is_same_on_all_ranks(error: ShardwiseError) -> bool:
-    """Tell whether one rank may speak for all."""
+    """Tell whether all ranks raise the same error, so that one prints it."""
     from shardwise.train.loop import NonFiniteLossError
     from shardwise.train.replay import ReplayError
 
