@@ -12,9 +12,8 @@ import torch
 from shardwise import Precision, shard
 from shardwise.config import PRECISIONS
 from shardwise.errors import ConfigError
-from shardwise.interop.deepspeed.blocks import RATES
 from shardwise.interop.deepspeed.settings import from_deepspeed
-from shardwise.interop.foreign_keys import KEYS, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
+from shardwise.interop.foreign_keys import KEYS, RATES, REFUSED_OPTIMIZERS, TORCH_SCHEDULERS
 from shardwise.train.optimizers import OPTIMIZERS, optimizer_class
 
 WHOLE: dict[str, Any] = {

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from shardwise.checkpoint.checkpoints import Checkpoints
-from shardwise.checkpoint.loading import Loaded
 from shardwise.checkpoint.saving import Saving
 from shardwise.engine.api import engine_of
 from shardwise.errors import CheckpointError, ConfigError
@@ -32,33 +31,22 @@ from shardwise.train.checks import checkpoints_path
 from shardwise.train.config import TrainConfig
 from shardwise.train.setup import Run
 
-_MODEL_KEYS = (
-    *("dim", "layers", "heads", "kv_heads", "ffn_multiple", "vocab", "tied_head", "tokenizer"),
-    *("experts", "experts_per_token", "expert_ffn_multiple", "shared_experts", "dense_layers"),
-    *("expert_scoring", "expert_bias"),
-    "optimizer",  # its state is of another kind
-)
-_TOLD_KEYS = (
-    *("seq", "dropout", "stage", "layout", "precision", "reduce_every", "activation_checkpointing"),
-    *("gather", "reduce", "gather_block", "offload", "overlap_step"),
-    *(
-        "dp_replicate",
-        "dp_shard",
-        "tp",
-        "pp",
-        "pp_schedule",
-        "cp",
-        "cp_method",
-        "ep",
-        "expert_balance",
-        "units",
-    ),
-    *("micro_batch", "accumulation", "global_batch", "accumulation_order"),
-    *("steps", "lr", "min_lr", "schedule"),
-    *("warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip", "seed", "data"),
-    *("optimizer_options", "schedule_options", "loss_scale_window"),
-    *("eval_windows", "source"),
-)
+_TRAINED_WITH = ("seq", "dropout", "expert_balance")  # in the model's panels, not of the model
+_NO_EFFECT = ("prefetch_bytes", "bucket_bytes", "loss_scale", "optimizer")  # or reported above
+
+
+def _keys_in(*panels: str) -> list[str]:
+    extras = {name: field.json_schema_extra for name, field in TrainConfig.model_fields.items()}
+    return [
+        n for n, extra in extras.items() if isinstance(extra, dict) and extra["panel"] in panels
+    ]
+
+
+_MODEL_KEYS = [key for key in _keys_in("Model", "Experts") if key not in _TRAINED_WITH]
+_MODEL_KEYS += ["tokenizer", "optimizer"]  # an optimizer's state is of one kind
+_PANELS = _keys_in("Sharding", "Degrees", "Batch", "Optimizer")
+_STEP_KEYS = [*_TRAINED_WITH, *(key for key in _PANELS if key not in _NO_EFFECT)]
+_STEP_KEYS += ["data", "eval_windows", "source"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ def find_changes(
         lines.append(
             f"ranks: {saved_ranks} -> {ranks}; random numbers (dropout) go on from new seeds"
         )
-    for key in _TOLD_KEYS:
+    for key in _STEP_KEYS:
         before = saved.get(key, _default_of(key))
         if before != now.get(key):
             change = f"{before} -> {now.get(key)}"
@@ -145,27 +133,33 @@ class RunCheckpoints:
         groups = run.optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         started_s = time.perf_counter()
+        step = None if choice == "auto" else choice
         with byte_bar("load", None, shown=run.place.rank == 0) as progress:
-            step = None if choice == "auto" else choice
             loaded = self._keeper.load(step=step, progress=progress)
         if loaded is None:
             return None
         load_s = time.perf_counter() - started_s
         for group, ours in zip(groups, settings, strict=True):
             group.update(ours)  # this run's keys win over the saved ones
-        saved = _saved_settings(loaded)
+        saved = loaded.extra.get("settings")
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(
+                f"{loaded.path}: it was not saved by `shardwise train`, which keeps its settings "
+                "there"
+            )
         scale = loaded.extra.get("scaler")
         if run.scaler.is_enabled() and scale:
             run.scaler.load_state_dict(scale)
             window = run.config.loss_scale_window
             if saved.get("loss_scale_window", window) != window:
                 run.scaler.set_growth_interval(window)
-        step = _step_of(loaded)
+        if loaded.step is None:
+            raise CheckpointError(f"{loaded.path}: it does not say of which step it is")
         lines = find_changes(saved, self._settings, loaded.num_ranks_saved, run.place.world_size)
-        say(f"going on from step {step} ({loaded.path})")
+        say(f"going on from step {loaded.step} ({loaded.path})")
         for line in lines:
             say(f"changed since then: {line}")
-        return Resumed(step, loaded.num_bytes, load_s)
+        return Resumed(loaded.step, loaded.num_bytes, load_s)
 
     @property
     def failed(self) -> bool:
@@ -239,18 +233,3 @@ def _settings(run: Run) -> dict[str, Any]:
     """Return the decided keys of this run, and a fingerprint of its text."""
     header = json.loads((run.config.output / "tokens.json").read_text(encoding="utf-8"))
     return {**run.config.model_dump(mode="json"), "source": header["source"]}
-
-
-def _saved_settings(loaded: Loaded) -> Mapping[str, Any]:
-    settings = loaded.extra.get("settings")
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(
-            f"{loaded.path}: it was not saved by `shardwise train`, which keeps its settings there"
-        )
-    return settings
-
-
-def _step_of(loaded: Loaded) -> int:
-    if loaded.step is None:
-        raise CheckpointError(f"{loaded.path}: it does not say of which step it is")
-    return loaded.step

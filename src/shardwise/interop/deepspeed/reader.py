@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.errors import ConfigError
-from shardwise.interop.foreign_keys import KEYS, Key, unknown_key
+from shardwise.interop.foreign_keys import KEYS, JsonMapping, JsonObject, Key, unknown_key
 from shardwise.keys import near_miss
 
 Fate = Literal["mapped", "ignored", "auto", "default"]
@@ -64,7 +64,7 @@ class Report:
         """Keys that the file leaves to the caller, and what decides them."""
         return self.of("auto")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the report as plain values."""
         return {"source": self.source, **{fate: self.of(fate) for fate in _MEANINGS}}
 
@@ -96,9 +96,7 @@ class Reader:
     ``auto`` has the caller's values for keys that the file leaves at "auto", by full name.
     """
 
-    def __init__(
-        self, source: str, auto: Mapping[str, Any] | None = None, plans: bool = False
-    ) -> None:
+    def __init__(self, source: str, auto: JsonMapping | None = None, plans: bool = False) -> None:
         self.source = source
         self.plans = plans
         self._filled = auto or {}
@@ -225,7 +223,7 @@ class Entry:
         """Return the error for this key."""
         return self.reader.refusal(self.key, why)
 
-    def mapping(self) -> dict[str, Any]:
+    def mapping(self) -> JsonObject:
         """Return a block of keys. **Raises** ConfigError, as all below."""
         if not isinstance(self.value, Mapping):
             why = f"expected a block of keys, got {self.value!r}"

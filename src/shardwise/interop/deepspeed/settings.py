@@ -23,7 +23,7 @@ from shardwise.interop.deepspeed.blocks import (
     read_zero,
 )
 from shardwise.interop.deepspeed.reader import Entry, Handler, Reader, Report
-from shardwise.interop.foreign_keys import BATCH_KEYS, load_json
+from shardwise.interop.foreign_keys import BATCH_KEYS, JsonMapping, JsonObject, load_json
 from shardwise.train.curves import Curve
 from shardwise.train.optimizers import check_options, optimizer_class
 
@@ -272,11 +272,11 @@ def from_deepspeed(
 
 
 def read_content(
-    content: Mapping[str, Any],
+    content: JsonMapping,
     source: str,
     world_size: int | None,
     given: Mapping[str, int | None],
-    auto: Mapping[str, Any],
+    auto: JsonMapping,
     precision_else: str | None = None,
 ) -> DeepSpeedSettings:
     """Read a loaded file; see `from_deepspeed`. Errors start with ``source``.
@@ -291,7 +291,7 @@ def read_content(
         for name, size in given.items()
         if size is not None
     }
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     precision = read_precision(reader, content, precision_else)
 
     def take_size(entry: Entry) -> None:
