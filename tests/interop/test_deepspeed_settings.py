@@ -1,4 +1,4 @@
-"""A DeepSpeed config as ours: what becomes of each key, and how a wrong one is told."""
+"""`from_deepspeed`: the fate of each key, and the errors for wrong ones."""
 
 import inspect
 import json
