@@ -14,7 +14,7 @@ from typing import Literal
 from _published_rows import Row
 from _published_words import Lexicon, Said, apart, plain, table
 
-from shardwise.plan.model.execution import Checkpointing, LossKind
+from shardwise.plan.model.activations import Checkpointing, LossKind
 
 Policy = Literal["mixed", "mixed_fp32_grads", "fp32_master", "pure", "bf16_master", "fp32"]
 Adapters = Literal["none", "lora", "qlora"]

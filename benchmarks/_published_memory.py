@@ -12,8 +12,8 @@ from _published_overhead import Measured
 from _published_rows import Row, Unmodelled, resolve_shape
 from _published_systems import POLICIES, MemoryKind, StateBytes, System, system_of
 
-from shardwise.plan.model.execution import Execution, LossKind, logit_bytes
-from shardwise.plan.model.shape_tape import shape_tape
+from shardwise.plan.model.activations import Execution, LossKind, logit_bytes
+from shardwise.plan.model.shaped import shape_tape
 from shardwise.plan.model.shapes import DecoderShape
 from shardwise.plan.model.tape import LiveBytes, Tape, Visit, Work
 

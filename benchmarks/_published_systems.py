@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from shardwise.plan.model.activations import Implementation
-from shardwise.plan.model.execution import Checkpointing, LossKind
+from shardwise.plan.model.activations import Checkpointing, Implementation, LossKind
 
 TABLE = Path(__file__).parent / "data" / "systems.toml"
 MemoryKind = Literal["allocated", "reserved", "device"]

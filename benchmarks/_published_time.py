@@ -17,7 +17,7 @@ from shardwise.plan.machine.efficiencies import Efficiency
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import collective_seconds, place, send_seconds
 from shardwise.plan.machine.pricing import Prices
-from shardwise.plan.model.shape_tape import shape_tape
+from shardwise.plan.model.shaped import shape_tape
 from shardwise.plan.model.tape import Cost, Tape, Work
 from shardwise.plan.sizes import DTYPE_BYTES
 from shardwise.plan.step.play import play

@@ -1,4 +1,4 @@
-"""What one micro-batch of a model does, in program order: a fact of the model, not of its sharding.
+"""Tapes: one micro-batch of a model in program order, independent of its sharding.
 
 A tape has two kinds of events. A `Visit` is a moment at which the engine is called: a unit's
 forward or backward begins or ends. A `Work` is what the model itself does between two visits: its
@@ -29,7 +29,7 @@ CONTEXT_KINDS: tuple[CostKind, ...] = ("context_gather", "context_exchange", "co
 
 
 @dataclass(frozen=True)
-class ParamFacts:
+class TapeParam:
     """One parameter as the model has it: full shape, and its dtype before any precision.
 
     ``gets_grad`` is False where no backward pass writes a gradient although it is trained.
@@ -43,7 +43,7 @@ class ParamFacts:
 
 
 @dataclass(frozen=True)
-class UnitFacts:
+class TapeUnit:
     """One unit: the parameters that it owns, in the order in which the layout places them.
 
     ``backward_reads_params`` is False for an embedding, whose backward needs the ids alone.
@@ -54,7 +54,7 @@ class UnitFacts:
 
     name: str
     class_name: str
-    params: tuple[ParamFacts, ...]
+    params: tuple[TapeParam, ...]
     backward_reads_params: bool = True
     experts_over: Fraction | None = None
     comes_last: bool = False
@@ -151,7 +151,7 @@ class Tape:
     """
 
     model: str
-    units: tuple[UnitFacts, ...]
+    units: tuple[TapeUnit, ...]
     events: tuple[Work | Visit, ...]
     micro_batch: int
     seq: int
@@ -197,6 +197,6 @@ def numel(shape: tuple[int, ...]) -> int:
     return prod(shape)
 
 
-def full_bytes(unit: UnitFacts, dtype: DtypeName) -> int:
+def full_bytes(unit: TapeUnit, dtype: DtypeName) -> int:
     """Return the bytes of a unit's parameters in a dtype, without padding."""
     return sum(numel(p.shape) for p in unit.params) * DTYPE_BYTES[dtype]

@@ -29,10 +29,10 @@ from shardwise.plan.model.head import Head
 from shardwise.plan.model.tape import (
     Cost,
     LiveBytes,
-    ParamFacts,
     Phase,
     Tape,
-    UnitFacts,
+    TapeParam,
+    TapeUnit,
     Visit,
     Work,
 )
@@ -134,9 +134,7 @@ def _quiet() -> Iterator[None]:
         log.disabled = was
 
 
-def _all_unit_facts(
-    specs: Sequence[UnitSpec], written: Mapping[int, bool]
-) -> tuple[UnitFacts, ...]:
+def _all_unit_facts(specs: Sequence[UnitSpec], written: Mapping[int, bool]) -> tuple[TapeUnit, ...]:
     """Describe all units, the root first; ``written`` are parameters by id, in the model's order.
 
     It tells which of them got a gradient.
@@ -148,10 +146,10 @@ def _all_unit_facts(
     return (replace(root, comes_last=firsts[0] > max(firsts[1:], default=0)), *others)
 
 
-def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> UnitFacts:
+def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> TapeUnit:
     """Describe a unit; ``written`` tells by id which parameters got a gradient."""
     params = tuple(
-        ParamFacts(
+        TapeParam(
             p.name,
             tuple(p.param.shape),
             dtype_name(p.param.dtype),
@@ -161,7 +159,7 @@ def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> UnitFacts:
         for p in spec.params
     )
     reads = type(spec.module).forward is not nn.Embedding.forward
-    return UnitFacts(spec.name, type(spec.module).__name__, params, reads)
+    return TapeUnit(spec.name, type(spec.module).__name__, params, reads)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.engine.buckets import ReduceQueue
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import UnitFacts
+from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.footprint import Footprint
 from shardwise.plan.step.issue import Issuer
@@ -42,7 +42,7 @@ class UnitDouble:
     """
 
     def __init__(
-        self, index: int, weight: Footprint, facts: UnitFacts, context: PlayContext
+        self, index: int, weight: Footprint, facts: TapeUnit, context: PlayContext
     ) -> None:
         self.index = index
         self.axis: AxisName = "shard" if facts.experts_over is None else "efsdp"

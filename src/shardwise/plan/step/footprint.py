@@ -20,7 +20,7 @@ from math import prod
 from shardwise.layout.memory import Memory
 from shardwise.layout.segments import balanced
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.model.tape import UnitFacts
+from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS, DtypeName, row_of
 from shardwise.plan.step.coding import CodingWork, coding_work
 from shardwise.plan.step.groups import Group, ParamKey, Setting, groups_of, setting_of
@@ -85,7 +85,7 @@ class Footprint:
 
 
 def weigh(
-    units: Sequence[UnitFacts], candidate: Candidate, rank: int | None = None
+    units: Sequence[TapeUnit], candidate: Candidate, rank: int | None = None
 ) -> list[Footprint]:
     """Weigh all units of a model; the last ones are away, as many as the candidate says.
 
@@ -101,7 +101,7 @@ def weigh(
     ]
 
 
-def _weigh_unit(unit: UnitFacts, owners: Sequence[int | None], setting: Setting) -> Footprint:
+def _weigh_unit(unit: TapeUnit, owners: Sequence[int | None], setting: Setting) -> Footprint:
     """Weigh one unit; alike units are weighed once. **Cost** 0.1 ms for a dozen parameters."""
     facts = ((p.shape, p.dtype, p.requires_grad, p.gets_grad) for p in unit.params)
     key = tuple((*fact, owner) for fact, owner in zip(facts, owners, strict=True))
@@ -234,7 +234,7 @@ def _gather(groups: Sequence[Group], works: Sequence[CodingWork], setting: Setti
 
 
 def _owners_in(
-    units: Sequence[UnitFacts], candidate: Candidate, rank: int | None
+    units: Sequence[TapeUnit], candidate: Candidate, rank: int | None
 ) -> list[list[int | None]]:
     """Return who owns each parameter, as `layout.owners` has it; the rank with most may be 0.
 
