@@ -224,8 +224,10 @@ class _Line:
 
 @cache
 def _lines() -> tuple[_Line, ...]:
-    rows = read_table("layers")["kept"]
-    return tuple(_Line(*row[:6], only=frozenset(row[6].split())) for row in rows)
+    return tuple(
+        _Line(name, width, count, kind, split, group, frozenset(only.split()))
+        for name, width, count, kind, split, group, only, _ in read_table("layers")["kept"]
+    )
 
 
 @lru_cache(maxsize=256)

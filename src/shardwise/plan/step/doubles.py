@@ -11,13 +11,11 @@ from shardwise.engine.buckets import ReduceQueue
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.model.tape import TapeUnit
 from shardwise.plan.sizes import DtypeName
-from shardwise.plan.step.footprint import Footprint
-from shardwise.plan.step.issue import Issuer
+from shardwise.plan.step.footprint import Bucket, Footprint, Reduce, bucket_of
 from shardwise.plan.step.ledger import Meter
 from shardwise.plan.step.messages import Message
 from shardwise.plan.step.offloading import Offloading
-from shardwise.plan.step.program import AxisName
-from shardwise.plan.step.reducing import Bucket, Reduce, bucket_of
+from shardwise.plan.step.program import AxisName, CollectiveKind, Issuer
 from shardwise.stages import UnitSettings
 
 
@@ -175,7 +173,7 @@ class ReductionDouble:
         meter.touch({"reduce_staging": self._bucket.packing})
         meter.phase = before
         context.issue.move(message.before, context.dtype, self._unit, "reduce")
-        kind = "all_to_all" if self._bucket.is_encoded else "reduce_scatter"
+        kind: CollectiveKind = "all_to_all" if self._bucket.is_encoded else "reduce_scatter"
         self._pending = context.issue.collective(
             kind, self._axis, message, self._unit, "reduce", label="reduce_scatter"
         )
