@@ -13,7 +13,7 @@ not kept take. Step times of published runs (benchmarks/published.py) fit this a
 Note [A line of the table]
 A line of ``eager`` in ``data/layers.toml`` counts what one pass of a layer moves per token and
 element of a width in eager PyTorch, summed over its kernels. ``copies`` go from the computing dtype
-to float32 or back, and are none if both are one dtype; ``float32`` and ``compute`` are elements
+to float32 or back, and count as 0 if both are one dtype; ``float32`` and ``compute`` are elements
 read or written in these dtypes. ``kernels`` are without the copies. A line counts only if the
 shape has the fact that it names. test_one_model.py compares the sums with traces of presets, in
 seconds and in bytes.
@@ -79,7 +79,7 @@ def _elementwise(shape: DecoderShape, run: Execution) -> Cost:
 def _torch_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
     """Return the costs of one dense layer in PyTorch, kernel by kernel.
 
-    torch.compile calls the same products and attention; it fuses what is between them.
+    torch.compile calls the same products and attention; it fuses the operations between them.
     """
     products, core = shape.layer_flops_per_token(run.seq, causal=run.causal)
     tokens, tp, size = run.tokens, run.tp, DTYPE_BYTES[run.dtype]
@@ -180,10 +180,10 @@ def recomputed_costs(shape: DecoderShape, run: Execution) -> tuple[Cost, ...]:
 def _stopped_early(
     shape: DecoderShape, run: Execution, costs: tuple[Cost, ...]
 ) -> tuple[Cost, ...]:
-    """Leave out what comes after the last tensor that backward needs: torch stops there.
+    """Leave out the operations after the last tensor that backward needs: torch stops there.
 
     Of a dense layer those are the last product and its addition to the stream. In a compiled graph
-    they are dead code of what is computed again.
+    they are dead code of the recomputation.
     """
     if shape.experts is not None or not run.flash:
         return costs

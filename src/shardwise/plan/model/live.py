@@ -107,7 +107,7 @@ class FusedLive:
         """Return the bytes that a layer keeps, and temporaries if it keeps less than it makes."""
         run = self.run
         kept, made = kept_layer_bytes(shape, run), sum(layer_bytes(shape, run).values())
-        # A layer under checkpointing frees what it made as it goes: at most about the widest part.
+        # A layer under checkpointing frees tensors as it runs: at most the widest part is alive.
         columns = ffn_columns(shape, run) * (3 if shape.gated else 2)
         widest = columns * run.tokens * self.size
         passing = min(made, widest) if runs_again(run) else 0
@@ -188,7 +188,7 @@ class EagerLive(FusedLive):
     def __init__(self, shape: DecoderShape, run: Execution, layers: Sequence[DecoderShape]) -> None:
         super().__init__(shape, run, layers)
         self._is_float32 = run.dtype == "float32"
-        # Whether norms keep the stream itself, and not a copy of it in float32.
+        # True if norms keep the stream itself, and not a copy of it in float32.
         self._norms_hold_input = self._is_float32 or shape.norm == "layer"
         # The stream of all tokens that the ranks of a tensor group share, and as much if it is
         # gathered, or not summed yet, beside a rank's part.
@@ -199,7 +199,7 @@ class EagerLive(FusedLive):
         is_held = run.last and (run.pipeline > 1 or run.loss == "held")
         self._output = self._logits if is_held else 0
         # Streams and their gradients that cross to other stages, for each micro-batch: buffers
-        # receive them, and what was sent stays until the schedule ends (GPipe) or the next send.
+        # receive them, and sent ones stay until the schedule ends (GPipe) or the next send.
         self._crossing = self.stream * ((not run.first) + (not run.last))
         self.buffer_bytes = run.micro_batches * self._crossing
         sent = run.micro_batches * self._crossing if run.all_forward_first else self.stream
@@ -311,7 +311,7 @@ class EagerLive(FusedLive):
         copies = 5 if self.run.ep > 1 else 2
         temporary = copies * made["routed rows"]
         temporary += 0 if self._norms_hold_input else 2 * self.stream
-        # Beside what was gathered of the stream its parts are there, and those that are sent.
+        # Beside the gathered stream there are its parts, and those that are sent.
         parts = (self.run.tp > 1) + (self.run.tp > 1 and self.run.ep > 1)
         temporary += parts * self.stream
         return LiveBytes(self._layer(shape) - to_come, temporary)
@@ -403,7 +403,7 @@ class EagerLive(FusedLive):
         return 2 * self.run.cp * own * self.size + copied + 4 * own + self.stream
 
     def _ring(self, shape: DecoderShape) -> int:
-        """Bytes that torch's ring attention has in backward, on the first rank when others' come.
+        """Bytes of torch's ring attention in backward, when gradients arrive on the first rank.
 
         Keys and values have as many heads as queries. There are those gathered and those sent;
         sums of gradients in float32, a pair of them sent and one received; what the kernel made of
@@ -417,7 +417,7 @@ class EagerLive(FusedLive):
     def _of_shared(self, made: Mapping[str, int]) -> int:
         """Bytes that the backward of shared experts frees.
 
-        In float32 the router keeps what they do, their input; else it has a copy in float32.
+        In float32 the router keeps their input as well; else it has a copy in float32.
         """
         own = 0 if self._norms_hold_input else made["ffn input"]
         return own + sum(made.get(name, 0) for name in _FEED_FORWARD)
@@ -425,8 +425,8 @@ class EagerLive(FusedLive):
     def _experts(self, shape: DecoderShape) -> Iterator[Moment]:
         """Yield the weighing of what experts made, the first and last expert, and the stacks.
 
-        The gradient that comes in lives till the last expert has read its part. What they hand on
-        is joined next, and then each weight's gradients are stacked, which takes as much again.
+        The incoming gradient lives until the last expert has read its part. Then their gradients
+        are joined, and each weight's gradients are stacked, which takes as much again.
         """
         assert shape.experts is not None
         run, made = self.run, layer_bytes(shape, self.run)

@@ -171,7 +171,7 @@ def huggingface_source(path: Path) -> ModelSource:
 
 
 def _unknown_keys(config: Mapping[str, Any], kind: type, path: Path) -> list[str]:
-    """Return the keys that a config class does not know and that are near none of its own.
+    """Return the keys that a config class does not know and that are near none of its keys.
 
     **Raises** ConfigError for a key that is nearly one which the config leaves out.
     """
@@ -232,8 +232,8 @@ def _huggingface_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _windows_not_packed() -> Iterator[None]:
     """Tell transformers that each window is one text.
 
-    It reads this from the values of the positions. Fake tensors have none, so it would build a mask
-    that a run without packing does not have.
+    It reads this from the values of the positions. Fake tensors have no values, so it would build
+    a mask that a run without packing does not have.
     """
     from transformers import masking_utils
 

@@ -223,7 +223,7 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
     embedding, root, head = _end_units(shape, run, kinds)
     units = [root, *([embedding] if embedding else ())]
     passes: list[tuple[_Layer, range]] = []
-    whole = range(1)  # units that run when the model does: the root, and experts of its own layer
+    whole = range(1)  # the units that run with the model: the root, and experts of a layer in it
     for number, kind in enumerate(kinds, first):
         own = [replace(u, name=f"layers.{number}{u.name}") for u in made[kind].units]
         if _only_layer(run, kinds):
@@ -256,7 +256,7 @@ def shape_tape(shape: DecoderShape, run: Execution, *, name: str = "decoder") ->
         left = 0
     events += _passed(begin, whole, _leave(live))
     events += [Visit("after_backward", unit) for unit in reversed(whole)]  # at the pass's end
-    # What is there beside a micro-batch is counted until its units are through with it.
+    # Bytes beside a micro-batch count until its last unit has ended.
     there = LiveBytes(activations=-live.beside - live.left_output)
     events.append(Work(0, "backward", (), LiveBytes(), there))
     return Tape(
@@ -323,7 +323,7 @@ class _Layer:
 
     @classmethod
     def of(cls, shape: DecoderShape, live: FusedLive) -> "_Layer":
-        """Make the layer of a shape whose layers are alike."""
+        """Make the layer of a shape with one kind of layers."""
         run = live.run
         units = _layer_units(shape, run)
         grads = [full_bytes(unit, run.dtype) for unit in units]

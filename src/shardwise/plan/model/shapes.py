@@ -169,7 +169,7 @@ class DecoderShape:
     def of_layer(self, layer: int) -> "DecoderShape":
         """Return the shape with all layers like this one: without experts, or with them.
 
-        What this class says of one layer is true of the shape's last one.
+        Counts of one layer are those of the shape's last layer.
         """
         experts = self.experts
         if experts is None or layer >= experts.dense_layers:

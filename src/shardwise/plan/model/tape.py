@@ -78,7 +78,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """Bytes alive that the model's own operations allocated, by what they are.
+    """Bytes alive that the model's own operations allocated, by kind.
 
     ``activations`` outlive the work that made them, ``temporary`` do not; ``logits`` are those of
     the head's output and the loss, of either kind; ``grads`` are full gradients of parameters as
@@ -107,11 +107,11 @@ class LiveBytes:
 
 @dataclass(frozen=True)
 class Work:
-    """What the model does between two visits, inside the forward or backward of ``unit``.
+    """Operations of the model between two visits, inside the forward or backward of ``unit``.
 
-    ``net`` is what is alive at its end beyond what was alive at its begin (negative where backward
-    frees; ``net.temporary`` is 0). ``peak`` is the same at the moment inside it at which the total
-    is largest; where that is the begin, all zeros. ``summed_peak`` and ``summed_net`` are these two
+    ``net`` are the bytes alive at its end less those at its begin (negative where backward frees;
+    ``net.temporary`` is 0). ``peak`` is the same at the moment inside it at which the total is
+    largest; if that is the begin, all zeros. ``summed_peak`` and ``summed_net`` are these two
     where each gradient is added to a sum that exists, and freed, as soon as it is written; None
     where that is not known.
     """
@@ -129,8 +129,8 @@ class Work:
 class Visit:
     """The engine is called for a unit; ``recomputes``: a forward inside backward, checkpointing.
 
-    ``input_bytes`` are what a checkpoint saves for the block that begins here, of what was computed
-    before it; 0 everywhere else.
+    ``input_bytes`` are saved by a checkpoint for the block that begins here, from tensors computed
+    before it; 0 for any other visit.
     """
 
     kind: VisitKind
@@ -175,7 +175,7 @@ class Tape:
 
     @property
     def matmul_dtype(self) -> DtypeName:
-        """Dtype of most FLOPs of matrix products; the computing dtype where there are none.
+        """Dtype of most FLOPs of matrix products; the computing dtype if there are no products.
 
         A model may hold parameters of another dtype than its precision computes in.
         """

@@ -1,6 +1,6 @@
 """Traces one micro-batch of a torch module on fake tensors: a `Tape`. Needs no accelerator.
 
-Note [What is alive]
+Note [Bytes alive]
 The tape books what the module's operations allocate. Parameters are not in it (the engine owns
 them), inputs and buffers are apart. A full gradient is booked from the moment autograd writes it;
 at the unit's ``after_backward`` it is the engine's and leaves the books without a negative entry:
@@ -128,7 +128,7 @@ def _step(run: "_Run", batch: Any, loss: Loss, name: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch from logging the stack of an operation that fails: the error says what it was."""
+    """Keep torch from logging the stack of an operation that fails: the error describes it."""
     log = logging.getLogger(fake_tensor.__name__)
     was, log.disabled = log.disabled, True
     try:
@@ -169,7 +169,7 @@ def _unit_facts(spec: UnitSpec, written: Mapping[int, bool]) -> TapeUnit:
 def _as_fake(model: nn.Module, cast_to: torch.dtype | None) -> Iterator[dict[int, nn.Parameter]]:
     """Put fake tensors in the place of all that the model holds; yield parameters by id.
 
-    Called under a fake mode. What is the same tensor in several places stays so.
+    Called under a fake mode. A tensor that stands in several places stays one tensor.
     """
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     params: dict[int, nn.Parameter] = {}
@@ -214,7 +214,7 @@ def _as_fake(model: nn.Module, cast_to: torch.dtype | None) -> Iterator[dict[int
 
 @dataclass
 class _Span:
-    """One `Work` before its bytes are told apart: a stretch of the log."""
+    """One `Work` before its bytes have kinds: a stretch of the log."""
 
     unit: int
     phase: Phase
@@ -405,8 +405,7 @@ class _Unit:
 class _Visitor:
     """Hooks a module's units; calls ``visit`` and, when a unit is closed, ``take_grads``.
 
-    `engine.passes` finds the moments, for the engine and here alike. Nothing is gathered or
-    reduced.
+    `engine.passes` finds the moments, as for the engine. Nothing is gathered or reduced.
 
     ``written`` is called with a parameter when autograd has written its gradient.
 
@@ -531,7 +530,7 @@ class _Visitor:
         self._take_grads(unit.params)
 
     def on_pass_end(self) -> None:
-        """Close what is still open; there is one pass only."""
+        """Close the units that are still open; there is one pass only."""
         for unit in reversed(self.units):
             if self._passes.is_open(unit):
                 self._passes.close(unit)

@@ -94,8 +94,8 @@ class Tracker(TorchDispatchMode):
     """A mode above the fake one: sees every kernel, below autograd.
 
     ``log`` has every allocation and release of a storage in order, ``lives`` what became of each.
-    Storages that `own` was told of are not booked, nor is one after `take`. ``recomputes`` tells
-    whether what runs is a forward inside backward; ``at_switch`` is called before that changes.
+    Storages given to `own` or `take` are not booked. ``recomputes`` is true while a forward runs
+    inside backward; ``at_switch`` is called before that changes.
     """
 
     def __init__(self, at_switch: Callable[[], None]) -> None:
@@ -328,7 +328,7 @@ class Head:
         """Do nothing: the stretch continues through the loss."""
 
     def stretch(self, root_end: int, body_begin: int) -> tuple[int, int, int | None]:
-        """Return begin and end in the log, and the one storage inside it that is no logits.
+        """Return begin and end in the log, and the one storage inside it without logits.
 
         ``root_end``, ``body_begin``: where the root's forward ended, and where the backward of
         another unit first began; they bound the stretch of a model without a head.
@@ -354,7 +354,7 @@ class _HeadCall:
 
 
 def _outside_lists(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that are in no ModuleList: what is in one is the model's body."""
+    """Yield the modules outside of any ModuleList. Those inside one are the model's body."""
     yield module
     for child in module.children():
         if not isinstance(child, nn.ModuleList):

@@ -21,7 +21,7 @@ from shardwise.stages import UnitSettings
 
 @dataclass(frozen=True)
 class PlayContext:
-    """What all doubles of a played step share."""
+    """The parts of a played step that its doubles share."""
 
     meter: Meter
     issue: Issuer
@@ -34,7 +34,7 @@ class PlayContext:
 class UnitDouble:
     """A unit of the tape, in the states that `unit.states` names.
 
-    ``grads`` are the bytes of full gradients that autograd has written and nobody has taken,
+    ``grads`` are the bytes of full gradients that autograd has written and no reduction has taken,
     ``sums`` those of sums over micro-batches; ``has_grad`` tells whether ``p.grad`` is there, and
     ``buffer`` whether a gradient buffer is kept for the next step ("kept", or "lent" to p.grad).
     """
@@ -50,7 +50,7 @@ class UnitDouble:
         self.is_trained = weight.num_trained > 0
         self.in_backward = False
         self._context = context
-        self._has_copy = self.is_fresh = False  # a copy on the device, of slices that are away
+        self._has_copy = self.is_fresh = False  # a copy on the device of offloaded slices
         self.go_stale()
         self.grads = self.sums = 0
         self.has_grad = False
@@ -201,7 +201,7 @@ class ReductionDouble:
             unit.buffer = "lent"
 
     def wait(self) -> None:
-        """Wait, sum, free what was sent; start what comes second."""
+        """Wait, sum, free the sent buffers; start the collectives that follow."""
         context, meter = self._context, self._context.meter
         before, meter.phase = meter.phase, "reduce"
         context.issue.wait(self._pending)
@@ -286,7 +286,7 @@ def add_micro_batch(unit: UnitDouble, context: PlayContext) -> None:
 
 
 def _kept_beside(unit: UnitDouble) -> tuple[int, int]:
-    """Return (bytes held more, at most meanwhile) for gradients of what other ranks have.
+    """Return (bytes held more, at most meanwhile) for gradients of rows of other ranks.
 
     Under tensor parallelism an embedding's gradient has the rows of all ranks until it is reduced.
     """
@@ -329,7 +329,7 @@ class ReductionsDouble:
         add_micro_batch(unit, self._context)
 
     def close(self) -> None:
-        """Start what is left."""
+        """Start the remaining reductions."""
         self._queue.close()
 
     def finish(self) -> None:

@@ -79,7 +79,7 @@ def bucket_of(units: Sequence[Reduce]) -> Bucket:
     """Describe the collective that units share: all travel as bytes if any gradient is encoded."""
     parcels = merge_parcels([unit.parcels for unit in units if unit.parcels is not None])
     if parcels is not None and parcels.has_codes:
-        # What arrives has memory only when all is encoded.
+        # Arriving parcels have memory only after all parcels are encoded.
         packing = max(parcels.packing - parcels.received, 0)
         return Bucket(parcels.message, True, packing, parcels.summing)
     temporary = max(unit.temporary for unit in units)
@@ -148,7 +148,7 @@ class Footprint:
     ``full_bytes`` are a full copy with padding, ``shard_bytes`` the master slices, and
     ``compute_shard_bytes`` a second shard in the computing dtype, which other systems keep.
     ``kept_bytes`` are full copies beyond the slices that never go, ``freed_bytes`` those that come
-    and go. ``gather`` is None where the full copy always holds present values. ``sums_apart``: sums
+    and go. ``gather`` is None if the full copy always holds present values. ``sums_apart``: sums
     over micro-batches have another dtype than gradients; ``keep_first`` and ``keep_next`` are then
     (bytes held more afterwards, most bytes held more meanwhile) when gradients join such a sum.
     ``keeps_buffer``: the memory of the means is used again in the next step.
@@ -200,7 +200,7 @@ class Footprint:
 def weigh(
     units: Sequence[TapeUnit], candidate: Candidate, rank: int | None = None
 ) -> list[Footprint]:
-    """Weigh all units of a model; the last ones are away, as many as the candidate says.
+    """Weigh all units of a model; the candidate says how many, from the last, are offloaded.
 
     ``rank`` None: the one that has the most; see Note [The largest rank].
     """
@@ -227,7 +227,7 @@ def weigh(
 
 
 def _weigh_unit(unit: TapeUnit, owners: Sequence[int | None], setting: Setting) -> Footprint:
-    """Weigh one unit; alike units are weighed once. **Cost** 0.1 ms for a dozen parameters."""
+    """Weigh one unit; equal units are weighed once. **Cost** 0.1 ms for a dozen parameters."""
     facts = ((p.shape, p.dtype, p.requires_grad, p.gets_grad) for p in unit.params)
     key = tuple((*fact, owner) for fact, owner in zip(facts, owners, strict=True))
     if unit.experts_over is not None:
@@ -363,7 +363,7 @@ def _owners_in(
 ) -> list[list[int | None]]:
     """Return who owns each parameter, as `layout.owners` has it; the rank with most may be 0.
 
-    Pieces of tensors, and experts, which lie on axes of their own, have no owner.
+    Pieces of tensors have no owner; nor have experts, which have other axes.
     """
     found: list[list[int | None]] = [[None] * len(unit.params) for unit in units]
     if candidate.layout != "matrices" or candidate.tp > 1:

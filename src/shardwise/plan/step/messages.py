@@ -240,7 +240,7 @@ class ReducedPart(NamedTuple):
 
 
 class Parcels(NamedTuple):
-    """What a unit adds to an encoded reduction, as rank 0 of ``num_ranks`` sees it.
+    """A unit's part of an encoded reduction, as rank 0 of ``num_ranks`` sees it.
 
     ``sizes`` are those of the parcels, rank 0's first. ``packing`` and ``summing`` are the most
     memory that encoding, and decoding, takes beside them; ``beside`` is held as long as they are.

@@ -1,14 +1,14 @@
 """State and inputs of blocks on the host or in files, and their copies, in numbers only.
 
 Note [Offloading as planned]
-The engine's layout (`unit.home`): of the units that are away the masters rest where parameters do,
+The engine's layout (`unit.home`): of offloaded units the masters rest where parameters do,
 on the host where these are to stay on the device, with memory for the reduced gradients beside
 them. A gather fetches the masters, which are cast on the device; where parameters are to stay, the
 first gather after a step fetches a copy of the slices, and the others read that. Gradients leave
 the device as soon as they are reduced. Each unit's step follows, on the host's cores or, in loads
 of a fixed size, on the device. State in files is read before the unit's step and written after it,
-through three buffers; slices in files are read for each fetch, as where the system has none of them
-in its memory. Papers keep slices in the computing dtype where parameters rest, and fetch those;
+through three buffers; slices in files are read for each fetch, as if none were
+in the page cache. Papers keep slices in the computing dtype where parameters rest, and fetch those;
 their masters rest with the optimizer's state (``keeps_compute_shard``).
 
 Note [Inputs as planned]
@@ -77,7 +77,7 @@ class Offloading:
 
     def _loads(self, weights: Sequence[Footprint], has_state: bool) -> Iterator[int]:
         """Yield what each load takes of a buffer."""
-        known: dict[tuple[tuple[int, DtypeName], ...], list[int]] = {}  # layers are alike
+        known: dict[tuple[tuple[int, DtypeName], ...], list[int]] = {}  # layers have equal keys
         for updated in (tuple(w.updated) for w in weights if w.is_away):
             if updated not in known:
                 slices = [(n, self._brought(n, master, has_state)) for n, master in updated]
@@ -154,7 +154,7 @@ class Offloading:
         self._arrived[unit] = arrived
 
     def step(self, weights: Sequence[Footprint], issue: Issuer, moved: Sequence[int]) -> None:
-        """Issue the step of the units that are away, one by one; ``moved``: bytes of each."""
+        """Issue the step of the offloaded units, one by one; ``moved``: bytes of each."""
         ready = issue.inputs
         for unit, weight in enumerate(weights):
             if not weight.is_away or not weight.num_updated:
@@ -213,7 +213,7 @@ class Inputs:
         return round(max(self._tape.in_flight - 1 - is_fewer, 0) * self._each)
 
     def visit(self, visit: Visit, in_backward: bool) -> None:
-        """Do what is done where a unit is about to run, and where the whole model has."""
+        """Move inputs before a unit runs, and after the whole model's forward."""
         if not self._moves:
             return
         if visit.unit == 0 and visit.kind == "before_forward" and not in_backward:

@@ -100,7 +100,7 @@ class _Player:
         stays_full = not stage.frees_after_backward
         num_ranks = candidate.num_shards * candidate.num_replicas
         self._in_turns = stays_full and num_ranks > 1
-        # Whether the gradient buffers of the step before lie there at its end.
+        # True if the gradient buffers of the step before exist at its end.
         is_one = self._num_reductions == 1
         self._buffers = is_one and all(w.keeps_buffer for w in self._weights)
         self._meter = Meter(self._rest())
@@ -229,7 +229,7 @@ class _Player:
     def _work(self, work: Work) -> None:
         meter, unit = self._meter, self._units[work.unit]
         meter.phase, meter.unit = work.phase, work.unit
-        # Where sums and gradients have one dtype, autograd adds to what is there, one by one.
+        # If sums and gradients have one dtype, autograd adds to the sums, one by one.
         # Gradients in a unit that has no parameters are those of another one.
         in_rounds = self._candidate.in_rounds and work.net.grads > 0
         is_sum = unit.sums > 0 if unit.weight.written_grads else self._adds
@@ -288,12 +288,17 @@ class _Player:
         self._meter.look()
         unit.in_backward = False
         self._claim_grads(unit)
+        if not self._schedule.reduces(unit, self._is_last):  # else its sum would take them
+            for other in self._units:
+                if other.in_backward:
+                    self._claim_grads(other)
         self._schedule.after_backward(unit, is_last=self._is_last)
 
     def _claim_grads(self, unit: UnitDouble) -> None:
         """Give a unit the gradients of its parameters that works of other units have written.
 
-        So those of a head whose output is the root's: the backward of both begins at once.
+        Examples are a head with the root's output, as the backward of both begins at once, and
+        learned positions beside an embedding that is a unit.
         """
         for other in self._units:
             wanted = unit.weight.written_grads - unit.grads

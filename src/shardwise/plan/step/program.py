@@ -85,7 +85,7 @@ class Issuer:
     """Collects operations in the order in which the host issues them, and counts bytes sent.
 
     A collective begins no earlier than the compute issued before it, since it waits for the stream
-    that made its input; compute issued after ``wait`` begins no earlier than what was waited for.
+    that made its input; compute issued after ``wait`` begins after the operation waited for.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Issuer:
         self._fetched: tuple[int, ...] = ()
 
     def compute(self, costs: tuple[Cost, ...], unit: int, phase: OpPhase) -> int:
-        """Issue operations of the device; nothing where there is nothing to do."""
+        """Issue operations of the device, if there are any."""
         if not costs:
             return self._last_compute[0] if self._last_compute else -1
         op = Op("compute", Compute(costs), unit, phase, self.micro_batch, self._waits)
