@@ -63,7 +63,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, saved as a tensor of its own."""
+    """A box of a tensor, saved as a separate tensor."""
 
     region: Region
     place: FileRange

@@ -86,7 +86,7 @@ def open_weight_files(paths: Sequence[Path]) -> Source:
 
 
 def follow_link(file: Path) -> Path:
-    """Return the file that a link leads to: one of its own folder, or a blob of the hub's cache.
+    """Return the file that a link leads to: one of the same folder, or a blob of the hub's cache.
 
     The cache has links ``snapshots/<revision>/...`` to files in ``blobs/``.
 
