@@ -17,8 +17,7 @@ from _published_cells import Mechanisms, Row, Unmodelled
 
 from shardwise.plan.candidate import ALL_DEGREES, Candidate, Checkpointing
 from shardwise.plan.machine import efficiencies as tables
-from shardwise.plan.machine.catalogue import make_cluster
-from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Plan, plan

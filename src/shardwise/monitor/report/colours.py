@@ -1,7 +1,7 @@
 """Colours of phases and of kinds of memory: those of a plan's pictures, where it has the same."""
 
 from shardwise.monitor.metrics import TRANSFERS
-from shardwise.plan.report.pictures import LINE_COLOURS, PHASE_COLOURS
+from shardwise.plan.report.page import LINE_COLOURS, PHASE_COLOURS
 
 OTHER = "other"  # bytes of the device that are not the engine's
 _WAITING, _REST = "#c0392b", ("#5a7d9a", "#9a7d5a", "#7d5a9a", "#5a9a7d")
