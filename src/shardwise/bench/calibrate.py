@@ -29,8 +29,9 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine; every rank of the process group calls it together.
 
-    ``folder`` is on the disk to measure. ``progress`` is called with what is measured next and the
-    share that is done. ``quick`` is for trying it out: the numbers are rough.
+    ``folder`` is on the disk to measure. ``progress`` is called with the name of each measurement
+    before it begins, and the share that is done. ``quick`` is for trying it out: the numbers are
+    rough.
 
     **Cost** at most a minute; up to 1 GiB of memory per rank and 64 MiB of disk.
     """
@@ -63,7 +64,7 @@ def calibrate(
 
 
 def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Curve]]]:
-    """Return what makes the curves of each measurement, by what it is called while it runs."""
+    """Return the functions that measure curves, by the names that progress shows."""
     jobs: dict[str, Callable[[], dict[str, Curve]]] = {}
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")

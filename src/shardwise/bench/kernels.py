@@ -5,10 +5,10 @@ On a CPU an elementwise operation is fast on what the last one left in the cache
 runs through them: measured without products in between, a decoder's norms would take half of what
 they do. So the chain has products, and the clock is stopped while they run: in the forward half
 around the call, in the backward half by hooks before and after the product's node. Tensors beyond
-the caches need none; and where the host runs ahead of the device there are none either, since
+the caches need no products; if the host runs ahead of the device there are none either, since
 stopping the clock would add a synchronisation.
 
-Note [What is measured how]
+Note [Conditions of measurement]
 Products and attention run as in training: under autograd, in a chain long enough that operands are
 cold and results new memory, the forward and backward halves timed separately. Sizes of elementwise
 operations, of the optimizer and of copies are the bytes that a whole step reads and writes, as the
@@ -341,7 +341,7 @@ class _Blocks(nn.Module):
 def host_seconds(watch: Stopwatch) -> HostSeconds:
     """Measure what a sharded and a checkpointed block take beyond a plain one.
 
-    Each rank shards over itself alone: what is sent is measured with the collectives.
+    Each rank shards over itself alone: sending is measured with the collectives.
     """
     plain, checkpointed, sharded = (_Blocks().to(watch.device) for _ in range(3))
     checkpointed.checkpointed = True

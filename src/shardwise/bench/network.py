@@ -74,7 +74,7 @@ def collective_curves(watch: Stopwatch, group_size: int, sums: Curve | None) -> 
     """Measure both collectives of the engine by the bytes of the whole.
 
     ``sums``: what this rank's own sums take, where the transport runs them in ``wait``. They are
-    left out, since a program has them as operations of their own.
+    left out, since a program has them as separate operations.
     """
     network = Network(watch, group_size)
     curves = {}
@@ -193,7 +193,7 @@ def _write_and_read(watch: Stopwatch, path: Path, data: bytes) -> Callable[[], t
 
 
 def context_bytes(device: torch.device) -> int:
-    """Return what is taken on the device outside of torch's allocator; 0 for the CPU.
+    """Return the bytes in use on the device outside of torch's allocator; 0 for the CPU.
 
     The device must be this process's alone.
     """

@@ -203,7 +203,7 @@ def _search(name: str | None, request: PlanRequest) -> int:
 
 
 def _set_up(name: str | None, request: PlanRequest) -> Setup:
-    """Resolve the request; what cannot be written is told before anything is planned."""
+    """Resolve the request; check the files to write before anything is planned."""
     from shardwise.cli.plan_setup import set_up
     from shardwise.cli.plan_write import check_target, check_trainable
 

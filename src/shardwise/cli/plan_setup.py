@@ -80,7 +80,7 @@ class Setup:
 
 
 def set_up(name: str | None, request: ModelRequest, *, to_train: bool = False) -> Setup:
-    """Resolve a request for a model into what is planned.
+    """Resolve a request into a model, a cluster, a candidate and prices.
 
     ``to_train``: plan the decoder of `shardwise train`, also where a preset has its shape.
 
@@ -273,10 +273,10 @@ def _model(
     seq: int | None,
     candidate: Candidate,
 ) -> Model:
-    """Return the model by its shape's formulas, where it has one; else the one that is traced.
+    """Return the model by the formulas of its shape, if it has one, else the traced one.
 
-    A trace shows units of any classes, what no formula knows, and dropout; it shows no degree, and
-    blocks that are checkpointed whole or not at all.
+    A trace shows units of any classes, modules without formulas, and dropout. It shows no degrees,
+    and only blocks that are checkpointed whole or not at all.
     """
     plain = candidate.units is None
     if source is None and config is not None:
@@ -313,7 +313,7 @@ def _without_shape(name: str) -> str:
 
 
 def _needs_shape(candidate: Candidate) -> bool:
-    """Tell whether a trace of the module does not show what is asked."""
+    """Tell whether a trace of the module cannot show the candidate."""
     is_split = candidate.world_size != candidate.data_parallel or candidate.ep > 1
     is_plain = candidate.activation_checkpointing in ("none", "full")
     return is_split or not is_plain or (candidate.kernels, candidate.loss) != ("eager", "eager")
@@ -337,7 +337,7 @@ def _vocab(config: TrainConfig) -> int:
 
 
 def _check_batch(candidate: Candidate, values: Mapping[str, Any]) -> None:
-    """Check that what a file says of the batch agrees, where it says all of it."""
+    """Check that a file's batch keys agree, if it has all of them."""
     if "global_batch" not in values or "accumulation" not in values:
         return
     product = candidate.micro_batch * candidate.accumulation * candidate.data_parallel

@@ -40,7 +40,7 @@ _MOST_REASONS = 5
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Show a plan: verdict, where the memory is, where the time goes, what it assumes."""
+    """Show a plan: verdict, memory, time, assumptions."""
     return Group(
         _headline(plan),
         Text(),
@@ -72,7 +72,7 @@ def search_view(result: SearchResult) -> RenderableType:
 
 
 def flags_of(candidate: Candidate) -> list[str]:
-    """Return the flags of `shardwise plan` that make a candidate; what is usual is left out."""
+    """Return the flags of `shardwise plan` that make a candidate, without defaults."""
     found = []
     for field in fields(candidate):
         value = getattr(candidate, field.name)
@@ -183,7 +183,7 @@ def _verdict(plan: Plan) -> Text:
 
 
 def _questions(plan: Plan) -> Text:
-    """Say what was not told, what it could be, and what follows."""
+    """Show settings that were not given, their possible values, and the consequences."""
     text, possible = Text(), plan.possible
     if possible is None:
         return text
@@ -263,7 +263,7 @@ def _time_table(plan: Plan) -> RenderableType:
 
 
 def _of_micro_batches(plan: Plan) -> str:
-    """Say of how many micro-batches the figures are, where those are not all of the step."""
+    """Name the number of micro-batches behind the figures, if fewer than a step's."""
     shown, whole = plan.num_simulated, plan.candidate.accumulation
     return f", of {shown} of the {whole} micro-batches" if shown < whole else ""
 
@@ -287,7 +287,7 @@ def _more(count: int) -> Text:
 
 
 def _rejected_table(result: SearchResult) -> RenderableType:
-    """Show the reasons of most candidates, those that begin alike once, by their first one."""
+    """Show the reasons of most candidates, one for those with the same beginning."""
     alike: dict[str, list[Rejected]] = {}
     for rejected in result.rejected:
         begins = " ".join(re.sub(r"[\d.,]+", "", rejected.reason).split()[:3])

@@ -1,4 +1,4 @@
-"""What `shardwise simulate` does with a request: scenario, one step or a sweep, what is written."""
+"""Run `shardwise simulate`: scenario, one step or a sweep, files to write."""
 
 import json
 from collections.abc import Sequence

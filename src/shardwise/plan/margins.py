@@ -1,15 +1,15 @@
 """Memory beside a ledger's tensors, as ranges, and room on the nodes for offloaded state.
 
 Note [Three totals]
-Tools print three different numbers. *Allocated* is what tensors need: the ledger. *Reserved* is
-what the caching allocator took from the driver for them, blocks that no tensor fits included. The
-*device's* use (nvidia-smi) adds the driver's context with its loaded kernels and the buffers of
-each communicator. What must fit the card is the last one, so a verdict needs all three.
+Tools print three different numbers. *Allocated* are the bytes of tensors: the ledger. *Reserved*
+are the bytes that the caching allocator took from the driver for them, including blocks that no
+tensor fits. The *device's* use (nvidia-smi) adds the driver's context with its loaded kernels and
+the buffers of each communicator. The last one must fit the card, so a verdict needs all three.
 
 Note [Gradients' blocks]
 Reduced gradients are freed after the step. Their blocks are too small for the logits of the next
-one, and the allocator gives blocks back to the driver only when it gets no more: so they count in
-what a run reserves, and not in the least that it needs (R001, R002: 3.7 GiB of 82.4 and 77.0).
+one, and the allocator gives blocks back to the driver only when it gets no more: so they count as
+reserved, and not in the lower bound (R001, R002: 3.7 GiB of 82.4 and 77.0).
 
 Note [Sources of the ranges]
 Context: 0.5 to 2 GiB per process (github:stas00/ml-engineering, debug and performance chapters).
@@ -36,7 +36,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Range:
-    """A quantity that is known from below and above, and what is to be expected."""
+    """A quantity with its lower bound, its expected value and its upper bound."""
 
     low: float
     expected: float
@@ -115,9 +115,9 @@ def memory_interval(
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """What the ranks of one node hold together, on its host and in its files, and what it has.
+    """Bytes that the ranks of one node hold together on its host and in its files, and its room.
 
-    It is the node with the most. ``file_capacity_bytes`` is None where nobody has said.
+    It is the node with the most. Without a known capacity, ``file_capacity_bytes`` is None.
     """
 
     num_ranks: int
@@ -128,7 +128,7 @@ class NodeRoom:
 
     @property
     def missing(self) -> str | None:
-        """Say what does not fit; None where all of it does."""
+        """Describe the part that does not fit; None if everything fits."""
         tiers = (
             ("host memory", self.host_bytes, self.host_capacity_bytes),
             ("space for files", self.file_bytes, self.file_capacity_bytes),
@@ -145,9 +145,9 @@ class NodeRoom:
 def node_room(
     cluster: Cluster, candidate: Candidate, by_stage: Mapping[int, tuple[int, int]]
 ) -> NodeRoom:
-    """Add up what one rank of each pipeline stage has on the host, and in files.
+    """Add up the bytes of one rank of each pipeline stage on the host, and in files.
 
-    A stage that is not told is taken for the largest. Neighbours are of one stage (`axes`).
+    A stage that is not given is taken for the largest. Neighbours are of one stage (`axes`).
     """
     node = cluster.node
     num_ranks = min(node.num_accelerators, candidate.world_size)

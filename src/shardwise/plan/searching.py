@@ -8,11 +8,11 @@ played; and memory grows with the micro-batch, so the first one that does not fi
 But where the tokens of a step are given, a larger micro-batch means fewer of them: no gradients
 need to be summed over a window of one, and a pipeline has fewer in flight; those are still played.
 
-Where the model has formulas they tell, for little, the least time and memory that a way can have:
-what its own operations take, and its state beside its activations. Ways are taken in the order of
-that time. One that does not fit by it, or is beaten by it already, is rejected; what is left is
-played, priced and simulated in full. So there is no second model of time, and the best plans are
-those that playing everything would find.
+If the model has formulas, they give lower bounds of a way's time and memory at little cost: the
+time of its operations alone, and its state beside its activations. Ways are taken in the order of
+that time. A way that does not fit by its bounds, or is beaten by them already, is rejected; the
+others are played, priced and simulated in full. So there is no second model of time, and the best
+plans are those that playing everything would find.
 
 Note [A wide space]
 With ``narrows`` three things are given up. How units are cut, gathered ahead and reduced is varied
@@ -62,7 +62,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class _Beaten:
-    """What is kept of a plan that another one beats; its program would take megabytes."""
+    """The figures of a plan that another one beats; its program would take megabytes."""
 
     candidate: Candidate
     tokens_per_s: float
@@ -85,9 +85,9 @@ class _Beaten:
 
 
 class Front:
-    """The plans so far that none beats in both speed and memory, and what is left of the others.
+    """The plans so far that none beats in both speed and memory, and figures of the others.
 
-    Of two that are alike in both, the first one stays.
+    If two are equal in both, the first one stays.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Front:
         self._plans = [other for other in self._plans if not _beats(made, other)] + [made]
 
     def beats(self, tokens_per_s: float, high_bytes: int) -> Plan | None:
-        """Return a plan that is at least as fast as this, and no larger; None where there is none.
+        """Return a plan that is at least as fast as this and no larger, or None.
 
         With bounds of a plan: it beats that one too.
         """
@@ -145,7 +145,7 @@ Family = tuple[Candidate, int | None]  # without a micro-batch, and the units ga
 
 @dataclass(frozen=True)
 class _Entry:
-    """A way with a micro-batch, and what it can be at best.
+    """A way with a micro-batch, and the bounds of its speed and memory.
 
     ``has_more``: a larger batch takes more memory. ``least_bytes`` are alive beside the state.
     """
@@ -348,7 +348,7 @@ class Searching:
         self._note_too_large(family, candidate.micro_batch)
 
     def _why_too_large(self, memory: Memory) -> str:
-        """Say at which moment how much is missing, and what is largest there."""
+        """Name the moment at which memory is missing, how much, and the largest lines there."""
         peak = memory.played[memory.stage].peak
         lines = sorted(peak.ledger.lines().items(), key=lambda line: -line[1])[:2]
         largest = " and ".join(f"{name} {format_bytes(num)}" for name, num in lines)

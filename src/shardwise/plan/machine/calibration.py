@@ -4,12 +4,12 @@ Note [Curves of seconds]
 A curve says how long ONE operation of a given size takes, with all ranks of the machine at work at
 once. Its low end is what an operation costs at least (a launch, a call, a round trip), its slope
 the rate, so neither is fitted. Between two measured sizes it is straight in logarithms; below the
-first it is constant, above the last it goes on at the last rate.
+first it is constant, above the last it has the last rate.
 
 Note [Which curve prices what]
 Costs of a tape are sums over operations of one class, so a class takes its number of operations
-times the curve at their mean size. Forward and backward have curves of their own, a dtype that was
-not measured has float32's. What the engine does beside the model has a size as a whole: the
+times the curve at their mean size. Forward and backward have separate curves, a dtype that was not
+measured has float32's. The engine's work beside the model has a size as a whole: the
 optimizer's step, clipping, copies into full parameters, sums of gradients. A collective takes its
 curve's seconds, and ``message_s`` for each message beyond the one per peer that the curve contains.
 Each pass of a unit other than the root, which is one operation of a program, adds the engine's own
@@ -57,7 +57,7 @@ class Curve:
     seconds: _Sizes
 
     def __post_init__(self) -> None:
-        """Refuse what is no curve."""
+        """Check the points."""
         if len(self.sizes) != len(self.seconds):
             raise ValueError(f"expected as many seconds as sizes, {len(self.sizes)}")
         if any(b <= a for a, b in pairwise(self.sizes)):
@@ -99,7 +99,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class MeasuredHost:
-    """What was measured: the machine, its device and the software."""
+    """The measured machine, its device and the software."""
 
     processor: str
     num_cores: _Whole
@@ -112,7 +112,7 @@ class MeasuredHost:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What one machine does with ``num_ranks`` ranks at work on it at the same time.
+    """The measurements of one machine with ``num_ranks`` ranks at work at the same time.
 
     ``curves`` are by name: ``matmul.forward.float32``, ``all_gather.2`` and so on. ``overlap`` is
     the share of the shorter of a collective and a computation that is hidden when both run: 1 where
@@ -284,7 +284,7 @@ class CalibratedPrices:
         if phase == "unshard" and cost.dtype != "float32":
             return "cast.bfloat16"
         if phase == "reduce" and "sum" not in self.calibration.curves:
-            return "copy"  # the device's transport sums by itself; what is left are copies
+            return "copy"  # the device's transport sums by itself; only copies remain
         return _OWN_CURVES[phase]
 
     def _class_curve(self, cost: Cost, phase: OpPhase) -> Curve:

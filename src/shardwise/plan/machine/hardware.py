@@ -41,7 +41,7 @@ def canonical_dtype(name: str) -> str:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device. ``memory_bytes`` is what its driver reports, ``nominal`` what it is sold as.
+    """One device. Its driver reports ``memory_bytes``; it is sold as ``nominal_memory_bytes``.
 
     ``peak`` is the datasheet's dense FLOP/s by dtype (and ``tf32``), ``matmul`` the best that a
     matmul of any shape was measured at, by dtype. ``family`` groups variants of one chip.
@@ -70,7 +70,7 @@ class Accelerator:
                 _check(f"accelerator {self.name!r}", f"FLOP/s in {dtype}", rate)
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Return the dense peak in FLOP/s for a dtype or precision; None where it has none."""
+        """Return the dense peak in FLOP/s for a dtype or precision; None if it has none."""
         return self.peak.get(canonical_dtype(dtype))
 
     def flops_per_s(self, dtype: str) -> float:
@@ -92,7 +92,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks send over, one way. See Note [Ring and tree] in ``links`` for its use.
+    """A link between ranks, one way. See Note [Ring and tree] in ``links`` for its use.
 
     ``latency_s`` is a step of a small message, ``bulk_latency_s`` one of the protocol that reaches
     full bandwidth; ``efficiency`` the share of ``bandwidth_bytes_per_s`` that large collectives
@@ -383,7 +383,7 @@ def make_cluster(
     num_nics: int | None = None,
     host: str | None = None,
 ) -> Cluster:
-    """Put a cluster together; what is not given is as such machines are usually built.
+    """Put a cluster together; parts that are not given are as usual for such machines.
 
     ``link`` joins the GPUs of a node, ``network`` is one NIC, ``num_nics`` are those of one node.
 

@@ -53,14 +53,14 @@ class Efficiency:
 
 @cache
 def common_efficiencies() -> Mapping[str, Efficiency]:
-    """Return what holds for every accelerator that has no entry of its own."""
+    """Return the entries for accelerators of no listed family."""
     rows = read_table("efficiencies")["all"]
     return {n: make_row(Efficiency, f"efficiencies.toml: {n}", row) for n, row in rows.items()}
 
 
 @cache
 def family_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return what single measurements say of a family of accelerators."""
+    """Return the single measurements of each family of accelerators."""
     tables = read_table("efficiencies")["families"]
     return {
         family: {n: _known(n, row["value"], row["source"]) for n, row in rows.items()}
@@ -70,7 +70,7 @@ def family_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
 
 @cache
 def fitted_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
-    """Return what whole steps of a family's published runs come to."""
+    """Return the entries that were fitted on whole steps of a family's published runs."""
     by, tables = "benchmarks/published.py", read_table("efficiencies")["fitted"]
     return {
         family: {
@@ -188,7 +188,7 @@ class Prices:
 
     @property
     def overlap(self) -> float:
-        """All of communication can be hidden: what it takes from the device is not modelled."""
+        """All of communication can be hidden: its use of the device is not modelled."""
         return 1.0
 
     def seconds(self, op: Op) -> float:

@@ -196,7 +196,7 @@ def plans_html(
 
 
 def full_page(body: str, title: str) -> str:
-    """Return a fragment as an HTML document of its own."""
+    """Return a fragment as a whole HTML document."""
     from markupsafe import Markup
 
     return _render("page.html.j2", body=Markup(body), title=title)

@@ -2,7 +2,7 @@
 
 Note [The expected time between two checkpoints]
 Training runs for an interval t, then stands still for s while the state is copied; the checkpoint
-is durable l after that, while training goes on. Failures come at random with the mean time M
+is durable l after that, while training continues. Failures come at random with the mean time M
 between them for the whole job; each costs d to detect, restart and load. From one durable moment to
 the next a failure-free job takes t + s. After a failure it must live through d + t + s + l without
 another, which takes M (exp((d + t + s + l) / M) - 1) on average. Together the expectation is
@@ -125,7 +125,7 @@ def _fraction(interval_s: float, failures: Failures, saves: Checkpoints, mtbf_s:
 def _lost_s(interval_s: float, saves: Checkpoints) -> float:
     """Return the training since the last durable checkpoint at a failure, to first order.
 
-    A moment of the cycle picked at random has half an interval behind it while training goes on, a
+    A moment of the cycle picked at random has half an interval behind it while training runs, a
     whole one during the stall, and one more as long as the last save is not durable.
     """
     return interval_s * (interval_s / 2 + saves.cost_s) / (interval_s + saves.stall_s)
@@ -140,7 +140,7 @@ _LEGEND = (("line", "simulated, % of ideal", ""), ("ideal", "ideal", "5 4"))
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """What was found for one number of ranks; ``tokens_per_step`` are those of all ranks.
+    """The result for one number of ranks; ``tokens_per_step`` are those of all ranks.
 
     ``efficiency`` is throughput per rank, relative to the first line's of the table.
     """
@@ -226,7 +226,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _value_axis(up: svg.Axis, ticks: Sequence[float]) -> list[str]:
-    """Draw a line for each round value, or for each power of ten where there are many."""
+    """Draw a line for each round value, or for each power of ten if they are many."""
     parts = [svg.text(_LEFT - 60, _TOP - 18, "tokens/s")]
     for tick in ticks:
         if len(ticks) > _MOST_TICKS and not f"{tick:e}".startswith("1"):
