@@ -336,10 +336,6 @@ def _capacity_bytes() -> int:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     deadline = time.monotonic() + 60 * args.minutes
     if "correct" in args.parts:
@@ -353,4 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)
