@@ -114,12 +114,12 @@ def _last_words(logs: Sequence[Path], failure: str) -> str:
     return f"{failure}: {last[:300]}"
 
 
-def worker_config() -> dict[str, Any] | None:
-    """Return the config when this process is a worker, else None."""
+def main(work: Callable[[dict[str, Any]], None], compare: Callable[[], None]) -> None:
+    """Run one rank with its config, if this process is one; else the whole benchmark."""
     if len(sys.argv) == 3 and sys.argv[1] == "--worker":
-        config: dict[str, Any] = json.loads(sys.argv[2])
-        return config
-    return None
+        work(json.loads(sys.argv[2]))
+    else:
+        compare()
 
 
 @contextlib.contextmanager

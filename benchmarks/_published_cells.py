@@ -3,7 +3,7 @@
 Cells are written by people: "selective (recipe default)", "Selective AC", "w/o act ckpt". A cell is
 normalized first (case, dashes, arrows, signs), the text in parentheses is split off as a comment,
 and the phrases of `data/phrases.toml` are taken out one by one. Words that are left over and mean
-something are reported. A cell that cannot be read is None, never an error.
+something are reported. A cell that cannot be read gives None, never an error.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def find_phrases(name: str, text: str) -> tuple[list[Phrase], tuple[str, ...]]:
 # -- mechanisms
 @dataclass(frozen=True)
 class Mechanisms:
-    """What a row says was switched on.
+    """The mechanisms that a row names.
 
     ``candidate`` has keys of a `Candidate`, only those that the row gives. ``policy`` names the
     copies of a parameter ("": not given), ``unknown`` are the words that no phrase explains.
@@ -268,7 +268,7 @@ def _named(row: Row) -> tuple[set[str], str]:
 
 
 def read_checkpointing(cell: str) -> tuple[Checkpointing | None, tuple[str, ...]]:
-    """Return what is recomputed, None if the cell does not say; unknown words come second.
+    """Return the kind of checkpointing, None if the cell does not say; unknown words come second.
 
     Modules that are recomputed alone (norms, activations) count as selective.
     """
@@ -294,7 +294,7 @@ def read_checkpointing(cell: str) -> tuple[Checkpointing | None, tuple[str, ...]
 
 
 def read_offload(row: Row) -> tuple[Offload, tuple[str, ...]]:
-    """Return what is off the device, from the offload cell or else from sharding and system."""
+    """Return the offload, from the offload cell or else from sharding and system."""
     cell = normalized(row.cell("offload"))
     main, _ = split_comment(cell)
     phrases, unknown = find_phrases("offload", main)

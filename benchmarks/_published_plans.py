@@ -1,7 +1,7 @@
 """Published runs as the planner's own requests: a row's model, cluster and candidate, planned.
 
-What a row does not say is the system's default (`data/systems.toml`). Nothing is fitted: a row is
-predicted by `plan()` with the planner's own margins and efficiencies, as for any user.
+Keys that a row does not give are the system's defaults (`data/systems.toml`). Nothing is fitted: a
+row is predicted by `plan()` with the planner's own margins and efficiencies, as for any user.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import _published_cells as cells
 from _published_cells import Mechanisms, Row, Unmodelled
 
 from shardwise.plan.candidate import ALL_DEGREES, Candidate, Checkpointing
-from shardwise.plan.machine import efficiencies as tables
-from shardwise.plan.machine.catalogue import make_cluster
-from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine import pricing as tables
+from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.planning import Plan, plan
@@ -105,7 +104,7 @@ class Run:
 def read_run(row: Row) -> Run:
     """Read a row.
 
-    **Raises** Unmodelled for what is not given; ConfigError for what the planner refuses.
+    **Raises** Unmodelled if a size is missing; ConfigError if the planner refuses the row.
     """
     found = cells.read_mechanisms(row)
     shape, system = cells.resolve_shape(row), system_of(row, found)
@@ -184,7 +183,7 @@ def _cluster(row: Row, num_ranks: int) -> Cluster:
     return make_cluster(name, num_ranks, per_node, network=network, num_nics=nics)
 
 
-# -- what was published
+# -- published figures
 def memory_kind(row: Row, system: System) -> MemoryKind:
     """Return what a memory column means, by its own words or else as the system prints it."""
     cell = f"{row.cell('mem_kind')} {row.cell('mem_unit')}".lower()
@@ -205,7 +204,7 @@ def planned_bytes(made: Plan, kind: MemoryKind) -> int:
 
 
 def published_bytes(row: Row, system: System) -> float | None:
-    """Return the published peak in bytes per GPU, or None if the row has none."""
+    """Return the published peak in bytes per GPU, or None if it is not given."""
     value, kind = row.number("mem_value"), row.cell("mem_kind").lower()
     if value is None or row.says("mem_value", "oom") or "component" in kind:
         return None
@@ -226,7 +225,7 @@ def published_bytes(row: Row, system: System) -> float | None:
 
 
 def published_seconds(run: Run) -> float | None:
-    """Return the published seconds per step, or None if the row has none.
+    """Return the published seconds per step, or None if it is not given.
 
     If a rate per GPU would be faster than the card's peak, it is taken for that of all ranks.
 

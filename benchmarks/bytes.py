@@ -191,11 +191,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run one rank, or compare all choices over every link."""
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
+    """Compare all choices over every link."""
     args = parse()
     for ranks in map(int, args.ranks):
         for link in args.links:
@@ -203,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

@@ -360,8 +360,4 @@ def report_background(
 
 
 if __name__ == "__main__":
-    found = common.worker_config()
-    if found is None:
-        main()
-    else:
-        worker(found)
+    common.main(worker, main)

@@ -168,10 +168,6 @@ def check(row: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     rows = []
     for num_ranks in args.ranks:
@@ -201,4 +197,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

@@ -404,8 +404,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    asked = common.worker_config()
-    if asked is not None:
-        work(asked)
-    else:
-        main()
+    common.main(work, main)

@@ -81,11 +81,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run one rank, or train with every choice and compare."""
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
+    """Train with every choice and compare."""
     args = parse()
     keys = {"steps": args.steps, "lr": args.lr, "min_lr": args.lr / 20, "threads": 1}
     keys |= {"gather_block": args.block, "overwrite": True, "observe": False}
@@ -115,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

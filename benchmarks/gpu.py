@@ -425,10 +425,6 @@ def run_rounds(args: argparse.Namespace, part: str, deadline: float) -> None:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     deadline = time.monotonic() + 60 * args.minutes
     if "correct" in args.parts:
@@ -441,4 +437,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

@@ -310,7 +310,7 @@ def run_largest(args: argparse.Namespace) -> None:
 
 def _planned_peak(case: str, size: str, layers: int, windows: int) -> tuple[int, int]:
     from shardwise.plan.candidate import Candidate, Offload
-    from shardwise.plan.machine.catalogue import make_cluster
+    from shardwise.plan.machine.hardware import make_cluster
     from shardwise.plan.model.shaped import ShapedModel
     from shardwise.plan.planning import plan
 
@@ -336,10 +336,6 @@ def _capacity_bytes() -> int:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     deadline = time.monotonic() + 60 * args.minutes
     if "correct" in args.parts:
@@ -353,4 +349,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

@@ -194,7 +194,7 @@ def predict(
 ) -> dict[str, Any]:
     """Trace, play, price, simulate."""
     from shardwise.plan.candidate import Candidate
-    from shardwise.plan.machine.calibrated import CalibratedPrices
+    from shardwise.plan.machine.calibration import CalibratedPrices
     from shardwise.plan.model.tracing import trace
     from shardwise.plan.step.play import play
     from shardwise.plan.timing.simulate import simulate
@@ -322,10 +322,6 @@ def print_report(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     rows = [row for num_ranks in args.ranks for row in rows_of(args, num_ranks)]
     print_report(rows)
@@ -334,4 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

@@ -115,10 +115,6 @@ def print_report(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     rows = rows_of(args)
     print_report(rows)
@@ -127,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

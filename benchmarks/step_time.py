@@ -282,10 +282,6 @@ def _mib(num_bytes: float | None) -> str:
 
 
 def main() -> None:
-    config = common.worker_config()
-    if config is not None:
-        work(config)
-        return
     args = parse()
     rows = {case: summarize(rounds) for case, rounds in run_rounds(args).items()}
     if not rows:
@@ -301,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    common.main(work, main)

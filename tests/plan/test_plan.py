@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwise.plan.timing.windows
+import shardwise.plan.planning
 from decoders import (
     SEQ,
     SHAPE,
@@ -111,7 +111,7 @@ def test_a_long_window_is_the_same_as_one_played_in_full(
     sizes = {"num_shards": num_shards, "accumulation": accumulation, "offload": offload}
     short = make_plan(shape, stage=stage, **sizes, **others)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shardwise.plan.timing.windows, "_LONGEST_PLAYED", 100)
+        patch.setattr(shardwise.plan.planning, "_LONGEST_PLAYED", 100)
         full = make_plan(shape, stage=stage, **sizes, **others)
     assert short.played.peak.ledger == full.played.peak.ledger
     assert short.played.resting == full.played.resting

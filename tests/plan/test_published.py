@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.margins import UNSEEN_MEMORY
 from shardwise.plan.model.presets import find_preset
 from shardwise.plan.model.shaped import ShapedModel

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
 from shardwise.plan.step.program import Collective, Compute, Op, Program, Transfer
-from shardwise.plan.timing.many_ranks import grid_of, run_step
 from shardwise.plan.timing.scenario import (
     Checkpoints,
     Failures,
@@ -25,7 +24,7 @@ from shardwise.plan.timing.scenario import (
     SlowLink,
     Straggler,
 )
-from shardwise.plan.timing.simulate import Simulated, simulate
+from shardwise.plan.timing.simulate import Simulated, grid_of, run_step, simulate
 
 COMPUTE = Compute(())
 GATHER = Collective("all_gather", "shard", 8, 4)
@@ -435,7 +434,7 @@ def test_times_that_cannot_be_are_refused() -> None:
 
 def test_the_simulator_needs_no_torch() -> None:
     code = (
-        "import sys; from shardwise.plan.timing import simulate, goodput, scaling, timeline; "
+        "import sys; from shardwise.plan.timing import simulate, scaling, timeline; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

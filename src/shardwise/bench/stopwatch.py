@@ -34,7 +34,7 @@ class Pace:
 
     @property
     def is_rough(self) -> bool:
-        """Whether a measurement is made only once."""
+        """True if a measurement is made only once."""
         return self.num_windows == 1
 
 
@@ -100,7 +100,7 @@ class Stopwatch:
     def _window(
         self, work: Callable[[], Sequence[float]], window_s: float, call_s: float
     ) -> list[float]:
-        """Return the means of the calls within a window; go on until all ranks are through theirs.
+        """Return the means of the calls within a window; repeat until all ranks have finished.
 
         A rank that rested while others measure would leave them its share of the cores.
         """

@@ -152,7 +152,7 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
     )
     made = replace(made, notes=(*made.notes, *padding_notes(made), *setup.notes))
     if setup.config is None:  # `shardwise train` runs its decoder in one way
-        from shardwise.plan.questions import asked_of
+        from shardwise.plan.planning import asked_of
 
         made = asked_of(made, setup.model, setup.cluster, setup.given, setup.prices_of)
     _write_train_file(request.write, made, setup.config)
@@ -173,7 +173,7 @@ def _plan_one(name: str | None, request: PlanRequest) -> int:
 
 
 def _search(name: str | None, request: PlanRequest) -> int:
-    from shardwise.cli.plan_space import limits_of, space_of
+    from shardwise.cli.plan_setup import limits_of, space_of
     from shardwise.plan.searching import search
     from shardwise.progress import step_bar
 
@@ -203,7 +203,7 @@ def _search(name: str | None, request: PlanRequest) -> int:
 
 
 def _set_up(name: str | None, request: PlanRequest) -> Setup:
-    """Resolve the request; what cannot be written is told before anything is planned."""
+    """Resolve the request; check the files to write before anything is planned."""
     from shardwise.cli.plan_setup import set_up
     from shardwise.cli.plan_write import check_target, check_trainable
 

@@ -18,12 +18,12 @@ from shardwise.homes import Offload
 from shardwise.interop.deepspeed.blocks import offload_keys
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.front import Rejected
-from shardwise.plan.machine.catalogue import accelerators, links, standard_nodes
+from shardwise.plan.machine.hardware import accelerators, links, standard_nodes
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
 from shardwise.plan.request import PlanRequest
+from shardwise.plan.searching import Rejected
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import format_bytes, format_count, format_duration, format_gb
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.plan.searching import SearchResult
-    from shardwise.plan.timing.goodput import Goodput
-    from shardwise.plan.timing.scaling import ScalingRow
+    from shardwise.plan.timing.scaling import Goodput, ScalingRow
 
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
 _WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"
@@ -41,7 +40,7 @@ _MOST_REASONS = 5
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """Show a plan: verdict, where the memory is, where the time goes, what it assumes."""
+    """Show a plan: verdict, memory, time, assumptions."""
     return Group(
         _headline(plan),
         Text(),
@@ -73,7 +72,7 @@ def search_view(result: SearchResult) -> RenderableType:
 
 
 def flags_of(candidate: Candidate) -> list[str]:
-    """Return the flags of `shardwise plan` that make a candidate; what is usual is left out."""
+    """Return the flags of `shardwise plan` that make a candidate, without defaults."""
     found = []
     for field in fields(candidate):
         value = getattr(candidate, field.name)
@@ -184,7 +183,7 @@ def _verdict(plan: Plan) -> Text:
 
 
 def _questions(plan: Plan) -> Text:
-    """Say what was not told, what it could be, and what follows."""
+    """Show settings that were not given, their possible values, and the consequences."""
     text, possible = Text(), plan.possible
     if possible is None:
         return text
@@ -264,7 +263,7 @@ def _time_table(plan: Plan) -> RenderableType:
 
 
 def _of_micro_batches(plan: Plan) -> str:
-    """Say of how many micro-batches the figures are, where those are not all of the step."""
+    """Name the number of micro-batches behind the figures, if fewer than a step's."""
     shown, whole = plan.num_simulated, plan.candidate.accumulation
     return f", of {shown} of the {whole} micro-batches" if shown < whole else ""
 
@@ -288,7 +287,7 @@ def _more(count: int) -> Text:
 
 
 def _rejected_table(result: SearchResult) -> RenderableType:
-    """Show the reasons of most candidates, those that begin alike once, by their first one."""
+    """Show the reasons of most candidates, one for those with the same beginning."""
     alike: dict[str, list[Rejected]] = {}
     for rejected in result.rejected:
         begins = " ".join(re.sub(r"[\d.,]+", "", rejected.reason).split()[:3])

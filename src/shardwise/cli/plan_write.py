@@ -25,7 +25,7 @@ _WRITABLE: dict[str, tuple[str, dict[str, Any] | None]] = {
     "adamw_8bit": ("adamw", {"moments": "8bit"}),
 }
 _OF_MOMENTS = {options["moments"]: name for name, (_, options) in _WRITABLE.items() if options}
-EAGER = {  # what `shardwise train` has of settings that a plan may vary
+EAGER = {  # keys of `shardwise train` that a plan may vary
     "kernels": "eager",
     "loss": "eager",
     "optimizer_kernel": "fused",
@@ -170,7 +170,7 @@ def trainable_degrees(
 def _for_stages(candidate: Candidate, config: TrainConfig) -> TrainConfig:
     """Return the keys of a pipeline of experts, whose stages hand on no auxiliary loss.
 
-    Where nobody has decided how experts are kept equally busy, it is by biases then.
+    If the balance of experts is not decided, it is by biases.
     """
     decided = {"expert_balance", "expert_bias"} & config.model_fields_set
     if candidate.pp == 1 or not config.experts or decided:
@@ -207,7 +207,7 @@ def train_file(plan: Plan, config: TrainConfig) -> str:
             "ranks": candidate.world_size,
             "seq": plan.seq,
             "predicted_step_s": plan.step_s,
-            # These are of the device, and a run counts what is in host memory too.
+            # These are of the device, and a run counts host memory too.
             "predicted_state_bytes": None if moves_state else _state_bytes(plan),
             "predicted_peak_bytes": None if moves else plan.played.peak.ledger.total,
         }

@@ -11,7 +11,7 @@ Note [Where offloaded state lies]
 As the engine has it: the master weights (or, without any, the slices) are where parameters are to
 rest, on the host where these stay on the device. There a gather fetches them, and the device casts
 them; of parameters that stay, stage 3 has a copy on the device, fetched once a step. Reduced
-gradients have memory of their own on the host all the time, or are in files until the step.
+gradients have separate memory on the host all the time, or are in files until the step.
 Precisions of papers (``keeps_compute_shard``) have the masters with the optimizer's state, and
 slices in the computing dtype where parameters rest, which are gathered from there (ZeRO-Offload,
 arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). A fraction is one of elements here, of whole
@@ -117,7 +117,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends and copies in one step, padding and counts of gradients left out.
+    """Bytes that one rank sends and copies in one step, without padding and counts of gradients.
 
     ``shard_sent_elements`` go to the ranks that share a copy, ``replica_sent_elements`` to other
     copies; bytes likewise. A gather and a reduction are one collective each over the whole model;
@@ -286,7 +286,7 @@ class Accounting:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Sentences on what no line holds, the general first."""
+        """Sentences on the memory that no line holds, the general first."""
         setup, note = self.setup, self._optimizer.note
         by_step = self._reduce_every == "step"
         sentences = {
@@ -344,7 +344,7 @@ class Accounting:
 
     @property
     def _params_away(self) -> bool:
-        """Whether parameters come and go between their place and the device."""
+        """True if parameters move between their place and the device for each use."""
         return self._stage.frees_after_backward and self.setup.offload.params != "device"
 
     @property

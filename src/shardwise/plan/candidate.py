@@ -40,7 +40,7 @@ class Candidate:
     the world is their product. ``ep`` ranks, cut out of shards x context x tensor ranks, share the
     experts. ``pp_schedule``, ``cp_method`` and ``accumulation_order`` are the keys of `shardwise
     train`. ``activation_checkpointing`` is a `Checkpointing`; ``kernels`` are those of PyTorch, or
-    what torch.compile makes of them; ``loss`` is how cross-entropy is made of logits: eager
+    compiled by torch.compile; ``loss`` is how cross-entropy is made of logits: eager
     from all of them in float32, held while the caller has them till backward ends, in chunks,
     compiled, or fused with the head. ``step_in_backward``: each gradient is
     used and freed as soon as it is reduced. ``paged_states``: the driver
@@ -147,7 +147,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Write what tells this candidate from others in one line; defaults are left out."""
+        """Describe the candidate in one line, without defaults."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch}"]
         if self.accumulation > 1:
             parts.append(f"x {self.accumulation}" + " layer by layer" * self.in_rounds)
@@ -190,7 +190,7 @@ class Candidate:
 
 
 def no_window(accumulation: int) -> str:
-    """Say why a step in backward has no accumulation."""
+    """Explain why a step in backward allows no accumulation."""
     return (
         "each gradient is used at once, so none can be summed over "
         f"{accumulation} micro-batches; leave accumulation out, or take fewer tokens a step"
@@ -198,12 +198,12 @@ def no_window(accumulation: int) -> str:
 
 
 def planned_offload(asked: OffloadLike) -> Offload:
-    """Return what is asked for, completed. **Raises** ConfigError as `shard()` does."""
+    """Return the offload in full. **Raises** ConfigError as `shard()` does."""
     return resolve_offload(asked, names_folders=False) or Offload()
 
 
 def _said(offload: Offload) -> list[str]:
-    """Write what is elsewhere."""
+    """Describe the offloaded parts."""
     found = []
     places = {"cpu": "host", "nvme": "nvme"}
     if offload.moves_state:

@@ -1,15 +1,15 @@
-"""What a device holds beside the ledger's tensors, as ranges: context, communicators, allocator.
+"""Memory beside a ledger's tensors, as ranges, and room on the nodes for offloaded state.
 
 Note [Three totals]
-Tools print three different numbers. *Allocated* is what tensors need: the ledger. *Reserved* is
-what the caching allocator took from the driver for them, blocks that no tensor fits included. The
-*device's* use (nvidia-smi) adds the driver's context with its loaded kernels and the buffers of
-each communicator. What must fit the card is the last one, so a verdict needs all three.
+Tools print three different numbers. *Allocated* are the bytes of tensors: the ledger. *Reserved*
+are the bytes that the caching allocator took from the driver for them, including blocks that no
+tensor fits. The *device's* use (nvidia-smi) adds the driver's context with its loaded kernels and
+the buffers of each communicator. The last one must fit the card, so a verdict needs all three.
 
 Note [Gradients' blocks]
 Reduced gradients are freed after the step. Their blocks are too small for the logits of the next
-one, and the allocator gives blocks back to the driver only when it gets no more: so they count in
-what a run reserves, and not in the least that it needs (R001, R002: 3.7 GiB of 82.4 and 77.0).
+one, and the allocator gives blocks back to the driver only when it gets no more: so they count as
+reserved, and not in the lower bound (R001, R002: 3.7 GiB of 82.4 and 77.0).
 
 Note [Sources of the ranges]
 Context: 0.5 to 2 GiB per process (github:stas00/ml-engineering, debug and performance chapters).
@@ -21,10 +21,14 @@ DeepSpeed 12 % (R585, R586), and with expandable segments 0 to 2 % (R043, R046).
 is no bound.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.step.ledger import Ledger
+from shardwise.quantities import format_bytes
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -32,7 +36,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Range:
-    """A quantity that is known from below and above, and what is to be expected."""
+    """A quantity with its lower bound, its expected value and its upper bound."""
 
     low: float
     expected: float
@@ -107,3 +111,53 @@ def memory_interval(
         fragmentation_bytes=round((ledger.total + cached_bytes) * fraction.expected),
         cached_bytes=cached_bytes,
     )
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """Bytes that the ranks of one node hold together on its host and in its files, and its room.
+
+    It is the node with the most. Without a known capacity, ``file_capacity_bytes`` is None.
+    """
+
+    num_ranks: int
+    host_bytes: int
+    host_capacity_bytes: int
+    file_bytes: int
+    file_capacity_bytes: int | None
+
+    @property
+    def missing(self) -> str | None:
+        """Describe the part that does not fit; None if everything fits."""
+        tiers = (
+            ("host memory", self.host_bytes, self.host_capacity_bytes),
+            ("space for files", self.file_bytes, self.file_capacity_bytes),
+        )
+        for name, num_bytes, capacity in tiers:
+            if capacity is not None and num_bytes > capacity:
+                return (
+                    f"the {self.num_ranks} ranks of a node need {format_bytes(num_bytes)} of "
+                    f"{name}, and it has {format_bytes(capacity)}"
+                )
+        return None
+
+
+def node_room(
+    cluster: Cluster, candidate: Candidate, by_stage: Mapping[int, tuple[int, int]]
+) -> NodeRoom:
+    """Add up the bytes of one rank of each pipeline stage on the host, and in files.
+
+    A stage that is not given is taken for the largest. Neighbours are of one stage (`axes`).
+    """
+    node = cluster.node
+    num_ranks = min(node.num_accelerators, candidate.world_size)
+    of_stage = candidate.world_size // candidate.pp
+    together = max(1, num_ranks // of_stage)  # stages that a node has ranks of
+    most = []
+    for kind in (0, 1):
+        largest = max(each[kind] for each in by_stage.values())
+        stages = [by_stage[i][kind] if i in by_stage else largest for i in range(candidate.pp)]
+        nodes = (stages[first : first + together] for first in range(0, candidate.pp, together))
+        most.append(max(map(sum, nodes)) * (num_ranks // together))
+    host = node.host
+    return NodeRoom(num_ranks, most[0], host.memory_bytes, most[1], host.nvme_bytes)

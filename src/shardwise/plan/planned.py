@@ -1,4 +1,4 @@
-"""A plan as values: what a candidate costs on a cluster, and where the time of a step goes."""
+"""A plan as values: the cost of a candidate on a cluster, and the parts of a step's time."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.margins import MemoryInterval
-from shardwise.plan.node_room import NodeRoom
+from shardwise.plan.margins import MemoryInterval, NodeRoom
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Stream
@@ -19,7 +18,7 @@ Verdict = Literal["fits", "tight", "will not fit"]
 
 
 class Answer(NamedTuple):
-    """What a plan is where a setting has this value."""
+    """Memory and time of a plan if a setting has this value."""
 
     value: str
     low_bytes: int
@@ -28,14 +27,14 @@ class Answer(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A setting that was not told, with what it could be; the first value is assumed."""
+    """A setting that was not given, with its possible values; the first one is assumed."""
 
     setting: str
     answers: tuple[Answer, ...]
 
 
 class Possible(NamedTuple):
-    """What a plan may be over all answers to its questions."""
+    """The range of a plan over all answers to its questions."""
 
     low_bytes: int
     high_bytes: int
@@ -45,14 +44,14 @@ class Possible(NamedTuple):
 
 @dataclass(frozen=True)
 class Planned:
-    """What a candidate costs on a cluster; ``memory`` is an interval of one rank's device bytes.
+    """The cost of a candidate on a cluster; ``memory`` is an interval of one rank's device bytes.
 
     ``flops_per_step`` are those of the model on all ranks, recomputation left out, as for the MFU.
     ``step_s`` holds ``fill_s``, in which the pipeline is filled and emptied, and ``sends_s``, in
     which its stages send. ``model_parallel_s`` is the part of the slowest rank's computing, by
     axis, that is collectives of tensor, context and expert parallelism; ``simulated`` counts it as
-    computing. ``questions`` are of settings that were not told, ``possible`` is what follows from
-    them; None: nothing is open.
+    computing. ``questions`` are about settings that were not given, ``possible`` is the range over
+    their answers; None: nothing is open.
     """
 
     model: str
@@ -81,7 +80,7 @@ class Planned:
     def verdict(self) -> Verdict:
         """Compare the interval with the device: all of it below, all above, or in between.
 
-        What is elsewhere has to have room on a node.
+        Offloaded state has to have room on a node.
         """
         if self.room.missing is not None:
             return "will not fit"
@@ -98,7 +97,7 @@ class Planned:
 
     @property
     def num_simulated(self) -> int:
-        """Micro-batches in what was simulated; see Note [Long windows]."""
+        """Number of simulated micro-batches; see Note [Long windows]."""
         return self.simulated.num_micro_batches
 
     @property
@@ -140,9 +139,9 @@ class TimeRow(NamedTuple):
 
 
 def time_rows(plan: Planned) -> list[TimeRow]:
-    """Return the lines: computing, waiting and idle add up to what was simulated.
+    """Return the lines: computing, waiting and idle add up to the simulated time.
 
-    What a stream does by phase stands below; it is busy time, hidden or not.
+    A stream's phases follow its line; they are busy time, hidden or not.
     """
     run = plan.simulated.slowest
     rows = [TimeRow("computing", run.compute_s), *_phases(plan, ("compute",))]

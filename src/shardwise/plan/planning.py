@@ -1,4 +1,4 @@
-"""One plan: what a candidate costs on a cluster, in memory and time, with a verdict.
+"""Plan one candidate on a cluster: memory and time, with a verdict and open questions.
 
 Note [What a plan composes]
 The model's tape (``tracing`` or ``shape_tape``) is played under the candidate by the engine's own
@@ -20,10 +20,23 @@ Note [Context ranks are shard ranks]
 The ranks of a context group have the same parameters and different tokens, so gradients are reduced
 and state is sharded over shard x context ranks, as FSDP does it: a step is played with that many
 shards.
+
+Note [Long windows]
+The micro-batches of an accumulation window are alike but for the first and the last. A window
+longer than three is played with two and with three, and each further one adds the difference. What
+is read from disks from the step's begin on hides behind the whole window, not behind each of its
+micro-batches: there the window is played up to 32 of them. Where all micro-batches go through a
+unit before the next, each adds to the peak of memory, and all are played.
+
+Note [Noise and long windows]
+The difference of two noisy steps is mostly noise. With jitter the difference is that of two quiet
+steps, times how much longer noise makes a step on average; so many steps are averaged that some
+thousands of operations are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple, Protocol
 
 from shardwise.errors import ConfigError
@@ -31,17 +44,27 @@ from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.machine.links import place, send_seconds
 from shardwise.plan.machine.pricing import Pricer, Prices
-from shardwise.plan.margins import UNSEEN_MEMORY, UNSEEN_TIME, MemoryInterval, memory_interval
+from shardwise.plan.margins import (
+    UNSEEN_MEMORY,
+    UNSEEN_TIME,
+    MemoryInterval,
+    NodeRoom,
+    memory_interval,
+    node_room,
+)
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import CONTEXT_KINDS, Cost, Tape, Work
-from shardwise.plan.node_room import NodeRoom, node_room
-from shardwise.plan.planned import Planned
+from shardwise.plan.planned import Answer, Planned, Possible, Question
 from shardwise.plan.step.ledger import Played
+from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Compute
 from shardwise.plan.timing.scenario import Scenario
-from shardwise.plan.timing.simulate import Simulated
-from shardwise.plan.timing.windows import play_shown, time_window
+from shardwise.plan.timing.simulate import Simulated, simulate
 
+_LONGEST_PLAYED = 3
+_LONGEST_WITH_DISKS = 32
+_AVERAGED_OPS = 20_000  # their mean is within a few per cent where sigma is 1
+_AVERAGED_RANK_OPS = 4_000_000  # many ranks need fewer: each waits for the slowest of many
 _AXIS_OF = {
     "tensor_parallel": "tensor",
     **dict.fromkeys(CONTEXT_KINDS, "context"),
@@ -62,7 +85,7 @@ class Model(Protocol):
 
     @property
     def name(self) -> str:
-        """What the user called the model."""
+        """The user's name for the model."""
 
     @property
     def num_params(self) -> int:
@@ -74,7 +97,7 @@ class Model(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of how the tapes are made."""
+        """Remarks for the user on how the tapes are made."""
 
     def check_degrees(self, candidate: Candidate) -> None:
         """Refuse degrees that the model cannot have. **Raises** ConfigError, naming one."""
@@ -85,7 +108,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Plan(Planned):
-    """What a candidate costs on a cluster, for a notebook too."""
+    """The cost of a candidate on a cluster; a notebook shows it as HTML."""
 
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
@@ -95,9 +118,9 @@ class Plan(Planned):
 
 
 class Memory(NamedTuple):
-    """What a candidate's step holds, played on each pipeline stage that differs and not timed.
+    """The memory of a candidate's step, played on each pipeline stage that differs and not timed.
 
-    ``stage`` is the one that holds the most, and ``device`` what it holds.
+    ``stage`` is the one with the most, and ``device`` its bytes.
     """
 
     tapes: Mapping[int, Tape]
@@ -282,7 +305,7 @@ def _pipeline_notes(stages: Mapping[int, Tape], in_memory: Tape, in_time: Tape) 
 
 
 def _flops_per_step(model: Model, candidate: Candidate, tape: Tape) -> int:
-    """Return the model's FLOPs on all ranks, those that several ranks compute alike once."""
+    """Return the model's FLOPs on all ranks, counting once those that several ranks repeat."""
     alone = replace(candidate, pp=1, tp=1, ep=1)
     if alone != candidate:
         tape = model.tape(alone)
@@ -298,3 +321,142 @@ def num_groups(candidate: Candidate) -> int:
     if candidate.ep > 1:
         sizes += [candidate.ep, shards * candidate.tp // candidate.ep]
     return sum(size > 1 for size in sizes)
+
+
+# -- accumulation windows
+@dataclass(frozen=True)
+class Window:
+    """One stage's step, its neighbours aside.
+
+    ``played`` counts the traffic of all micro-batches; ``simulated`` has those that were played.
+    ``window_s`` is the whole step, ``micro_batch_s`` what one more micro-batch adds.
+    """
+
+    played: Played
+    simulated: Simulated
+    window_s: float
+    micro_batch_s: float
+
+
+def play_shown(tape: Tape, candidate: Candidate) -> Played:
+    """Play as many micro-batches of a step as Note [Long windows] shows."""
+    return play(tape, replace(candidate, accumulation=_num_shown(candidate)))
+
+
+def _num_shown(candidate: Candidate) -> int:
+    if candidate.in_rounds:
+        return candidate.accumulation
+    disks = "nvme" in candidate.offload.tiers
+    return min(candidate.accumulation, _LONGEST_WITH_DISKS if disks else _LONGEST_PLAYED)
+
+
+def time_window(
+    tape: Tape, candidate: Candidate, played: Played, prices: Pricer, scenario: Scenario | None
+) -> Window:
+    """Simulate a step of one stage, of which ``play_shown`` gave ``played``.
+
+    **Cost** one more play; with jitter, up to a few thousand operations more on each rank.
+
+    **Source** see Notes [Long windows] and [Noise and long windows].
+    """
+
+    def time(played: Played, within: Scenario | None = scenario) -> Simulated:
+        return simulate(played.program, prices.seconds, within, overlap=prices.overlap)
+
+    shown, simulated = _num_shown(candidate), time(played)
+    more = candidate.accumulation - shown
+    if not more and candidate.pp == 1:
+        return Window(played, simulated, simulated.step_s, simulated.step_s / shown)
+    quiet = scenario and replace(scenario, jitter_sigma=0.0)
+    # A window of one has no shorter one: there the difference is to that of two.
+    other = play(tape, replace(candidate, accumulation=shown - 1 if shown > 1 else 2))
+    noisy = scenario is not None and scenario.jitter_sigma > 0
+    quiet_s = time(played, quiet).step_s if noisy else simulated.step_s
+    micro_batch_s = abs(quiet_s - time(other, quiet).step_s)
+    if scenario is not None and noisy and quiet_s > 0:
+        ops = min(_AVERAGED_OPS, _AVERAGED_RANK_OPS // scenario.num_ranks)
+        steps = max(scenario.num_steps, -(-ops // len(played.program.ops)))
+        micro_batch_s *= time(played, replace(scenario, num_steps=steps)).step_s / quiet_s
+    window_s = simulated.step_s + more * micro_batch_s
+    if more:
+        program, less = played.program, other.program
+        program = replace(
+            program,
+            sent_bytes=_extend(program.sent_bytes, less.sent_bytes, more),
+            num_collectives=_extend(program.num_collectives, less.num_collectives, more),
+            copied_bytes=_extend(program.copied_bytes, less.copied_bytes, more),
+        )
+        played = replace(played, program=program)
+    return Window(played, simulated, window_s, micro_batch_s)
+
+
+def _extend(longer: Mapping[str, int], shorter: Mapping[str, int], more: int) -> dict[str, int]:
+    """Add ``more`` times what one more micro-batch added."""
+    return {key: value + more * (value - shorter.get(key, 0)) for key, value in longer.items()}
+
+
+# -- settings that were not given
+_WORTH_ASKING = 0.01  # of memory, or of the step
+# Other values of a setting than the assumed one, in the words of its flag.
+_OTHERS: dict[str, tuple[str, ...]] = {
+    "kernels": ("compiled",),
+    "loss": ("held", "chunked", "compiled"),
+    "optimizer_kernel": ("foreach",),
+}
+
+
+def asked_of(
+    made: Plan,
+    model: Model,
+    cluster: Cluster,
+    told: Set[str],
+    prices_of: Callable[[Candidate], Pricer],
+) -> Plan:
+    """Return a plan with the questions whose answers would change it, and all that it may be then.
+
+    ``told`` are the settings that the user has decided. Nothing is asked of a model that is traced:
+    its file says how it runs.
+
+    **Cost** a plan for every combination of answers: some dozen.
+    """
+    if not isinstance(model, ShapedModel):
+        return made
+    base = made.candidate
+    others = {name: values for name, values in _OTHERS.items() if name not in told}
+    if base.activation_checkpointing == "selective":  # some systems call per_op selective
+        others["activation_checkpointing"] = ("per_op",)
+    if not others:
+        return made
+    choices = {name: (getattr(base, name), *values) for name, values in others.items()}
+
+    def planned(candidate: Candidate) -> Plan:
+        if candidate == base:
+            return made
+        return plan(model, cluster, candidate, prices=prices_of(candidate))
+
+    every = [
+        planned(replace(base, **dict(zip(choices, values, strict=True))))
+        for values in product(*choices.values())
+    ]
+    questions = []
+    for name, values in choices.items():
+        answers = [planned(replace(base, **{name: value})) for value in values]
+        if any(_differs(each, made) for each in answers):
+            said = zip(answers, values, strict=True)
+            rows = ((v, e.memory.low_bytes, e.memory.high_bytes, e.step_s) for e, v in said)
+            questions.append(Question(name, tuple(Answer(*row) for row in rows)))
+    if not questions:
+        return made
+    possible = Possible(
+        min(each.memory.low_bytes for each in every),
+        max(each.memory.high_bytes for each in every),
+        min(each.step_s for each in every),
+        max(each.step_s for each in every),
+    )
+    return replace(made, questions=tuple(questions), possible=possible)
+
+
+def _differs(one: Plan, other: Plan) -> bool:
+    """Tell whether two plans differ by more than what a plan is off by anyway."""
+    pairs = (one.memory.high_bytes, other.memory.high_bytes), (one.step_s, other.step_s)
+    return any(abs(a - b) > _WORTH_ASKING * b for a, b in pairs)

@@ -1,4 +1,4 @@
-"""What the user asks of `shardwise plan` and `simulate`: keys with their limits and meanings."""
+"""Keys of `shardwise plan` and `simulate`, with their limits and meanings."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from shardwise.quantities import SIZES, parse_count, parse_size
 
 _MOST_MICRO_BATCH = 10**6
 _LONGEST = 1 << 24  # tokens of a window
-_MOST = 1 << 40  # of windows, tokens or micro-batches; what is beyond is a slip
+_MOST = 1 << 40  # of windows, tokens or micro-batches; larger numbers are typing errors
 _ACCOUNTED = frozenset(
     (
         *("params", "ranks", "stage", "precision", "optimizer", "dp_replicate", "accumulation"),
@@ -83,7 +83,7 @@ def _read_count(value: Any) -> Any:
 
 
 def parse_positive(value: Any) -> Any:
-    """Return a count above 0 that is written as 7e9, 7B or 4M; leave what is no text be."""
+    """Return a count above 0 that is written as 7e9, 7B or 4M, and anything but text unchanged."""
     if isinstance(value, str):
         try:
             value = parse_count(value)
@@ -248,7 +248,7 @@ class ModelRequest(BaseModel):
 
 
 class PlanRequest(ModelRequest):
-    """A step's keys, those of a search, and what is written."""
+    """A step's keys, those of a search, and the files to write."""
 
     params: Annotated[int | str | None, BeforeValidator(parse_positive)] = key(
         None, "Model", "number of parameters (7e9, 7B): accounting alone, without a model"

@@ -85,14 +85,14 @@ PRECISIONS: dict[str, Dtypes] = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """One row of the table of optimizers: what its state is made of.
+    """One row of the table of optimizers: the parts of its state.
 
     ``num_like`` state tensors have the parameter's shape, in ``bits`` per element or (``None``) in
     the master dtype, with one float32 scale per ``block`` elements (0: none). ``factored``: of
     matrices there are the means of rows and columns instead, of all else one tensor of its shape.
-    ``has_step``: one float32 counter per tensor. ``note`` is what the row leaves out. ``by``: who
-    steps it unit by unit where it rests elsewhere, torch's class or the engine's own; "" is nobody:
-    then it steps all at once, in host memory.
+    ``has_step``: one float32 counter per tensor. ``note`` names the parts that the row leaves out.
+    ``by``: whose class steps it unit by unit if it is offloaded, torch's or the engine's; if "", it
+    steps all at once, in host memory.
     """
 
     num_like: int

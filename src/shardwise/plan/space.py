@@ -1,4 +1,4 @@
-"""What a search varies, and what its plans have to keep to."""
+"""The settings that a search varies, and the limits of its plans."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -36,7 +36,7 @@ KNOBS = ("layouts", "units", "bucket_bytes", "reduce_every", "prefetch_units")
 
 @dataclass(frozen=True)
 class Space:
-    """What is varied, each as the values to try; everything else is as in ``base``.
+    """The values to try of each varied setting; everything else is as in ``base``.
 
     ``micro_batches`` empty: powers of two from 1 for as long as they fit. ``fills_pipelines``: with
     as many micro-batches as stages, as a run. ``may_move_inputs`` to the host: where needed to fit.
@@ -50,7 +50,7 @@ class Space:
     prefetch_units: Sequence[int | None] = (1, 0, 2)  # None: as in base
     bucket_bytes: Sequence[int] = (1 << 20,)
     reduce_every: Sequence[Literal["step", "micro_batch"] | None] = (None,)
-    gathers: Sequence[GatherName | None] = (None,)  # formats change what is computed
+    gathers: Sequence[GatherName | None] = (None,)  # formats change the results
     reduces: Sequence[ReduceName | None] = (None,)
     activation_checkpointing: Sequence[str] = ("none", "full")
     micro_batches: Sequence[int] = ()
@@ -65,7 +65,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan has to keep to; None asks for nothing.
+    """The limits of a plan; None is no limit.
 
     ``tokens_per_step`` is met by accumulation and may not be missed by more than one per cent.
     """

@@ -1,1 +1,1 @@
-"""What operations cost on a machine: by the catalogue's figures, or as they were measured."""
+"""Seconds of operations on a machine, from the catalogue's figures or from measurements."""

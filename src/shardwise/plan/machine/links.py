@@ -107,7 +107,7 @@ def send_seconds(num_bytes: float, crosses_nodes: bool, node: Node) -> float:
 def all_to_all_seconds(sent_bytes: float, group: Group, node: Node) -> float:
     """Return the seconds in which each rank sends so much in all, as much to each of the others.
 
-    What stays in the node and what leaves it are on their way at once.
+    Messages within the node and out of it travel at the same time.
     """
     n, here = group.num_ranks, group.ranks_per_node
     if n == 1:

@@ -1,8 +1,8 @@
 """Plans, searches and simulations as plain data: units in the keys, bytes as integers.
 
 A figure's key ends in ``_bytes``, ``_s``, ``_per_s`` or ``_fraction``, or begins with ``num_``;
-under such a key there may be figures by name. What is under ``candidate`` are settings, by the
-names of their flags; ``micro_batch`` of a moment says in which one it is, from 0.
+under such a key there may be figures by name. Under ``candidate`` are settings, by the names of
+their flags; ``micro_batch`` of a moment says in which one it is, from 0.
 """
 
 from dataclasses import asdict
@@ -13,8 +13,7 @@ from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.planned import Planned
 from shardwise.plan.searching import SearchResult
 from shardwise.plan.step.ledger import Moment
-from shardwise.plan.timing.goodput import Goodput
-from shardwise.plan.timing.scaling import ScalingRow
+from shardwise.plan.timing.scaling import Goodput, ScalingRow
 from shardwise.plan.timing.simulate import Simulated
 
 
@@ -64,7 +63,7 @@ def plan_facts(plan: Planned) -> dict[str, Any]:
             "pipeline_fill_s": plan.fill_s,
             "pipeline_sends_s": plan.sends_s,
             "num_micro_batches": plan.candidate.accumulation,
-            # What follows is of so many micro-batches, and of one rank of one stage.
+            # The figures below are of so many micro-batches, and of one rank of one stage.
             "num_simulated_micro_batches": plan.num_simulated,
             **simulated_facts(plan.simulated),
             "model_parallel_s": dict(plan.model_parallel_s),

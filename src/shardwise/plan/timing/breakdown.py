@@ -1,9 +1,9 @@
-"""Where the time of one rank's step went: busy, waiting, hidden, exposed; by phase and by unit.
+"""The time of one rank's step: busy, waiting, hidden, exposed; by phase and by unit.
 
-Note [What is exposed]
+Note [Exposed time]
 The step is cut at every begin and end of an operation. A moment at which the compute stream runs is
 computing; whatever else runs then is hidden. Of the rest, a moment at which a collective runs, or
-has been issued and waits for another rank, is exposed communication; of what is left, one at which
+has been issued and waits for another rank, is exposed communication; of the others, one at which
 a copy, a host core or a disk works is exposed offload. So the three and the idle rest add up to
 the step, and two collectives at once are not counted twice.
 """
@@ -82,22 +82,22 @@ class RankRun:
 
     @property
     def exposed_s(self) -> float:
-        """Exposed communication, see Note [What is exposed]."""
+        """Exposed communication, see Note [Exposed time]."""
         return self._moments[False, True, False] + self._moments[False, True, True]
 
     @property
     def exposed_offload_s(self) -> float:
-        """Exposed work of copies, host cores and disks, see Note [What is exposed]."""
+        """Exposed work of copies, host cores and disks, see Note [Exposed time]."""
         return self._moments[False, False, True]
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which nothing worked, see Note [What is exposed]."""
+        """Seconds in which nothing worked, see Note [Exposed time]."""
         return self._moments[False, False, False]
 
     @property
     def overlap(self) -> float:
-        """Share of communication that computing hides, 0 to 1; 1 where there is none."""
+        """Share of communication that computing hides, 0 to 1; 1 without communication."""
         return 1 - self.exposed_s / self.communication_s if self.communication_s > 0 else 1.0
 
     @property
@@ -146,7 +146,7 @@ class RankRun:
 
     @cached_property
     def _moments(self) -> Mapping[tuple[bool, bool, bool], float]:
-        """Seconds by whether it computes, communicates, offloads; see Note [What is exposed]."""
+        """Seconds by whether it computes, communicates, offloads; see Note [Exposed time]."""
         edges = []
         for span in self.spans:
             kind = _KINDS[self.program.ops[span.op].stream]

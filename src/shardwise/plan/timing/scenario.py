@@ -1,4 +1,4 @@
-"""What a simulated cluster does that a perfect one does not: slow ranks and links, noise, failures.
+"""Imperfections of a simulated cluster: slow ranks and links, noise, failures.
 
 Ranks are numbered as the engine's mesh numbers them: rank ``replica * num_shards + shard``, so the
 ranks of one shard group are neighbours.
@@ -14,7 +14,7 @@ from shardwise.spelling import did_you_mean
 
 JitterKind = Literal["lognormal", "gamma"]
 LinkAxis = Literal["shard", "replicate"]
-_MOST = 1 << 40  # of anything; what is beyond is a slip
+_MOST = 1 << 40  # of anything; larger numbers are typing errors
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """How often the state is saved and what it costs.
+    """The interval and the cost of saving the state.
 
     Training runs ``interval_s`` between two saves and stands still for ``stall_s`` in each; the
     checkpoint is durable ``cost_s`` after its save began, and takes ``load_s`` to read back.
@@ -78,7 +78,7 @@ class Scenario:
     multiplied on each rank (on each group, for a collective): sigma of the logarithm for
     "lognormal", the standard deviation for "gamma".
 
-    **Raises** ConfigError naming the field, what was expected and what came.
+    **Raises** ConfigError naming the field, the expected and the given value.
     """
 
     num_shards: int = 1

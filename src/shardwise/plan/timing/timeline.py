@@ -4,7 +4,7 @@ Note [Names in the timeline]
 A real run's spans are ``shardwise.<phase>(<unit>)``, so gathers are ``shardwise.unshard(...)`` here
 too, reductions ``shardwise.reduce(...)``, and a gap in which compute waits for one of them is
 ``shardwise.wait_unshard(...)`` or ``shardwise.wait_reduce(...)`` of the unit that it waits for.
-What the engine does not label is named by phase and unit, e.g. ``forward layers.3``.
+Operations that the engine does not label are named by phase and unit, e.g. ``forward layers.3``.
 
 Source: Trace Event Format (Google, the trace-event profiling tool): JSON object form, complete
 events X, metadata events M, flow events s and f; times in microseconds.
