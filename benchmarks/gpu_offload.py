@@ -310,7 +310,7 @@ def run_largest(args: argparse.Namespace) -> None:
 
 def _planned_peak(case: str, size: str, layers: int, windows: int) -> tuple[int, int]:
     from shardwise.plan.candidate import Candidate, Offload
-    from shardwise.plan.machine.catalogue import make_cluster
+    from shardwise.plan.machine.hardware import make_cluster
     from shardwise.plan.model.shaped import ShapedModel
     from shardwise.plan.planning import plan
 

@@ -194,7 +194,7 @@ def predict(
 ) -> dict[str, Any]:
     """Trace, play, price, simulate."""
     from shardwise.plan.candidate import Candidate
-    from shardwise.plan.machine.calibrated import CalibratedPrices
+    from shardwise.plan.machine.calibration import CalibratedPrices
     from shardwise.plan.model.tracing import trace
     from shardwise.plan.step.play import play
     from shardwise.plan.timing.simulate import simulate

@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
-from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.hardware import Cluster, make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import DecoderShape, llama_shape
 from shardwise.plan.planning import Plan, plan

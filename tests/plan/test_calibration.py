@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from programs import run_program
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.calibrated import CalibratedPrices, cluster_of
 from shardwise.plan.machine.calibration import (
     VERSION,
+    CalibratedPrices,
     Calibration,
     Curve,
-    Host,
+    MeasuredHost,
+    cluster_of,
     read_calibration,
     write_calibration,
 )
@@ -47,7 +48,7 @@ def a_calibration(**changes: Any) -> Calibration:
         for name in NAMES
     }
     found = Calibration(
-        host=Host("processor", 2, 8 << 30, "cpu", 8 << 30, "2.13.0", "0.1.0"),
+        host=MeasuredHost("processor", 2, 8 << 30, "cpu", 8 << 30, "2.13.0", "0.1.0"),
         measured_at="2026-01-01T00:00:00+00:00",
         backend="gloo",
         num_ranks=2,

@@ -14,7 +14,7 @@ from composed_cells import candidate_of
 from ranks import run_ranks
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Work
 from shardwise.plan.planning import plan

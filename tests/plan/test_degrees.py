@@ -14,7 +14,7 @@ from shardwise.cli.simulate import scenario_of
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.presets import find_preset

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.parallel.context import ContextParallel
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.machine.links import Group, all_to_all_seconds, send_seconds
 from shardwise.plan.machine.pricing import Prices
 from shardwise.plan.model.execution import Execution, layer_bytes

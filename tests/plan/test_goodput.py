@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.timing.goodput import (
+from shardwise.plan.timing.scaling import (
     best_interval_s,
     expected_goodput,
     young_interval_s,

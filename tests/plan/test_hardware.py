@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.catalogue import (
+from shardwise.plan.machine.hardware import (
+    Cluster,
+    Link,
     accelerators,
     find_accelerator,
     find_host,
@@ -18,8 +20,7 @@ from shardwise.plan.machine.catalogue import (
     make_cluster,
     standard_nodes,
 )
-from shardwise.plan.machine.efficiencies import common_efficiencies, family_efficiencies
-from shardwise.plan.machine.hardware import Cluster, Link
+from shardwise.plan.machine.pricing import common_efficiencies, family_efficiencies
 from shardwise.plan.tables import make_row
 
 GIB = 1 << 30
@@ -178,7 +179,7 @@ def test_a_row_of_a_table_with_an_unknown_or_missing_key_is_refused() -> None:
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    modules = "shardwise.plan.machine.catalogue, shardwise.plan.machine.pricing"
+    modules = "shardwise.plan.machine.hardware, shardwise.plan.machine.pricing"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -14,7 +14,7 @@ from shardwise import layer_by_layer, shard, stats
 from shardwise.engine.activations import _Input
 from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.tape import Tape, Visit

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.plan.machine.catalogue import find_link, find_node, make_cluster, standard_nodes
-from shardwise.plan.machine.hardware import Node
+from shardwise.plan.machine.hardware import Node, find_link, find_node, make_cluster, standard_nodes
 from shardwise.plan.machine.links import (
     CollectiveKind,
     Group,

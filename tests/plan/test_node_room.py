@@ -10,11 +10,10 @@ from shardwise.errors import ConfigError
 from shardwise.homes import Offload
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import make_cluster
-from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.hardware import Cluster, make_cluster
+from shardwise.plan.margins import node_room
 from shardwise.plan.model.presets import find_model
 from shardwise.plan.model.shaped import ShapedModel
-from shardwise.plan.node_room import node_room
 from shardwise.plan.planning import plan
 from shardwise.plan.request import PlanRequest
 from shardwise.plan.searching import search

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from decoders import cluster_of_ranks
-from shardwise.cli.plan_setup import set_up
-from shardwise.cli.plan_space import limits_of, space_of
+from shardwise.cli.plan_setup import limits_of, set_up, space_of
 from shardwise.errors import ConfigError
 from shardwise.keys import check_keys
 from shardwise.plan.candidate import Candidate, Checkpointing
-from shardwise.plan.machine.catalogue import make_cluster
+from shardwise.plan.machine.hardware import make_cluster
 from shardwise.plan.model.models import huggingface_source, shape_source
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from decoders import make_model
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.catalogue import find_node, make_cluster
-from shardwise.plan.machine.efficiencies import Efficiency, common_efficiencies, fitted_efficiencies
-from shardwise.plan.machine.hardware import Cluster
+from shardwise.plan.machine.hardware import Cluster, find_node, make_cluster
 from shardwise.plan.machine.links import Group, collective_seconds, place
-from shardwise.plan.machine.pricing import Prices
+from shardwise.plan.machine.pricing import (
+    Efficiency,
+    Prices,
+    common_efficiencies,
+    fitted_efficiencies,
+)
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.step.play import play
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer

@@ -15,12 +15,10 @@ from shardwise.homes import Offload
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan
 from shardwise.plan.report.facts import goodput_facts, plan_facts, scaling_facts, search_facts
-from shardwise.plan.report.page import full_page, plans_html
-from shardwise.plan.report.pictures import memory_svg, step_svg
+from shardwise.plan.report.page import full_page, memory_svg, plans_html, step_svg
 from shardwise.plan.searching import SearchResult, search
 from shardwise.plan.space import Limits, Space
-from shardwise.plan.timing.goodput import expected_goodput
-from shardwise.plan.timing.scaling import ScalingRow, scaling_rows
+from shardwise.plan.timing.scaling import ScalingRow, expected_goodput, scaling_rows
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario
 
 HOSTILE = "</title><script>alert('&\"')</script>"

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.cli.plan_setup import Setup, padding_notes, set_up
-from shardwise.cli.plan_space import limits_of, space_of
+from shardwise.cli.plan_setup import Setup, limits_of, padding_notes, set_up, space_of
 from shardwise.cli.plan_write import train_config_of, written_offload
 from shardwise.errors import ConfigError
 from shardwise.homes import Offload
@@ -19,8 +18,7 @@ from shardwise.plan.candidate import Candidate, planned_offload
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.model.shaped import ShapedModel
 from shardwise.plan.model.shapes import llama_shape
-from shardwise.plan.planning import plan
-from shardwise.plan.questions import asked_of
+from shardwise.plan.planning import asked_of, plan
 from shardwise.plan.request import PlanRequest, SimulateRequest
 from shardwise.plan.searching import search
 from shardwise.quantities import parse_size

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise import __version__
-from shardwise.bench import compute, engine, links, network, state
+from shardwise.bench import kernels, network
 from shardwise.bench.stopwatch import FULL, QUICK, Stopwatch
 from shardwise.device import memory_in_use_bytes
-from shardwise.plan.machine.calibration import Calibration, Curve, Host
+from shardwise.plan.machine.calibration import Calibration, Curve, MeasuredHost
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _CPU_FACTS = Path("/proc/cpuinfo")
@@ -44,7 +44,7 @@ def calibrate(
         curves |= measure()
     progress("engine and overlap", 1.0)
     several = num_ranks > 1
-    host = engine.host_seconds(watch)
+    host = kernels.host_seconds(watch)
     return Calibration(
         host=_host(device),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -57,7 +57,7 @@ def calibrate(
         unit_backward_s=host.backward,
         checkpoint_s=host.checkpoint,
         process_bytes=resident,
-        context_bytes=links.context_bytes(device),
+        context_bytes=network.context_bytes(device),
         curves=curves,
     )
 
@@ -68,15 +68,15 @@ def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Cu
     for dtype in _DTYPES:
         name = str(dtype).removeprefix("torch.")
         jobs |= {
-            f"matrix products, {name}": partial(compute.matmul_curves, watch, dtype),
-            f"attention, {name}": partial(compute.attention_curves, watch, dtype),
-            f"memory-bound, {name}": partial(compute.memory_curves, watch, dtype),
+            f"matrix products, {name}": partial(kernels.matmul_curves, watch, dtype),
+            f"attention, {name}": partial(kernels.attention_curves, watch, dtype),
+            f"memory-bound, {name}": partial(kernels.memory_curves, watch, dtype),
         }
     jobs |= {
-        "optimizer": partial(state.optimizer_curves, watch),
-        "copies": partial(state.copy_curves, watch),
-        "host link": partial(links.host_link_curves, watch),
-        "disk": partial(links.disk_curves, watch, folder),
+        "optimizer": partial(kernels.optimizer_curves, watch),
+        "copies": partial(kernels.copy_curves, watch),
+        "host link": partial(network.host_link_curves, watch),
+        "disk": partial(network.disk_curves, watch, folder),
     }
     for size in network.group_sizes(watch.num_ranks):
         jobs[f"collectives of {size}"] = partial(_collectives, watch, size)
@@ -85,18 +85,18 @@ def _jobs(watch: Stopwatch, folder: Path) -> dict[str, Callable[[], dict[str, Cu
 
 def _collectives(watch: Stopwatch, group_size: int) -> dict[str, Curve]:
     on_cpu = watch.device.type == "cpu"
-    sums = state.sum_curve(watch) if on_cpu else None
+    sums = kernels.sum_curve(watch) if on_cpu else None
     found = network.collective_curves(watch, group_size, sums)
     return found if sums is None else {**found, "sum": sums}
 
 
-def _host(device: torch.device) -> Host:
+def _host(device: torch.device) -> MeasuredHost:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     name, device_memory = "cpu", pages
     if device.type != "cpu":
         name = torch.get_device_module(device.type).get_device_name(device)
         _, device_memory = torch.accelerator.get_memory_info(device)
-    return Host(
+    return MeasuredHost(
         processor=_processor(),
         num_cores=os.cpu_count() or 1,
         memory_bytes=pages,

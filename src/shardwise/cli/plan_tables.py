@@ -18,12 +18,12 @@ from shardwise.homes import Offload
 from shardwise.interop.deepspeed.homes import offload_keys
 from shardwise.keys import flag_of
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.front import Rejected
-from shardwise.plan.machine.catalogue import accelerators, links, standard_nodes
+from shardwise.plan.machine.hardware import accelerators, links, standard_nodes
 from shardwise.plan.model.presets import find_preset, preset_names
 from shardwise.plan.planned import time_rows
 from shardwise.plan.planning import Plan
 from shardwise.plan.request import PlanRequest
+from shardwise.plan.searching import Rejected
 from shardwise.plan.sizes import OPTIMIZERS, PRECISIONS
 from shardwise.quantities import format_bytes, format_count, format_duration, format_gb
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from shardwise.plan.searching import SearchResult
-    from shardwise.plan.timing.goodput import Goodput
-    from shardwise.plan.timing.scaling import ScalingRow
+    from shardwise.plan.timing.scaling import Goodput, ScalingRow
 
 _VERDICT_STYLES = {"fits": "bold green", "tight": "bold yellow", "will not fit": "bold red"}
 _WOULD_FAIL = "a run would fail for want of memory; what follows is of devices that had enough"

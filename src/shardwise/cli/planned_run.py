@@ -78,7 +78,7 @@ def plan_of_loop(planned: str, record: RunRecord) -> tuple[Planned, bool]:
 
 def _cluster_of(record: RunRecord) -> dict[str, Any]:
     """Return the keys of a plan that say which ranks a run had, and of which device."""
-    from shardwise.plan.machine.catalogue import find_accelerator
+    from shardwise.plan.machine.hardware import find_accelerator
 
     facts = record.facts
     found: dict[str, Any] = {"ranks": facts.num_ranks}

@@ -12,8 +12,13 @@ from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.planning import Plan, plan
 from shardwise.plan.request import SimulateRequest
-from shardwise.plan.timing.goodput import Goodput, expected_goodput
-from shardwise.plan.timing.scaling import ScalingRow, scaling_rows, scaling_svg
+from shardwise.plan.timing.scaling import (
+    Goodput,
+    ScalingRow,
+    expected_goodput,
+    scaling_rows,
+    scaling_svg,
+)
 from shardwise.plan.timing.scenario import Checkpoints, Failures, Scenario, SlowLink, Straggler
 from shardwise.plan.timing.timeline import chrome_trace
 from shardwise.progress import step_bar

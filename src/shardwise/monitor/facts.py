@@ -16,7 +16,7 @@ from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
 from shardwise.mesh import Axis
 from shardwise.monitor.record import RunFacts, UnitFacts
-from shardwise.plan.machine.catalogue import find_accelerator
+from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.unit import Unit
 

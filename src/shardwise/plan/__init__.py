@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shardwise.homes import Offload as Offload
     from shardwise.plan.accounting import account as account
     from shardwise.plan.candidate import Candidate as Candidate
-    from shardwise.plan.machine.catalogue import make_cluster as make_cluster
+    from shardwise.plan.machine.hardware import make_cluster as make_cluster
     from shardwise.plan.model.presets import find_model as find_model
     from shardwise.plan.model.traced import TracedModel as TracedModel
     from shardwise.plan.planning import plan as plan
@@ -31,7 +31,7 @@ _HOMES = {
     "TracedModel": "shardwise.plan.model.traced",
     "account": "shardwise.plan.accounting",
     "find_model": "shardwise.plan.model.presets",
-    "make_cluster": "shardwise.plan.machine.catalogue",
+    "make_cluster": "shardwise.plan.machine.hardware",
     "plan": "shardwise.plan.planning",
     "play": "shardwise.plan.step.play",
     "search": "shardwise.plan.searching",

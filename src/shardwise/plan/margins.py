@@ -1,4 +1,4 @@
-"""What a device holds beside the ledger's tensors, as ranges: context, communicators, allocator.
+"""Memory beside a ledger's tensors, as ranges, and room on the nodes for offloaded state.
 
 Note [Three totals]
 Tools print three different numbers. *Allocated* is what tensors need: the ledger. *Reserved* is
@@ -21,10 +21,14 @@ DeepSpeed 12 % (R585, R586), and with expandable segments 0 to 2 % (R043, R046).
 is no bound.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
+from shardwise.plan.candidate import Candidate
+from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.step.ledger import Ledger
+from shardwise.quantities import format_bytes
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -44,9 +48,9 @@ COMMUNICATOR_BYTES = Range(16 * _MIB, 128 * _MIB, 256 * _MIB)
 FRAGMENTATION = Range(0.02, 0.07, 0.12)
 
 # Published over planned, 5th percentile, median and 95th, of runs that nothing was fitted to.
-# Source: benchmarks/published.py, its last table (72 runs with memory, 159 with time).
-UNSEEN_MEMORY = Range(0.73, 1.04, 1.57)
-UNSEEN_TIME = Range(0.66, 1.12, 1.81)
+# Source: benchmarks/published.py, its last table (49 runs with memory, 126 with time).
+UNSEEN_MEMORY = Range(0.69, 1.06, 1.67)
+UNSEEN_TIME = Range(0.68, 1.12, 1.65)
 
 
 @dataclass(frozen=True)
@@ -107,3 +111,53 @@ def memory_interval(
         fragmentation_bytes=round((ledger.total + cached_bytes) * fraction.expected),
         cached_bytes=cached_bytes,
     )
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """What the ranks of one node hold together, on its host and in its files, and what it has.
+
+    It is the node with the most. ``file_capacity_bytes`` is None where nobody has said.
+    """
+
+    num_ranks: int
+    host_bytes: int
+    host_capacity_bytes: int
+    file_bytes: int
+    file_capacity_bytes: int | None
+
+    @property
+    def missing(self) -> str | None:
+        """Say what does not fit; None where all of it does."""
+        tiers = (
+            ("host memory", self.host_bytes, self.host_capacity_bytes),
+            ("space for files", self.file_bytes, self.file_capacity_bytes),
+        )
+        for name, num_bytes, capacity in tiers:
+            if capacity is not None and num_bytes > capacity:
+                return (
+                    f"the {self.num_ranks} ranks of a node need {format_bytes(num_bytes)} of "
+                    f"{name}, and it has {format_bytes(capacity)}"
+                )
+        return None
+
+
+def node_room(
+    cluster: Cluster, candidate: Candidate, by_stage: Mapping[int, tuple[int, int]]
+) -> NodeRoom:
+    """Add up what one rank of each pipeline stage has on the host, and in files.
+
+    A stage that is not told is taken for the largest. Neighbours are of one stage (`axes`).
+    """
+    node = cluster.node
+    num_ranks = min(node.num_accelerators, candidate.world_size)
+    of_stage = candidate.world_size // candidate.pp
+    together = max(1, num_ranks // of_stage)  # stages that a node has ranks of
+    most = []
+    for kind in (0, 1):
+        largest = max(each[kind] for each in by_stage.values())
+        stages = [by_stage[i][kind] if i in by_stage else largest for i in range(candidate.pp)]
+        nodes = (stages[first : first + together] for first in range(0, candidate.pp, together))
+        most.append(max(map(sum, nodes)) * (num_ranks // together))
+    host = node.host
+    return NodeRoom(num_ranks, most[0], host.memory_bytes, most[1], host.nvme_bytes)

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 
 from shardwise.plan.candidate import Candidate
 from shardwise.plan.machine.hardware import Cluster
-from shardwise.plan.margins import MemoryInterval
-from shardwise.plan.node_room import NodeRoom
+from shardwise.plan.margins import MemoryInterval, NodeRoom
 from shardwise.plan.sizes import DtypeName
 from shardwise.plan.step.ledger import Played
 from shardwise.plan.step.program import Stream

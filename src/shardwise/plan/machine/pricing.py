@@ -1,4 +1,4 @@
-"""How long each operation of a program takes on a cluster: the assumptions, few and with sources.
+"""Seconds of each operation of a program on a cluster, with the assumptions and their sources.
 
 Note [How computation is priced]
 A matmul takes FLOPs over the achievable rate or its bytes over the memory's, whichever is longer;
@@ -20,15 +20,15 @@ neighbours in those and the tensor ranks, and the ranks that have the same ones 
 inside the data parallel axis.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Protocol
 
 from shardwise.errors import ConfigError
 from shardwise.plan.candidate import Candidate
-from shardwise.plan.machine.efficiencies import Efficiency, efficiencies_of
-from shardwise.plan.machine.hardware import Cluster, canonical_dtype
+from shardwise.plan.machine.hardware import Accelerator, Cluster, canonical_dtype, unknown
 from shardwise.plan.machine.links import (
     Group,
     all_to_all_seconds,
@@ -39,6 +39,72 @@ from shardwise.plan.machine.links import (
 from shardwise.plan.model.tape import Cost
 from shardwise.plan.sizes import PRECISIONS, row_of
 from shardwise.plan.step.program import Collective, Compute, Op, Transfer
+from shardwise.plan.tables import make_row, read_table
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """A share of a datasheet's figure, or seconds (names in ``_s``), with meaning and source."""
+
+    value: float
+    meaning: str
+    source: str
+
+
+@cache
+def common_efficiencies() -> Mapping[str, Efficiency]:
+    """Return what holds for every accelerator that has no entry of its own."""
+    rows = read_table("efficiencies")["all"]
+    return {n: make_row(Efficiency, f"efficiencies.toml: {n}", row) for n, row in rows.items()}
+
+
+@cache
+def family_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
+    """Return what single measurements say of a family of accelerators."""
+    tables = read_table("efficiencies")["families"]
+    return {
+        family: {n: _known(n, row["value"], row["source"]) for n, row in rows.items()}
+        for family, rows in tables.items()
+    }
+
+
+@cache
+def fitted_efficiencies() -> Mapping[str, Mapping[str, Efficiency]]:
+    """Return what whole steps of a family's published runs come to."""
+    by, tables = "benchmarks/published.py", read_table("efficiencies")["fitted"]
+    return {
+        family: {
+            name: _known(name, value, f"fitted on published step times by {by}: {row['rows']}")
+            for name, value in row["values"].items()
+        }
+        for family, row in tables.items()
+    }
+
+
+def _known(name: str, value: float, source: str) -> Efficiency:
+    return Efficiency(value, common_efficiencies()[name].meaning, source)
+
+
+def efficiencies_of(
+    accelerator: Accelerator, overrides: Mapping[str, Efficiency]
+) -> Mapping[str, Efficiency]:
+    """Return the table for an accelerator, overrides last.
+
+    **Raises** ConfigError for an unknown name, and for a share that is not in (0, 1].
+    """
+    for name, each in overrides.items():
+        if name not in common_efficiencies():
+            raise unknown("efficiency", name, {known: known for known in common_efficiencies()})
+        largest = math.inf if name.endswith("_s") else 1.0
+        if not 0 < each.value <= largest or math.isinf(each.value):
+            raise ConfigError(
+                f"efficiency {name}={each.value}: expected more than 0"
+                + ("" if largest > 1 else ", at most 1")
+            )
+    family = accelerator.family
+    own = family_efficiencies().get(family, {}), fitted_efficiencies().get(family, {})
+    return {**common_efficiencies(), **own[0], **own[1], **overrides}
+
 
 _SCORES_AGAIN = 2.5 / 2.0  # of the FLOPs that a cost of attention's backward has
 

@@ -13,8 +13,7 @@ from shardwise.plan.machine.hardware import Cluster
 from shardwise.plan.planned import Planned
 from shardwise.plan.searching import SearchResult
 from shardwise.plan.step.ledger import Moment
-from shardwise.plan.timing.goodput import Goodput
-from shardwise.plan.timing.scaling import ScalingRow
+from shardwise.plan.timing.scaling import Goodput, ScalingRow
 from shardwise.plan.timing.simulate import Simulated
 
 
