@@ -61,7 +61,7 @@ def run_command(arguments: Sequence[str]) -> int:
         from shardwise.cli.plan_write import check_target
         from shardwise.monitor.page import report_html
         from shardwise.monitor.record import folder_of, read_run
-        from shardwise.monitor.timeline import chrome_trace
+        from shardwise.monitor.timeline import recorded_trace
 
         page = output if output is not None else folder_of(runs[0]).parent / "report.html"
         if trace is not None and len(runs) > 1:
@@ -73,7 +73,7 @@ def run_command(arguments: Sequence[str]) -> int:
         shown = [_shown(*each, plan, planned) for each in zip(names, records, strict=True)]
         _write("output", page, report_html(shown))
         if trace is not None:
-            _write("trace", trace, json.dumps(chrome_trace(records[0])))
+            _write("trace", trace, json.dumps(recorded_trace(records[0])))
         return 0
 
     return call_command(report, arguments, "shardwise report")
