@@ -15,8 +15,8 @@ A look at a step's spans takes 0.3 ms, a line 3 ms, both behind the training. To
 the time, of usual steps only one in `_LOOKED_AT_S` is looked at and stands for the others, and a
 line has as many steps as take `_LINE_S`, unless the user has given a number. Each unusual step is
 looked at: one that took long, or whose timeline is kept. Time, tokens and logged values are of
-every step. All ranks end their lines after the same steps: they count alike, and the slowest rank's
-mean step decides, which every line tells all of them.
+every step. All ranks end their lines after the same steps, since the slowest rank's mean step
+decides, which every line tells all of them.
 """
 
 import json
@@ -93,7 +93,7 @@ class Sink(Protocol):
         """Take the figures of a few steps; rank 0 calls it, behind the training."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Close files and connections."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ObservedStep:
 
     step: int
     recorded: Recorded
-    values: dict[str, float]  # what the loop logs until the step is handed over
+    values: dict[str, float]  # logged by the loop until the step is handed over
     figures: Mapping[str, float]
     own_lines: Sequence[Mapping[str, Any]] = ()
     bad_gradients: Sequence[str] = ()

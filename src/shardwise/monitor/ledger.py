@@ -219,8 +219,8 @@ class Fix:
 class OutOfMemory:
     """The report of memory that ran out; bytes of this rank's device.
 
-    ``asked_bytes`` is None if the error does not tell it. ``blocks`` are the engine's largest:
-    kind, unit, bytes.
+    ``asked_bytes`` is the failed request, or None. ``blocks`` are the engine's largest: kind, unit,
+    bytes.
     """
 
     rank: int
@@ -271,7 +271,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """Return the failed request in torch's message; None if it has none."""
+    """Return the failed request in torch's message, or None."""
     found = _ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * _GIVEN_BY[found[2]])
 

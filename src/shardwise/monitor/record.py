@@ -313,7 +313,7 @@ def rank_files(folder: Path) -> list[tuple[int, Path]]:
 def read_facts(folder: Path, run: Path) -> RunFacts:
     """Return the facts in ``run.json`` of a folder; ``run`` is the name of the run in errors.
 
-    **Raises** ConfigError if there is none, or another version has written it.
+    **Raises** ConfigError without that file, or if another version has written it.
     """
     path = folder / "run.json"
     if not path.is_file():
