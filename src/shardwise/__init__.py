@@ -10,6 +10,7 @@ Reading order, which is also the import order (a file imports only from what sta
     progress                  how far long work is: a bar, or lines
     svg                       three kinds of chart
     trace_events              Chrome traces
+    unit_facts                the facts of one unit
     versions                  which versions of other libraries were tested
     strict_json               JSON read strictly and within limits
     keys                      keys of files and flags, checked, with errors for people

@@ -26,8 +26,9 @@ from shardwise.monitor.findings import (
 from shardwise.monitor.lines import JsonLines
 from shardwise.monitor.live import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
-from shardwise.monitor.record import RunFacts, RunRecord, StepLine, UnitFacts, read_run
+from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process
+from shardwise.unit_facts import UnitFacts
 
 ROOT = Path(__file__).parents[2]
 LAYER = 400 << 20

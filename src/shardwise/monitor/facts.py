@@ -15,10 +15,11 @@ from shardwise.engine.describe import describe
 from shardwise.engine.parts import Parts, modules_of
 from shardwise.errors import ConfigError
 from shardwise.mesh import Axis
-from shardwise.monitor.record import RunFacts, UnitFacts
+from shardwise.monitor.record import RunFacts
 from shardwise.plan.machine.hardware import find_accelerator
 from shardwise.tensor.plain_state import owner_of
 from shardwise.unit.unit import Unit
+from shardwise.unit_facts import UnitFacts
 
 _NDIM_OF_STACKS = 3  # of parameters that hold all experts along the first dim
 _FLOPS_OF_TRAINED, _FLOPS_OF_FROZEN = 6.0, 4.0  # for each weight and token, forward and backward

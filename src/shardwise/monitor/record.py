@@ -34,31 +34,11 @@ from shardwise.monitor.lines import (
 )
 from shardwise.monitor.metrics import OverRanks, OverSteps
 from shardwise.processes import Process
+from shardwise.unit_facts import UnitFacts
 
 FORMAT = 1
 FOLDER = "observed"
 KINDS = ("timeline", "memory")  # of the lines that ranks write of single steps
-
-
-@dataclass(frozen=True)
-class UnitFacts:
-    """One unit of the model; bytes in the master dtype, padding summed over the ranks.
-
-    ``num_modules`` is the number of modules that hold its parameters; 0 in a record of an earlier
-    version.
-    """
-
-    name: Name
-    class_name: Name
-    num_params: Count
-    numel: Count
-    full_bytes: Count
-    rank_bytes: Count
-    padding_bytes: Count
-    dtype: Name
-    layout: Name
-    home: Name = ""
-    num_modules: Count = 0
 
 
 @dataclass(frozen=True)

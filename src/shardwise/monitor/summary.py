@@ -31,8 +31,9 @@ from shardwise.monitor.metrics import (
     OverRanks,
     transfers_ms,
 )
-from shardwise.monitor.record import RunFacts, StepLine, UnitFacts, over_steps
+from shardwise.monitor.record import RunFacts, StepLine, over_steps
 from shardwise.names import name_of_unit
+from shardwise.unit_facts import UnitFacts
 
 
 class Shown(NamedTuple):
