@@ -325,10 +325,14 @@ class Gatherer:
         with self._writing(), suppress(ValueError):  # closed already
             at_s = round(time.time(), 3)
             outputs.own.write(kind="end", step=max(self._last_step, 1), unix_s=at_s, **said)
+        self._close(outputs)
+        with self._writing():
+            outputs.doctor.close()
+
+    def _close(self, outputs: Outputs) -> None:
         for close in (outputs.steps.close, outputs.own.close, *(s.close for s in outputs.sinks)):
             with self._writing():
                 close()
-        outputs.doctor.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -339,9 +343,8 @@ class Gatherer:
             if self._writes_no_more:
                 return
             self._writes_no_more = True
-            self._outputs = replace(
-                self._outputs, steps=JsonLines(None), own=JsonLines(None), sinks=()
-            )
+            outputs, none = self._outputs, JsonLines(None)
+            self._outputs = replace(outputs, steps=none, own=none, sinks=())
             _LOG.warning(
                 "rank %d: observe() could not write its record of the run and writes no more: "
                 "%s: %s",
@@ -349,6 +352,7 @@ class Gatherer:
                 type(error).__name__,
                 error,
             )
+            self._close(outputs)
 
     # -- the thread
     def _run(self) -> None:
