@@ -24,7 +24,7 @@ from shardwise.monitor.findings import (
     read_docs,
 )
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live import LiveDoctor
+from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import GIB, OverRanks
 from shardwise.monitor.record import RunFacts, RunRecord, StepLine, read_run
 from shardwise.processes import own_process

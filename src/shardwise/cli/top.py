@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from shardwise.monitor.live import LiveRun, Snapshot
+    from shardwise.monitor.live_run import LiveRun, Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE, _SHARE = 32, 30  # characters
@@ -40,7 +40,7 @@ def run_command(arguments: Sequence[str]) -> int:
         Reads the files of RUN as they grow, so it works on every machine that sees them. Ctrl-C
         ends it without effect on the run.
         """
-        from shardwise.monitor.live import LiveRun
+        from shardwise.monitor.live_run import LiveRun
 
         live = LiveRun(run)
         if as_json:
@@ -174,10 +174,10 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _phases(now: Snapshot) -> Table:
     from shardwise.cli.tables import make_table
-    from shardwise.monitor.summary import where_time_goes
+    from shardwise.monitor.summary import phase_seconds
 
     table = make_table("where a step's time goes", ">!seconds", ">!share", "!")
-    phases = where_time_goes(now.lines)
+    phases = phase_seconds(now.lines)
     whole = sum(phases.values()) or 1.0
     for phase, seconds in phases.items():
         share = seconds / whole

@@ -46,7 +46,7 @@ from shardwise.errors import CollectiveError
 from shardwise.host import core_wait_s
 from shardwise.monitor.ledger import is_out_of_memory
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live import LiveDoctor
+from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import (
     BAD_GRADIENTS,
     BAD_VALUES,
@@ -63,7 +63,7 @@ from shardwise.monitor.metrics import (
     TOKENS_PER_S,
     mean_of,
     over_ranks,
-    pace,
+    pace_metrics,
     step_metrics,
     summarize_steps,
     tokens_over_ranks,
@@ -383,7 +383,7 @@ class Gatherer:
             self._write_own(kind="other_save", step=step.step, call=call, seconds=seconds)
         self._saves.clear()
         recorded = step.recorded
-        told = pace(recorded.seconds, recorded.num_tokens)
+        told = pace_metrics(recorded.seconds, recorded.num_tokens)
         if self._facts.peak_flops and TOKENS_PER_S in told:
             flops = told[TOKENS_PER_S] * self._facts.flops_per_token
             told[MFU_SHARE] = 100 * flops / self._facts.peak_flops

@@ -56,7 +56,7 @@ _SECONDS_OF = {  # of the line that computes
 }
 
 
-def pace(step_s: float, num_tokens: int) -> dict[str, float]:
+def pace_metrics(step_s: float, num_tokens: int) -> dict[str, float]:
     """Return the figures of a step that need no spans."""
     return {STEP_S: step_s, **({TOKENS_PER_S: num_tokens / step_s} if num_tokens else {})}
 

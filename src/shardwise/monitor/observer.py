@@ -26,7 +26,6 @@ from shardwise.comm.torch_calls import TORCH_CALLS
 from shardwise.engine.parts import Model, Optimizer, Parts
 from shardwise.errors import ConfigError
 from shardwise.host import available_host_bytes
-from shardwise.monitor.facts import facts_of
 from shardwise.monitor.findings import Finding
 from shardwise.monitor.gatherer import Gatherer, Gauges, ObservedStep, Outputs, Sink
 from shardwise.monitor.gradient_checks import LostUpdates, bad_gradients
@@ -38,9 +37,10 @@ from shardwise.monitor.ledger import (
     state_bytes,
 )
 from shardwise.monitor.lines import JsonLines
-from shardwise.monitor.live import LiveDoctor
+from shardwise.monitor.live_run import LiveDoctor
 from shardwise.monitor.metrics import BAD_GRADIENTS, IN_HALF, SKIPPED_STEPS
-from shardwise.monitor.record import FOLDER, RunFacts, StepLine, forget_ranks, write_facts
+from shardwise.monitor.record import FOLDER, RunFacts, StepLine, remove_other_ranks, write_facts
+from shardwise.monitor.run_facts import facts_of
 from shardwise.monitor.spans import SpanRecorder
 from shardwise.names import MAIN
 from shardwise.processes import own_process
@@ -122,7 +122,7 @@ def _open(
     def open_files() -> None:
         if folder is not None and is_first:
             write_facts(folder, facts)
-            forget_ranks(folder, facts.num_ranks)
+            remove_other_ranks(folder, facts.num_ranks)
         steps = JsonLines(folder / "steps.jsonl" if folder and is_first else None, done)
         path = folder / f"rank-{control.rank}.jsonl" if folder and is_kept else None
         own = JsonLines(path, done)
@@ -165,7 +165,7 @@ class Observation:
         self._num_passes = _num_passes(parts)
         self._values: dict[str, float] = {}
         self._state: Mapping[tuple[str, str, str], int] | None = None
-        self._over: ObservedStep | None = None
+        self._last_step: ObservedStep | None = None
         self._reported: BaseException | None = None  # the last error of memory
         self._moments: list[_Moment] = []
         self._recorder = SpanRecorder(parts.comm.time.clock(), casts_to_half=_casts_to_half)
@@ -215,13 +215,13 @@ class Observation:
 
     def close(self) -> None:
         """Write the figures of all steps and end. **Raises** the error of the gathering thread."""
-        self._let_go()
+        self._detach()
         try:
             self._hand_over()
         finally:
             self._gatherer.finish()
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         """Stop to record, and keep neither the model nor the optimizers alive."""
         self._open.close()
         self._parts.engines, self._optimizers, self._reported = [], (), None
@@ -233,11 +233,11 @@ class Observation:
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is None:
             return self.close()
-        phase, unit = self._recorder.now_in()
+        phase, unit = self._recorder.current_phase()
         self._look_at_error(error, phase, unit)
-        self._let_go()
+        self._detach()
         place = {"during": self._step + 1, "phase": phase, "unit": unit}
-        self._gatherer.abandon(error, self._over, **place)
+        self._gatherer.abandon(error, self._last_step, **place)
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches; the time until each arrives counts as data loading."""
@@ -280,7 +280,7 @@ class Observation:
 
         They belong to the step under way if its forward pass has begun, else to the last one.
         """
-        last = None if self._recorder.has_begun else self._over
+        last = None if self._recorder.has_begun else self._last_step
         told = {name: float(value) for name, value in values.items()}  # a tensor is waited for
         (self._values if last is None else last.values).update(told)
 
@@ -296,7 +296,7 @@ class Observation:
 
     @property
     def _logged_bad(self) -> bool:
-        last = {} if self._over is None else self._over.values
+        last = {} if self._last_step is None else self._last_step.values
         return not all(map(math.isfinite, (*last.values(), *self._values.values())))
 
     def _after_step(self, is_last: bool) -> None:
@@ -320,13 +320,13 @@ class Observation:
         self._recorder.on_main = self._look_at_memory if samples_next else None
         self._hand_over()
         values, self._values = self._values, {}
-        self._over = ObservedStep(
+        self._last_step = ObservedStep(
             self._step, recorded, values, figures, own_lines, bad, keeps_timeline
         )
 
     def _hand_over(self) -> None:
         """Give the last step to the thread, with the values logged since its end."""
-        over, self._over = self._over, None
+        over, self._last_step = self._last_step, None
         if over is not None:
             self._gatherer.take(over)
 

@@ -25,10 +25,10 @@ from shardwise.monitor.summary import (
     figures_of,
     metric_curve,
     not_numbers,
+    phase_seconds,
     saves_of,
     unit_rows,
     value_curve,
-    where_time_goes,
     write_figure,
 )
 from shardwise.names import name_of_unit
@@ -88,7 +88,7 @@ def _page(runs: Sequence[ShownRun], divisor: int) -> str:
         parts=[_part(run, divisor) for run in runs],
         figure_rows=[(s, [f.get(s.metric) for f in figures]) for s in told],
         curves=[*_value_pictures(runs, divisor), *_metric_pictures(runs, divisor)],
-        time_svg=time_svg([(r.name, where_time_goes(r.record.steps)) for r in runs]),
+        time_svg=time_svg([(r.name, phase_seconds(r.record.steps)) for r in runs]),
         most_findings=max(1, _MOST_FINDINGS // divisor),
         picture_style=svg.style(),
         change=_change,

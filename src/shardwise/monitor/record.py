@@ -138,7 +138,7 @@ class RunRecord:
     idle_s: float | None = None
 
     @property
-    def last_words(self) -> Mapping[int, Mapping[str, Any]]:
+    def end_lines(self) -> Mapping[int, Mapping[str, Any]]:
         """The last line of its begin or end, by rank."""
         return {
             rank: line
@@ -248,7 +248,7 @@ def write_facts(folder: Path, facts: RunFacts) -> None:
     made.replace(folder / "run.json")
 
 
-def forget_ranks(folder: Path, num_ranks: int) -> None:
+def remove_other_ranks(folder: Path, num_ranks: int) -> None:
     """Remove the lines of an earlier run's ranks beyond those of this one."""
     for rank, path in rank_files(folder):
         if rank >= num_ranks:

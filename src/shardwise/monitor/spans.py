@@ -191,12 +191,12 @@ class SpanRecorder:
         """Tell whether a forward pass has begun since the last cut."""
         return "forward" in self._told[3::_FIELDS]
 
-    def now_in(self) -> tuple[str, str]:
+    def current_phase(self) -> tuple[str, str]:
         """Return the phase and the unit that the main line is in."""
         stack: list[tuple[str, str]] = []
         for _, enters, line, phase, unit, _ in _events(self._told):
             if line == MAIN:
-                _follow(stack, enters, (phase, unit))
+                _update_open(stack, enters, (phase, unit))
         return stack[-1] if stack else (OUTSIDE, "")
 
     def begin(self, line: str, unit: str, num_bytes: int, works: Any) -> Callable[[], None]:
@@ -285,11 +285,11 @@ def spans_of(recorded: Recorded, left_open: dict[str, list[tuple[str, str]]]) ->
     for line, events in by_line.items():
         stack = left_open.pop(line, [])
         times = [event[0] for event in events]
-        found += _flat(line, events, times, stack, recorded.begin_s, recorded.end_s)
+        found += _innermost_spans(line, events, times, stack, recorded.begin_s, recorded.end_s)
         if stack and line != MAIN:
             left_open[line] = stack
     works = [(w, w.begin_s, w.end_s) for w in recorded.works]
-    return found + _in_turn(works, recorded.begin_s)
+    return found + _sequential_spans(works, recorded.begin_s)
 
 
 def device_spans_of(recorded: Recorded) -> list[Span]:
@@ -304,13 +304,13 @@ def device_spans_of(recorded: Recorded) -> list[Span]:
     events = [event for event in recorded.events if event[2] == MAIN and event[5] is not None]
     times = [moment.seconds_since(first) for *_, moment in events if moment is not None]
     end_s = last.seconds_since(first)
-    found = _flat("device", events, times, [], 0.0, end_s)
+    found = _innermost_spans("device", events, times, [], 0.0, end_s)
     works = [
         (w, w.began.seconds_since(first), w.ended.seconds_since(first))
         for w in recorded.works
         if w.began is not None and w.ended is not None
     ]
-    return found + _in_turn(works, 0.0)
+    return found + _sequential_spans(works, 0.0)
 
 
 def without_lines_of(timed: Sequence[Span], spans: Sequence[Span]) -> Sequence[Span]:
@@ -319,7 +319,7 @@ def without_lines_of(timed: Sequence[Span], spans: Sequence[Span]) -> Sequence[S
     return [span for span in spans if span.line not in lines] if lines else spans
 
 
-def _flat(
+def _innermost_spans(
     line: str,
     events: Sequence[Event],
     times: Sequence[float],
@@ -339,12 +339,12 @@ def _flat(
     for (_, enters, _, phase, unit, _), when_s in zip(events, times, strict=True):
         close(when_s)
         at_s = max(at_s, when_s)
-        _follow(stack, enters, (phase, unit))
+        _update_open(stack, enters, (phase, unit))
     close(end_s)
     return found
 
 
-def _follow(stack: list[tuple[str, str]], enters: bool, key: tuple[str, str]) -> None:
+def _update_open(stack: list[tuple[str, str]], enters: bool, key: tuple[str, str]) -> None:
     """Update the open phases; those of backward may end in another order than they began."""
     if enters:
         stack.append(key)
@@ -354,7 +354,7 @@ def _follow(stack: list[tuple[str, str]], enters: bool, key: tuple[str, str]) ->
         del stack[len(stack) - 1 - stack[::-1].index(key)]
 
 
-def _in_turn(works: Iterable[tuple[Work, float, float]], begin_s: float) -> list[Span]:
+def _sequential_spans(works: Iterable[tuple[Work, float, float]], begin_s: float) -> list[Span]:
     """Return collectives as spans, those of one line one after the other."""
     free: dict[str, float] = defaultdict(lambda: begin_s)
     found = []

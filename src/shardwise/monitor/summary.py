@@ -157,7 +157,7 @@ def figures_of(lines: Sequence[StepLine]) -> dict[str, OverRanks]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def where_time_goes(lines: Sequence[StepLine]) -> dict[str, float]:
+def phase_seconds(lines: Sequence[StepLine]) -> dict[str, float]:
     """Return the seconds of a settled step by phase, the median over the ranks.
 
     The rest of the step is `ENGINE`, so they add up to it.
